@@ -1,0 +1,1 @@
+"""Sources, conversations, self-distillation and token ids: the first stage."""

@@ -1,0 +1,1 @@
+"""Tree-verified speculative sampling, and its measurement."""

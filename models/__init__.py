@@ -1,0 +1,1 @@
+"""The target, the drafters and their attention."""

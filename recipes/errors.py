@@ -1,0 +1,34 @@
+"""The one error that users see: a sentence that names the file, line or key, and the way out."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+USER_ERROR_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+
+
+class UserError(Exception):
+    """A mistake in what the user gave us (recipe, conversations, target), told in one sentence without a traceback."""
+
+
+@contextmanager
+def exit_with_one_sentence() -> Iterator[None]:
+    """Turn `UserError`, Ctrl-C and a full disk into one line on stderr and a non-zero exit; any other error is ours and keeps its traceback."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(USER_ERROR_EXIT_CODE) from None
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to continue where it stopped", file=sys.stderr)
+        raise SystemExit(INTERRUPTED_EXIT_CODE) from None
+    except OSError as error:
+        if error.errno != 28:  # ENOSPC
+            raise
+        print(
+            f"error: no space left on the device{f' for {error.filename}' if error.filename else ''}: "
+            "free some, then run the same command again to continue",
+            file=sys.stderr,
+        )
+        raise SystemExit(USER_ERROR_EXIT_CODE) from None

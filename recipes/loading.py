@@ -1,0 +1,124 @@
+"""Read a recipe: YAML, then dotted overrides (`train.learning_rate=1e-4`), then the schema; each mistake names its key."""
+
+import difflib
+import importlib.resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+SchemaT = TypeVar("SchemaT", bound=BaseModel)
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        path: A YAML file; the bare name of a shipped recipe (`quickstart`, `recipes/quickstart.yaml`) works from any folder.
+        overrides: `section.key=value` pairs, values in YAML.
+
+    Raises:
+        UserError: The file is missing or no YAML mapping, or a key is unknown or has the wrong type.
+    """
+    return load_yaml_as(Recipe, path, overrides)
+
+
+def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] | None = None) -> SchemaT:
+    """Like `load_recipe`, for any pydantic schema."""
+    file = find_recipe(path)
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not valid YAML: {_one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file} must hold a YAML mapping of sections (name, target, data, ...), not {_kind(values)}")
+    for override in overrides or []:
+        _apply_override(values, override)
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{file}: {_explain(schema, error)}") from None
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The recipe's file: the path itself, or the shipped recipe of that name."""
+    file = Path(path)
+    if file.is_file():
+        return file
+    shipped_folder = Path(str(importlib.resources.files("draftsmith.recipes")))
+    shipped = {recipe.stem: recipe for recipe in sorted(shipped_folder.glob("*.yaml"))}
+    # A folder in the path means that the user meant a file of theirs, except for the folder the shipped ones live in.
+    if file.stem in shipped and str(file.parent) in (".", "recipes"):
+        return shipped[file.stem]
+    nearest = difflib.get_close_matches(file.stem, shipped, n=1)
+    hint = f"did you mean `{nearest[0]}`?" if nearest else f"shipped recipes are {', '.join(shipped)}"
+    raise UserError(f"recipe file {path} does not exist: {hint}")
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    """Set `a.b.c=value` in place."""
+    dotted_key, separator, text = override.partition("=")
+    if not separator or not dotted_key:
+        raise UserError(f"override `{override}` must look like section.key=value, for example train.learning_rate=1e-4")
+    *parents, leaf = dotted_key.split(".")
+    section = values
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise UserError(
+                f"override `{override}`: `{parent}` is {_kind(section)}, not a section with keys of its own"
+            )
+    try:
+        section[leaf] = _number_or(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise UserError(f"override `{override}`: the value is not valid YAML: {_one_line(error)}") from None
+
+
+def _number_or(value: Any) -> Any:
+    """YAML 1.1 reads `1e-4` as text; people who type it mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(schema: type[BaseModel], error: ValidationError) -> str:
+    """The first mistake, as `section.key`: what is wrong and what would be right."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        valid = _keys_at(schema, first["loc"][:-1])
+        nearest = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.5)
+        hint = f"did you mean `{nearest[0]}`?" if nearest else f"valid keys there are {', '.join(sorted(valid))}"
+        return f"unknown key `{key}`: {hint}"
+    if first["type"] == "missing":
+        return f"key `{key}` is missing: add it"
+    message = first["msg"].removeprefix("Value error, ")
+    seen = first["input"]
+    return f"key `{key}`: {message[0].lower()}{message[1:]}" + ("" if isinstance(seen, dict) else f", not {seen!r}")
+
+
+def _keys_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys that the schema knows at a location of the recipe."""
+    model: Any = schema
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = [candidate for candidate in getattr(annotation, "__args__", ()) if isinstance(candidate, type)]
+        model = inner[0] if inner else annotation
+    return list(model.model_fields)
+
+
+def _kind(value: Any) -> str:
+    return {type(None): "empty", list: "a list", dict: "a mapping", str: "text"}.get(type(value), f"`{value!r}`")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
