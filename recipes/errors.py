@@ -1,5 +1,6 @@
 """The one error that users see: a sentence that names the file, line or key, and the way out."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,10 @@ class UserError(Exception):
 
 @contextmanager
 def exit_with_one_sentence() -> Iterator[None]:
-    """Turn `UserError`, Ctrl-C and a full disk into one line on stderr and a non-zero exit; any other error is ours and keeps its traceback."""
+    """Turn `UserError`, Ctrl-C and a full disk into one line on stderr and a non-zero exit.
+
+    Any other error is a bug of ours and keeps its traceback.
+    """
     try:
         yield
     except UserError as error:
@@ -24,7 +28,7 @@ def exit_with_one_sentence() -> Iterator[None]:
         print("interrupted: run the same command again to continue where it stopped", file=sys.stderr)
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
     except OSError as error:
-        if error.errno != 28:  # ENOSPC
+        if error.errno != errno.ENOSPC:
             raise
         print(
             f"error: no space left on the device{f' for {error.filename}' if error.filename else ''}: "

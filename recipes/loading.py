@@ -1,4 +1,4 @@
-"""Read a recipe: YAML, then dotted overrides (`train.learning_rate=1e-4`), then the schema; each mistake names its key."""
+"""Read a recipe: YAML, then dotted overrides, then the schema; each mistake names its key."""
 
 import difflib
 import importlib.resources
@@ -18,7 +18,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read and validate a recipe.
 
     Args:
-        path: A YAML file; the bare name of a shipped recipe (`quickstart`, `recipes/quickstart.yaml`) works from any folder.
+        path: A YAML file, or the bare name of a shipped recipe (`quickstart`).
         overrides: `section.key=value` pairs, values in YAML.
 
     Raises:

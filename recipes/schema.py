@@ -25,6 +25,7 @@ class TargetRecipe(Section):
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; by default CUDA if there is one, else CPU")
     trust_remote_code: bool = False
+    chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
 
 
 class ConversationsRecipe(Section):

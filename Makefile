@@ -1,0 +1,69 @@
+# draftsmith: `make quickstart` runs the main job on the embedded target, `make test` runs every check.
+# Both make their own environment in .venv (a few minutes, once) and reuse it afterwards.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed first and pinned: a bare `torch` would pull gigabytes of CUDA. For a GPU: make setup TORCH="torch"
+TORCH ?= torch==2.13.0
+# The embedded target is so small that more threads cost more than they give.
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM ?= false
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RECIPE ?= recipes/quickstart.yaml
+
+.PHONY: help setup quickstart embedded test lint format unit target bench clean
+
+help:
+	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
+	@echo "make embedded     the same, longer: recipes/embedded.yaml"
+	@echo "make test         lint, types and every test"
+	@echo "make unit         the fast tests only"
+	@echo "make lint         ruff and mypy"
+	@echo "make target       train the embedded target again (hours)"
+	@echo "make bench        the benchmarks that the README quotes, into benchmarks/results/"
+	@echo "make setup        only make the environment in $(VENV)"
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: draftsmith needs Python >= 3.10; say which with make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	mkdir -p .typing && ln -sfn .. .typing/draftsmith
+	touch $(READY)
+
+quickstart: $(READY)
+	$(BIN)/draftsmith run $(RECIPE)
+
+embedded: $(READY)
+	$(BIN)/draftsmith run recipes/embedded.yaml
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+unit: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy data models train eval recipes benchmarks
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+target: $(READY)
+	$(BIN)/python train/train_target.py recipes/target.yaml
+
+bench: $(READY)
+	mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/group_attention.py --json benchmarks/results/group_attention.json
+	$(BIN)/python benchmarks/autoregressive_vs_generate.py --json benchmarks/results/autoregressive_vs_generate.json
+	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info

@@ -1,0 +1,134 @@
+"""The `draftsmith` command: each stage of a recipe on its own, or all of them.
+
+It lives in the last subpackage because it calls all the others.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+app = typer.Typer(
+    help="Train a drafter for your LLM and measure, honestly, how much faster it generates.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False, soft_wrap=True)
+
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
+]
+
+
+@app.command()
+def distill(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Let the target answer every assistant turn of the conversations itself."""
+    loaded = load_recipe(recipe, overrides)
+    _distill(loaded)
+    _next(f"draftsmith train {_again(recipe, overrides)}")
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
+    loaded = load_recipe(recipe, overrides)
+    _train(loaded)
+    _next(f"draftsmith eval {_again(recipe, overrides)}")
+
+
+@app.command(name="eval")
+def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
+    loaded = load_recipe(recipe, overrides)
+    _evaluate(loaded)
+    _where_to_go_next(loaded)
+
+
+@app.command()
+def report(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Write the tables, the pictures and the report again from what `eval` recorded."""
+    from draftsmith.eval.stage import report_again
+
+    loaded = load_recipe(recipe, overrides)
+    report_again(loaded)
+    _where_to_go_next(loaded)
+
+
+@app.command()
+def run(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Distil, train and measure; stages that are already done are not done again."""
+    loaded = load_recipe(recipe, overrides)
+    _distill(loaded)
+    _train(loaded)
+    _evaluate(loaded)
+    _where_to_go_next(loaded)
+
+
+# Each stage imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
+
+
+def _distill(recipe: Recipe) -> None:
+    from draftsmith.data.distill import distill as distill_conversations
+    from draftsmith.data.token_dataset import build_token_dataset
+    from draftsmith.models.target import load_target
+
+    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {recipe.data.conversations.source}")
+    target, tokenizer = load_target(recipe.target)
+    folder = RunFolder(recipe)
+    outcome = distill_conversations(recipe, target, tokenizer, folder)
+    console.print(outcome.sentence())
+    build_token_dataset(recipe, tokenizer, folder)
+    folder.record("distill")
+
+
+def _train(recipe: Recipe) -> None:
+    from draftsmith.train.stage import train_drafter
+
+    console.rule(f"[bold]2 train[/bold]  {recipe.drafter.kind} drafter")
+    outcome = train_drafter(recipe)
+    console.print(outcome.sentence())
+
+
+def _evaluate(recipe: Recipe) -> None:
+    from draftsmith.eval.stage import evaluate
+
+    console.rule(f"[bold]3 measure[/bold]  {recipe.eval.runs} runs, each question beside the autoregressive baseline")
+    evaluate(recipe)
+
+
+def _where_to_go_next(recipe: Recipe) -> None:
+    root = RunFolder(recipe).root
+    console.print(f"\nReport    {root / 'report.html'}  (and report.md)")
+    console.print(f"Pictures  {root / 'eval' / 'speedup.png'}, {root / 'eval' / 'tau.png'}")
+    console.print(f"Drafter   {root / 'drafter'}")
+    if recipe.target.model == "embedded":
+        console.print("\nNext: `draftsmith run embedded` trains longer on the same target; for your own target copy")
+        console.print("recipes/llama3-8b-parallel.yaml, set target.model, then `draftsmith run yours.yaml`.")
+
+
+def _next(command: str) -> None:
+    console.print(f"Next: {command}")
+
+
+def _again(recipe: Path, overrides: list[str] | None) -> str:
+    return " ".join([str(recipe), *(overrides or [])])
+
+
+def main() -> None:
+    """Entry point of the `draftsmith` command."""
+    with exit_with_one_sentence():
+        app()
+
+
+if __name__ == "__main__":
+    main()
