@@ -31,6 +31,7 @@ Overrides = Annotated[
 
 
 @app.command()
+@exit_with_one_sentence()
 def distill(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Let the target answer every assistant turn of the conversations itself."""
     loaded = load_recipe(recipe, overrides)
@@ -39,6 +40,7 @@ def distill(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+@exit_with_one_sentence()
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
     loaded = load_recipe(recipe, overrides)
@@ -47,6 +49,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command(name="eval")
+@exit_with_one_sentence()
 def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
     loaded = load_recipe(recipe, overrides)
@@ -55,16 +58,18 @@ def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+@exit_with_one_sentence()
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Write the tables, the pictures and the report again from what `eval` recorded."""
+    loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.stage import report_again
 
-    loaded = load_recipe(recipe, overrides)
     report_again(loaded)
     _where_to_go_next(loaded)
 
 
 @app.command()
+@exit_with_one_sentence()
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Distil, train and measure; stages that are already done are not done again."""
     loaded = load_recipe(recipe, overrides)
@@ -126,8 +131,7 @@ def _again(recipe: Path, overrides: list[str] | None) -> str:
 
 def main() -> None:
     """Entry point of the `draftsmith` command."""
-    with exit_with_one_sentence():
-        app()
+    app()
 
 
 if __name__ == "__main__":
