@@ -1,0 +1,194 @@
+"""Functions and classes of the running interpreter's standard library, read with `ast`.
+
+The embedded target needs a text corpus that every machine already has. The standard library is one: thousands of
+documented functions under a free licence. Nothing is imported; files are only parsed. Code is normalised with
+`ast.unparse` (no comments, one quoting style), because a small model learns regular text far sooner.
+
+The corpus depends on the interpreter's minor version; everything else is deterministic (sorted paths, source order).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+SKIPPED_FOLDERS = frozenset(
+    ["__pycache__", "config", "ensurepip", "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo"]
+)
+MAX_NAMES = 6
+MAX_EXPRESSION_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter as written: `name` carries its stars, `default` and `annotation` are source text or None."""
+
+    name: str
+    default: str | None = None
+    annotation: str | None = None
+
+
+@dataclass(frozen=True)
+class StdlibItem:
+    """One function, method or class. `body` is the normalised source without its docstring ('' when nothing is left)."""
+
+    module: str
+    qualname: str
+    kind: str
+    arguments: tuple[Argument, ...]
+    docstring: str
+    source: str
+    body: str
+    calls: tuple[str, ...]
+    returns: tuple[str, ...]
+    raises: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.qualname.rsplit(".", 1)[-1]
+
+    @property
+    def is_public(self) -> bool:
+        return not any(part.startswith("_") for part in self.qualname.split("."))
+
+    @property
+    def signature(self) -> str:
+        """`name(a, b=None)`, without annotations."""
+        shown = (a.name if a.default is None else f"{a.name}={a.default}" for a in self.arguments)
+        return f"{self.name}({', '.join(shown)})"
+
+    @property
+    def line_count(self) -> int:
+        return self.source.count("\n") + 1
+
+
+def stdlib_folder() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+@lru_cache(maxsize=2)
+def stdlib_items(folder: Path | None = None) -> tuple[StdlibItem, ...]:
+    """Every ASCII-only item of the public modules under `folder` (default: this interpreter's library)."""
+    root = folder or stdlib_folder()
+    items: list[StdlibItem] = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(("_", "config-")) for part in parts[:-1]):
+            continue
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        if not parts or parts[-1].startswith("_"):
+            continue
+        items.extend(_module_items(".".join(parts), path))
+    return tuple(items)
+
+
+def _module_items(module: str, path: Path) -> Iterator[StdlibItem]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):
+        return  # some distributions ship files for other interpreters
+    seen: set[str] = set()
+    for qualname, kind, node in _definitions(tree.body):
+        if qualname in seen:
+            continue
+        seen.add(qualname)
+        item = _item(module, qualname, kind, node)
+        if (item.source + item.docstring).isascii():
+            yield item
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, str, ast.FunctionDef | ast.ClassDef]]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, "function", node
+        elif isinstance(node, ast.ClassDef):
+            yield node.name, "class", node
+            for child in node.body:
+                if isinstance(child, ast.FunctionDef):
+                    yield f"{node.name}.{child.name}", "method", child
+
+
+def _item(module: str, qualname: str, kind: str, node: ast.FunctionDef | ast.ClassDef) -> StdlibItem:
+    docstring = inspect.cleandoc(ast.get_docstring(node) or "")
+    source = ast.unparse(node)
+    body = source
+    if docstring:
+        rest = node.body[1:]
+        body = ast.unparse(_with_body(node, rest)) if rest else ""
+    is_class = isinstance(node, ast.ClassDef)
+    return StdlibItem(
+        module=module,
+        qualname=qualname,
+        kind=kind,
+        arguments=() if is_class else _arguments(node.args),
+        docstring=docstring,
+        source=source,
+        body=body,
+        calls=() if is_class else _calls(node),
+        returns=() if is_class else _returns(node),
+        raises=() if is_class else _raises(node),
+    )
+
+
+def _with_body(node: ast.FunctionDef | ast.ClassDef, body: list[ast.stmt]) -> ast.stmt:
+    fields = {name: getattr(node, name) for name in node._fields}
+    fields["body"] = body
+    return ast.copy_location(type(node)(**fields), node)
+
+
+def _arguments(args: ast.arguments) -> tuple[Argument, ...]:
+    positional = [*args.posonlyargs, *args.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    found = [_argument("", arg, default) for arg, default in zip(positional, defaults, strict=True)]
+    if args.vararg:
+        found.append(_argument("*", args.vararg, None))
+    found += [_argument("", arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    if args.kwarg:
+        found.append(_argument("**", args.kwarg, None))
+    return tuple(found)
+
+
+def _argument(stars: str, arg: ast.arg, default: ast.expr | None) -> Argument:
+    return Argument(
+        name=stars + arg.arg,
+        default=None if default is None else ast.unparse(default),
+        annotation=None if arg.annotation is None else ast.unparse(arg.annotation),
+    )
+
+
+def _in_source_order(node: ast.AST, kind: type[ast.AST]) -> list[ast.AST]:
+    found = [child for child in ast.walk(node) if isinstance(child, kind)]
+    return sorted(found, key=lambda child: (child.lineno, child.col_offset))  # type: ignore[attr-defined]
+
+
+def _short_unique(texts: Iterator[str]) -> tuple[str, ...]:
+    unique = dict.fromkeys(text for text in texts if len(text) <= MAX_EXPRESSION_CHARS and "\n" not in text)
+    return tuple(unique)[:MAX_NAMES]
+
+
+def _calls(node: ast.FunctionDef) -> tuple[str, ...]:
+    def is_dotted(func: ast.expr) -> bool:
+        while isinstance(func, ast.Attribute):
+            func = func.value
+        return isinstance(func, ast.Name)
+
+    bodies = ast.Module(body=node.body, type_ignores=[])
+    return _short_unique(ast.unparse(c.func) for c in _in_source_order(bodies, ast.Call) if is_dotted(c.func))
+
+
+def _returns(node: ast.FunctionDef) -> tuple[str, ...]:
+    return _short_unique(ast.unparse(r.value) for r in _in_source_order(node, ast.Return) if r.value is not None)
+
+
+def _raises(node: ast.FunctionDef) -> tuple[str, ...]:
+    raised = (r.exc for r in _in_source_order(node, ast.Raise) if r.exc is not None)
+    return _short_unique(ast.unparse(exc.func if isinstance(exc, ast.Call) else exc) for exc in raised)

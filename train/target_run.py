@@ -1,0 +1,121 @@
+"""One training run of the embedded target, from recipe to exported checkpoint; resumes from its own work folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from draftsmith.data.stdlib_conversations import build_conversations
+from draftsmith.recipes.target_schema import ScheduleSection, TargetRecipe
+from draftsmith.train.target import (
+    TargetTrainer,
+    build_model,
+    collate,
+    export_target,
+    has_compiler,
+    pack_rows,
+    train_tokenizer,
+)
+from draftsmith.train.target_clock import SnapshotCallback, TrainingClock, rate_multiplier
+
+logger = logging.getLogger(__name__)
+
+
+def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> bool:
+    """Trains to the end of the recipe's schedule and writes `recipe.output_dir`; True when the schedule was finished.
+
+    An earlier, interrupted run in `recipe.work_dir` is continued. Intermediate exports go to `snapshot_dir`, if given.
+    """
+    corpus, schedule = recipe.corpus, recipe.schedule
+    conversations = build_conversations(corpus.seed, "train", corpus.limit)
+    tokenizer = train_tokenizer(
+        [message["content"] for conversation in conversations for message in conversation["messages"]], recipe.model
+    )
+    rows = pack_rows(tokenizer, conversations, corpus.row_tokens, corpus.user_token_weight)
+    eval_rows = pack_rows(tokenizer, build_conversations(corpus.seed, "heldout", corpus.limit), corpus.row_tokens, 0.0)
+    model = build_model(recipe.model, tokenizer, schedule.seed)
+    arguments = training_arguments(recipe)
+    steps_per_epoch = max(1, len(rows) // (schedule.rows_per_step * arguments.world_size))
+    clock = TrainingClock(max(1, round(schedule.epochs * steps_per_epoch)), schedule.max_minutes)
+    logger.info(
+        "%d conversations in %d rows, %d parameters, at most %d steps or %g minutes",
+        len(conversations), len(rows), model.num_parameters(), clock.max_steps, schedule.max_minutes,
+    )  # fmt: skip
+    arguments.max_steps = clock.max_steps
+    optimizer = _optimizer(model, schedule)
+    trainer = TargetTrainer(
+        model=model,
+        args=arguments,
+        data_collator=collate,
+        train_dataset=rows,
+        eval_dataset=eval_rows[: corpus.eval_rows],
+        callbacks=[clock],
+        optimizers=(optimizer, LambdaLR(optimizer, rate_multiplier(clock, schedule))),
+    )
+    if snapshot_dir is not None:
+        trainer.add_callback(
+            SnapshotCallback(
+                clock,
+                schedule.snapshot_minutes,
+                lambda: _export(trainer, tokenizer, snapshot_dir, torch.bfloat16),
+            )
+        )
+    if schedule.compile and has_compiler():
+        model.compile()
+    checkpoint = get_last_checkpoint(str(recipe.work_dir)) if recipe.work_dir.is_dir() else None
+    if checkpoint:
+        _restore_clock(clock, Path(checkpoint))
+    clock.stop_on_signals()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if clock.stop_requested:
+        logger.info("stopped; the same command goes on from %s", recipe.work_dir)
+        return False
+    _export(trainer, tokenizer, recipe.output_dir, torch.bfloat16)
+    return True
+
+
+def training_arguments(recipe: TargetRecipe) -> TrainingArguments:
+    schedule = recipe.schedule
+    return TrainingArguments(
+        output_dir=str(recipe.work_dir),
+        per_device_train_batch_size=schedule.rows_per_step,
+        per_device_eval_batch_size=schedule.rows_per_step,
+        max_grad_norm=1.0,
+        seed=schedule.seed,
+        logging_steps=25,
+        save_steps=schedule.save_steps,
+        save_total_limit=1,
+        eval_strategy="steps",
+        eval_steps=schedule.eval_steps,
+        prediction_loss_only=True,
+        label_names=["loss_weights"],
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def _optimizer(model: LlamaForCausalLM, schedule: ScheduleSection) -> torch.optim.Optimizer:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95))
+
+
+def _restore_clock(clock: TrainingClock, checkpoint: Path) -> None:
+    from transformers.trainer_callback import TrainerState
+
+    saved = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).stateful_callbacks
+    clock.elapsed_s = saved[type(clock).__name__]["attributes"]["elapsed_s"]
+
+
+def _export(trainer: TargetTrainer, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype) -> None:
+    if trainer.is_world_process_zero():
+        export_target(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder, dtype)
+        logger.info("wrote %s", folder)
