@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from draftsmith.eval.pipeline import console, run_all, run_distill, run_eval, run_report, run_train
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -20,7 +20,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False, soft_wrap=True)
 
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
@@ -35,7 +34,7 @@ Overrides = Annotated[
 def distill(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Let the target answer every assistant turn of the conversations itself."""
     loaded = load_recipe(recipe, overrides)
-    _distill(loaded)
+    run_distill(loaded)
     _next(f"draftsmith train {_again(recipe, overrides)}")
 
 
@@ -44,7 +43,7 @@ def distill(recipe: RecipePath, overrides: Overrides = None) -> None:
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
     loaded = load_recipe(recipe, overrides)
-    _train(loaded)
+    run_train(loaded)
     _next(f"draftsmith eval {_again(recipe, overrides)}")
 
 
@@ -53,7 +52,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
     loaded = load_recipe(recipe, overrides)
-    _evaluate(loaded)
+    run_eval(loaded)
     _where_to_go_next(loaded)
 
 
@@ -62,9 +61,7 @@ def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Write the tables, the pictures and the report again from what `eval` recorded."""
     loaded = load_recipe(recipe, overrides)
-    from draftsmith.eval.stage import report_again
-
-    report_again(loaded)
+    run_report(loaded)
     _where_to_go_next(loaded)
 
 
@@ -73,42 +70,8 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Distil, train and measure; stages that are already done are not done again."""
     loaded = load_recipe(recipe, overrides)
-    _distill(loaded)
-    _train(loaded)
-    _evaluate(loaded)
+    run_all(loaded)
     _where_to_go_next(loaded)
-
-
-# Each stage imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
-
-
-def _distill(recipe: Recipe) -> None:
-    from draftsmith.data.distill import distill as distill_conversations
-    from draftsmith.data.token_dataset import build_token_dataset
-    from draftsmith.models.target import load_target
-
-    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {recipe.data.conversations.source}")
-    target, tokenizer = load_target(recipe.target)
-    folder = RunFolder(recipe)
-    outcome = distill_conversations(recipe, target, tokenizer, folder)
-    console.print(outcome.sentence())
-    build_token_dataset(recipe, tokenizer, folder)
-    folder.record("distill")
-
-
-def _train(recipe: Recipe) -> None:
-    from draftsmith.train.stage import train_drafter
-
-    console.rule(f"[bold]2 train[/bold]  {recipe.drafter.kind} drafter")
-    outcome = train_drafter(recipe)
-    console.print(outcome.sentence())
-
-
-def _evaluate(recipe: Recipe) -> None:
-    from draftsmith.eval.stage import evaluate
-
-    console.rule(f"[bold]3 measure[/bold]  {recipe.eval.runs} runs, each question beside the autoregressive baseline")
-    evaluate(recipe)
 
 
 def _where_to_go_next(recipe: Recipe) -> None:
