@@ -1,0 +1,107 @@
+"""Both formats are read; each kind of bad conversation is one sentence that names the place."""
+
+import json
+from typing import Any
+
+import pytest
+
+from draftsmith.data.conversations import InvalidConversation, Turn, parse_conversation
+
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+
+def sharegpt(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": name, "value": text} for name, text in turns]}
+
+
+def test_both_formats_give_the_same_conversation() -> None:
+    first, second = (parse_conversation(record, "here") for record in (SHAREGPT, OPENAI))
+    assert first == second
+    assert first.turns == (Turn("user", "Hi"), Turn("assistant", "Hello"))
+    assert first.messages == OPENAI["messages"]
+
+
+def test_system_turn_trailing_question_and_text_parts() -> None:
+    record = {
+        "messages": [
+            {"role": "system", "content": "Be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "Bye"},
+        ]
+    }
+    conversation = parse_conversation(record, "here")
+    assert [turn.role for turn in conversation.turns] == ["system", "user", "assistant", "user"]
+    assert conversation.turns[1].content == "Hi"
+
+
+def test_id_is_of_the_prompt_side() -> None:
+    ids = [
+        parse_conversation(sharegpt(("human", question), ("gpt", answer)), "here").id
+        for question, answer in (("Hi", "Hello"), ("Hi", "something else"), ("Hi!", "Hello"))
+    ]
+    assert ids[0] == ids[1] != ids[2]
+    assert len(ids[0]) == 16
+
+
+def test_lone_surrogates_are_replaced() -> None:
+    record = json.loads('{"conversations": [{"from": "human", "value": "a\\ud800"}, {"from": "gpt", "value": "b"}]}')
+    assert parse_conversation(record, "here").turns[0].content == "a?"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "sentence"),
+    [
+        ([1], "not a mapping", "f line 3: a conversation must be a JSON object, not a list"),
+        ({"id": 1, "text": ""}, "no conversation key", "this one has `id`, `text`"),
+        ({"messages": "Hi"}, "not a list of turns", "`messages` must be a list of turns, not a string"),
+        ({"messages": []}, "no turns", "f line 3: the conversation is empty"),
+        (
+            {"messages": [{"role": "user"}]},
+            "malformed turn",
+            "turn 1: a turn must be an object with `role` and `content`",
+        ),
+        (sharegpt(("human", "a"), ("bing", "b")), "unknown role", 'turn 2: unknown role "bing", known ones are human,'),
+        (
+            sharegpt(("gpt", "a"), ("human", "b")),
+            "first turn from the assistant",
+            "turn 1: the conversation begins with",
+        ),
+        (
+            sharegpt(("system", "s"), ("gpt", "a")),
+            "first turn from the assistant",
+            "turn 2: the conversation begins with",
+        ),
+        (sharegpt(("human", "a"), ("human", "b")), "two user turns in a row", "turn 2: two user turns in a row"),
+        (
+            sharegpt(("human", "a"), ("gpt", "b"), ("gpt", "c")),
+            "two assistant turns in a row",
+            "turn 3: two assistant turns in a row",
+        ),
+        (
+            sharegpt(("human", "a"), ("system", "b")),
+            "system turn not first",
+            "turn 2: a system turn may only be the first",
+        ),
+        (sharegpt(("human", "a")), "no assistant turn", "f line 3: the conversation has no assistant turn"),
+        (sharegpt(("system", "a")), "no assistant turn", "f line 3: the conversation has no assistant turn"),
+        (sharegpt(("human", "a"), ("gpt", " \n")), "empty assistant turn", "turn 2: the gpt turn is empty"),
+        (sharegpt(("human", ""), ("gpt", "b")), "empty user turn", "turn 1: the human turn is empty"),
+        (sharegpt(("human", None), ("gpt", "b")), "turn is not text", "turn 1: the turn must be text, not null"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "turn is not text",
+            "turn 1: the turn must be text, not a list",
+        ),
+    ],
+)
+def test_invalid_conversations(record: Any, reason: str, sentence: str) -> None:
+    with pytest.raises(InvalidConversation) as caught:
+        parse_conversation(record, "f line 3")
+    assert caught.value.reason == reason
+    message = str(caught.value)
+    assert sentence in message
+    assert message.startswith("f line 3")
+    assert "skip_invalid=true" in message
+    assert "\n" not in message

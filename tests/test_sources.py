@@ -1,0 +1,131 @@
+"""Files plain and compressed, array and lines, the Hub, the limit, duplicates; and every way a source can be wrong."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import ConversationsRecipe, DataRecipe
+
+
+def record(question: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": "ä answer"}]}
+
+
+def jsonl(*questions: str) -> str:
+    return "".join(json.dumps(record(question), ensure_ascii=False) + "\n" for question in questions)
+
+
+def questions(source: Path | str, counts: SourceCounts | None = None, **keys: Any) -> list[str]:
+    recipe = DataRecipe(conversations=ConversationsRecipe(source=str(source), **keys))
+    return [conversation.turns[0].content for conversation in load_conversations(recipe, counts=counts)]
+
+
+@pytest.mark.parametrize(
+    "text", [jsonl("a", "b"), "\n" + jsonl("a") + "\n" + jsonl("b"), json.dumps([record("a"), record("b")])]
+)
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
+def test_local_files(tmp_path: Path, text: str, suffix: str) -> None:
+    compress = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
+    file = tmp_path / f"chats.json{suffix}"
+    file.write_bytes(compress[suffix](text.encode()))
+    assert questions(file) == ["a", "b"]
+
+
+def test_limit_and_duplicates_and_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(jsonl("a", "a") + "{broken\n" + '{"messages": []}\n' + jsonl("b", "a", "c") + "{not reached\n")
+    counts = SourceCounts()
+    assert questions(file, counts, limit=3, skip_invalid=True) == ["a", "b", "c"]
+    assert counts.duplicates == 2
+    assert counts.invalid == {"not JSON": 1, "no turns": 1}
+
+
+def test_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl("a").encode())
+    assert questions(tmp_path / "chats.jsonl") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", jsonl("a").encode() + b"{broken\n", "a.jsonl line 2: not JSON: "),
+        ("a.json", b'[{"a": 1},\n{broken]', "a.json line 2 is not JSON: "),
+        ("a.jsonl", b"", "a.jsonl is empty: it must hold one JSON conversation a line"),
+        ("a.jsonl", b" \n\n", "a.jsonl is empty"),
+        ("a.json", b"[]", "a.json holds no valid conversation"),
+        ("a.json", b'[{"messages": []}]', "a.json conversation 1: the conversation is empty"),
+        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl is not UTF-8 text"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(jsonl("a").encode())[:-12], "a.jsonl.gz cannot be decompressed"),
+        ("a.jsonl.xz", b"not xz", "a.jsonl.xz cannot be decompressed"),
+        ("a.jsonl.zst", b"not zstd", "a.jsonl.zst cannot be decompressed"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        questions(file)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_valid_counts_the_reasons(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n{"messages": []}\nnope\n')
+    with pytest.raises(UserError, match=r"no valid conversation: 3 \(2 no turns, 1 not JSON\) skipped as invalid"):
+        questions(tmp_path / "a.jsonl", skip_invalid=True)
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(jsonl("a"))
+    with pytest.raises(UserError, match=r"chat\.jsonl does not exist: did you mean .*chats\.jsonl\?"):
+        questions(tmp_path / "chat.jsonl")
+    with pytest.raises(UserError, match=r"its folder .* does not exist either"):
+        questions(tmp_path / "nowhere" / "chat.jsonl")
+    with pytest.raises(UserError, match="is a folder: name one"):
+        questions(tmp_path)
+
+
+def test_stdlib_split() -> None:
+    with pytest.raises(UserError, match="must be train, heldout or all, not test"):
+        questions("stdlib", split="test")
+
+
+def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def load_dataset(name: str, **keys: Any) -> list[dict[str, Any]]:
+        asked.update(keys, name=name)
+        return [record("a"), {"conversations": []}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert questions("someone/chats", split="test", revision="abc", limit=1) == ["a"]
+    assert asked == {"name": "someone/chats", "data_files": None, "revision": "abc", "split": "test"}
+    with pytest.raises(UserError, match="someone/chats row 2: the conversation is empty"):
+        questions("someone/chats")
+
+
+def test_hub_json_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "dump.json").write_text(json.dumps([record("a") | {"id": 1}, record("b") | {"id": "mixed types"}]))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **keys: str(tmp_path / file))
+    assert questions("someone/chats", file="dump.json") == ["a", "b"]
+
+
+def test_hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, **keys: Any) -> None:
+        raise ConnectionError(f"Couldn't reach '{name}'\non the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(
+        UserError, match=r"Hub dataset someone/chats \(split train\) cannot be loaded: Couldn't"
+    ) as caught:
+        questions("someone/chats")
+    assert "set data.conversations.source to a local file" in str(caught.value)
+    assert "\n" not in str(caught.value)
