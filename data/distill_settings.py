@@ -1,0 +1,72 @@
+"""What distilled answers depend on, written beside them: one folder never mixes two targets or two samplings."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.schema import Recipe
+
+SAMPLED_VALUES = 8
+
+
+def check_settings(recipe: Recipe, target: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the settings, or compare them with those that the folder was begun with.
+
+    Raises:
+        UserError: A setting differs; the sentence names the first such key.
+    """
+    settings = _settings(recipe, target, tokenizer)
+    file = folder / "distill_settings.json"
+    if file.exists():
+        try:
+            recorded = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            raise UserError(f"{file} is damaged: delete the folder {folder} to distil again") from None
+        for key, value in settings.items():
+            before = recorded.get(key)
+            # A smaller length means that more is cut later; a larger one would need answers that were not generated.
+            compatible = value <= before if key == "data.max_length_tokens" and before is not None else value == before
+            if not compatible:
+                raise UserError(
+                    f"{folder} was distilled with {key} = {before!r}, the recipe now has {value!r}: "
+                    "give the recipe another name, restore the key, or delete that folder to distil again"
+                )
+    write_atomically(file, json.dumps(settings, indent=2) + "\n")
+
+
+def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
+    source, settings = recipe.data.conversations, recipe.data.distill
+    values: dict[str, Any] = {
+        "data.conversations.source": source.source,
+        "data.conversations.split": source.split,
+        "data.conversations.file": source.file,
+        "data.conversations.revision": source.revision,
+        "data.distill.engine": settings.engine,
+    }
+    if settings.engine == "none":
+        return values
+    return values | {
+        "target.model": recipe.target.model,
+        "target.revision": recipe.target.revision,
+        "target.dtype": recipe.target.dtype,
+        "the target's weights (hash)": None if target is None else _weights_hash(target),
+        "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        "data.distill.temperature": settings.temperature,
+        "data.distill.top_k": settings.top_k,
+        "data.distill.top_p": settings.top_p,
+        "data.distill.max_new_tokens": settings.max_new_tokens,
+        "data.max_length_tokens": recipe.data.max_length_tokens,
+        "seed": recipe.seed,
+    }
+
+
+def _weights_hash(target: Any) -> str:
+    """A few values of every parameter: enough to see that a folder of the same name now holds a retrained model."""
+    digest = hashlib.sha256()
+    for name, parameter in target.named_parameters():
+        values = parameter.detach().flatten()[:SAMPLED_VALUES].float().cpu().tolist()
+        digest.update(f"{name} {tuple(parameter.shape)} {values}".encode())
+    return digest.hexdigest()[:16]

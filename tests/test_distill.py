@@ -1,0 +1,337 @@
+"""Self-distillation: the regenerated history, resume (invariant 7), truncated answers, and every refusal."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizers as templates
+import torch
+from tiny_tokenizers import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.data.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.conversations import Turn
+from draftsmith.data.distill import DistillReport, distill, read_distilled
+from draftsmith.data.engine import AnswerSampling, Completion
+from draftsmith.data.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
+
+
+def write_source(file: Path, questions: list[list[str]] = QUESTIONS) -> None:
+    with file.open("w") as stream:
+        for asked in questions:
+            turns = [t for q in asked for t in ({"from": "human", "value": q}, {"from": "gpt", "value": "old " + q})]
+            stream.write(json.dumps({"conversations": turns}) + "\n")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_source(tmp_path / "chats.jsonl")
+    return tmp_path / "chats.jsonl"
+
+
+def make_recipe(source: Path, **distill_keys: Any) -> Recipe:
+    data = {"conversations": {"source": str(source)}, "distill": distill_keys, "max_length_tokens": 512}
+    return Recipe.model_validate({"name": "test", "data": data})
+
+
+class HashEngine:
+    """Answers with a hash of its prompt, so an answer proves which history it was given."""
+
+    max_length_tokens: int | None = None
+
+    def __init__(self, tokenizer: Any, concurrency: int = 3, fail_at_call: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.concurrency = concurrency
+        self.fail_at_call = fail_at_call
+        self.calls: list[list[str]] = []
+
+    def answer(self, prompt: str) -> str:
+        return "h" + hashlib.sha256(prompt.encode()).hexdigest()[:6]
+
+    def generate(self, prompts: list[list[int]], sampling: AnswerSampling) -> list[Completion]:
+        assert 0 < len(prompts) <= self.concurrency
+        if len(self.calls) == self.fail_at_call:
+            raise KeyboardInterrupt
+        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        self.calls.append(texts)
+        return [self.complete(text) for text in texts]
+
+    def complete(self, prompt: str) -> Completion:
+        ids = self.tokenizer(self.answer(prompt) + "<|im_end|>")["input_ids"]
+        return Completion(ids, "stop")
+
+
+class CutEngine(HashEngine):
+    """Does not finish its answers to the questions named."""
+
+    cut_questions = ("two", "alone")
+
+    def complete(self, prompt: str) -> Completion:
+        if any(f"{question}<|im_end|>\n<|im_start|>assistant" in prompt for question in self.cut_questions):
+            return Completion(self.tokenizer("and so on")["input_ids"], "length")
+        return super().complete(prompt)
+
+
+def run(recipe: Recipe, folder: Path, engine: HashEngine) -> DistillReport:
+    return distill(recipe, None, engine.tokenizer, folder, engine, progress=False)
+
+
+def lines(file: Path) -> list[str]:
+    return sorted(file.read_text().splitlines())
+
+
+def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    report = run(make_recipe(source), tmp_path / "out", engine)
+    assert (report.kept, report.answers, report.drifted_answers) == (7, 11, 0)
+    by_question = {conversation.turns[0].content: conversation for conversation in read_distilled(tmp_path / "out")}
+    turns = by_question["one"].turns
+    prompt = ""
+    for question, answer in zip(turns[0::2], turns[1::2], strict=True):
+        prompt += f"<|im_start|>user\n{question.content}<|im_end|>\n<|im_start|>assistant\n"
+        assert answer.content == engine.answer(prompt)
+        prompt += f"{answer.content}<|im_end|>\n"
+    assert [turn.content for turn in turns[0::2]] == ["one", "two", "three"]
+    assert not any("old" in text for call in engine.calls for text in call)
+
+
+@pytest.mark.parametrize("fail_at_call", [0, 1, 2, 3])
+def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call: int) -> None:
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    recipe = make_recipe(source)
+    run(recipe, tmp_path / "whole", CutEngine(tokenizer))
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "parts", CutEngine(tokenizer, fail_at_call=fail_at_call))
+    report = run(recipe, tmp_path / "parts", CutEngine(tokenizer, concurrency=2))
+    for name in ("distilled.jsonl", "dropped.jsonl"):
+        assert lines(tmp_path / "parts" / name) == lines(tmp_path / "whole" / name)
+    assert report.already_done + report.kept + report.dropped.total() == len(QUESTIONS)
+    again = CutEngine(tokenizer)
+    assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS)
+    assert again.calls == []
+
+
+def test_a_torn_line_is_cut_off_and_its_conversation_done_again(source: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    recipe = make_recipe(source)
+    run(recipe, tmp_path / "out", HashEngine(tokenizer))
+    file = tmp_path / "out" / "distilled.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    assert run(recipe, tmp_path / "out", HashEngine(tokenizer)).kept == 1
+    assert file.read_bytes() == whole
+
+
+def test_answers_cut_short(source: Path, tmp_path: Path) -> None:
+    """A cut first answer drops the conversation; a later one ends it before the question that it belongs to."""
+    report = run(make_recipe(source), tmp_path / "out", CutEngine(tiny_tokenizer(templates.CHATML)))
+    assert report.truncated_turns == 2
+    assert dict(report.dropped) == {"answer cut short by max_new_tokens": 1}
+    assert dict(report.shortened) == {"answer cut short by max_new_tokens": 1}
+    by_question = {conversation.turns[0].content: conversation for conversation in read_distilled(tmp_path / "out")}
+    assert "alone" not in by_question
+    assert [turn.role for turn in by_question["one"].turns] == ["user", "assistant"]
+    assert "1 (1 answer cut short by max_new_tokens)" in report.describe()
+
+
+def test_prompts_too_long_for_the_target(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    prompt = prompt_token_ids(engine.tokenizer, [Turn("user", "first")])
+    engine.max_length_tokens = len(prompt) + 8
+    report = run(make_recipe(source, max_new_tokens=8), tmp_path / "out", engine)
+    assert report.shortened["prompt too long"] == 3
+    assert {len(conversation.turns) for conversation in read_distilled(tmp_path / "out")} == {2}
+
+
+def test_empty_answers_are_dropped_and_if_all_are_it_is_an_error(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    engine.answer = lambda prompt: " "  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(7 empty answer\)"):
+        run(make_recipe(source), tmp_path / "out", engine)
+
+
+def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_path: Path) -> None:
+    """The target generates " Hello"; Llama 2's template adds that space to the text "Hello" itself."""
+    engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
+    engine.complete = lambda prompt: Completion(engine.tokenizer(" hi </s>")["input_ids"], "stop")  # type: ignore[method-assign]
+    assert run(make_recipe(source), tmp_path / "out", engine).drifted_answers == 0
+
+
+def test_drift_is_counted(source: Path, tmp_path: Path) -> None:
+    """An answer spelt in single bytes is read back in merged tokens."""
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    spelt = [engine.tokenizer.convert_tokens_to_ids(letter) for letter in "Hello"]
+    end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    engine.complete = lambda prompt: Completion([*spelt, end], "stop")  # type: ignore[method-assign]
+    report = run(make_recipe(source), tmp_path / "out", engine)
+    assert report.drifted_answers == report.answers == 11
+
+
+def test_engine_none_passes_through(tmp_path: Path) -> None:
+    messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
+    assert distill(recipe, None, tiny_tokenizer(templates.CHATML), tmp_path / "out", progress=False).kept == 1
+    assert read_distilled(tmp_path / "out")[0].messages == messages[:3]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ({"seed": 1}, "seed = 0, the recipe now has 1"),
+        ({"target": {"model": "other/model"}}, "target.model = 'embedded', the recipe now has 'other/model'"),
+        ({"data": {"distill": {"temperature": 0.5}}}, "data.distill.temperature"),
+        ({"data": {"distill": {"max_new_tokens": 9}}}, "data.distill.max_new_tokens"),
+        ({"data": {"max_length_tokens": 1024}}, "data.max_length_tokens"),
+    ],
+)
+def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: dict[str, Any], key: str) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    recipe = make_recipe(source)
+    run(recipe, tmp_path / "out", engine)
+    values = recipe.model_dump()
+    for section, value in override.items():
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                values[section][name] = values[section][name] | inner if isinstance(inner, dict) else inner
+        else:
+            values[section] = value
+    with pytest.raises(UserError) as caught:
+        run(Recipe.model_validate(values), tmp_path / "out", engine)
+    assert key in str(caught.value)
+    assert "give the recipe another name, restore the key, or delete that folder" in str(caught.value)
+
+
+def test_refusals(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no chat template"):
+        run(make_recipe(source), tmp_path / "out", HashEngine(tiny_tokenizer(None)))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"distilled\.jsonl does not exist: run `draftsmith distill`"):
+        read_distilled(tmp_path / "out")
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    run(make_recipe(source), tmp_path / "out", engine)
+    file = tmp_path / "out" / "distilled.jsonl"
+    file.write_text("{damaged\n" + file.read_text())
+    with pytest.raises(UserError, match=r"distilled\.jsonl line 1 is not JSON, so the file was damaged"):
+        run(make_recipe(source), tmp_path / "out", engine)
+
+
+def test_template_that_refuses_system_turns(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    write_source(file, [["a"]])
+    roles = ("system", "user", "assistant")
+    with file.open("a") as stream:
+        stream.write(json.dumps({"messages": [{"role": role, "content": role} for role in roles]}) + "\n")
+    engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
+    engine.complete = lambda prompt: Completion(engine.tokenizer("hi</s>")["input_ids"], "stop")  # type: ignore[method-assign]
+    recipe = make_recipe(file)
+    with pytest.raises(UserError, match=r"System role not supported; .*skip_invalid=true"):
+        run(recipe, tmp_path / "out", engine)
+    recipe.data.conversations.skip_invalid = True
+    report = run(recipe, tmp_path / "out", engine)
+    assert dict(report.dropped) == {"refused by the chat template": 1}
+    assert report.kept == 1
+
+
+# --- the transformers engine ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=340,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.6,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+PROMPTS = [[5, 9, 30], [7], [100, 200, 300, 40, 50, 60, 70], [8, 8], [33, 44, 55, 66]]
+
+
+@pytest.mark.parametrize("sampling", [AnswerSampling(max_new_tokens=24), AnswerSampling(1.2, 50, 0.95, 24, seed=3)])
+def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, sampling: AnswerSampling) -> None:
+    """Greedy, and sampled too, since each row has its own generator."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    one_by_one, batched = (TransformersEngine(tiny_llama, tokenizer, size) for size in (1, 3))
+    expected = one_by_one.generate(PROMPTS, sampling)
+    assert batched.generate(PROMPTS, sampling) == expected
+    assert len({tuple(completion.token_ids) for completion in expected}) == len(PROMPTS)
+    if sampling.temperature:
+        other = batched.generate(PROMPTS, AnswerSampling(1.2, 50, 0.95, 24, seed=4))
+        assert other != expected
+
+
+def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama: LlamaForCausalLM) -> None:
+    """A repetition penalty in generation_config.json would have us distil another distribution than p."""
+    tiny_llama.generation_config.repetition_penalty = 5.0
+    try:
+        engine = TransformersEngine(tiny_llama, tiny_tokenizer(templates.CHATML), 2)
+        completion = engine.generate([[5, 9, 30]], AnswerSampling(max_new_tokens=12))[0]
+        assert tiny_llama.generation_config.repetition_penalty == 5.0
+    finally:
+        tiny_llama.generation_config.repetition_penalty = None
+    ids = [5, 9, 30]
+    for token_id in completion.token_ids:
+        assert token_id == int(tiny_llama(torch.tensor([ids])).logits[0, -1].argmax())
+        ids.append(token_id)
+
+
+def test_end_tokens(tiny_llama: LlamaForCausalLM) -> None:
+    """The model's eos (1 = </s>, also the padding here), and the template's <|im_end|>, unknown to the model."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    tokenizer.pad_token = "</s>"
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, im_end})
+    engine = TransformersEngine(tiny_llama, tokenizer, 4)
+    free = engine.generate(PROMPTS, AnswerSampling(max_new_tokens=24))
+    engine.end_ids = sorted({free[0].token_ids[3], 1})  # stop the first row early; others go on beside its padding
+    stopped = engine.generate(PROMPTS, AnswerSampling(max_new_tokens=24))
+    for before, after in zip(free, stopped, strict=True):
+        ends = [t for t, token_id in enumerate(before.token_ids) if token_id in engine.end_ids]
+        length = ends[0] + 1 if ends else len(before.token_ids)
+        assert after.token_ids == before.token_ids[:length]
+        assert after.finish_reason == ("stop" if ends else "length")
+    assert stopped[0].finish_reason == "stop"
+
+
+def test_sampling_follows_p() -> None:
+    """Chi-square of 20,000 rows' argmax against p = (0.5, 0.3, 0.15, 0.05, 0): the last is masked, as by top-k."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    rows = 20_000
+    noisy = GumbelNoise(list(range(rows)), torch.device("cpu"))(torch.empty(0), p.log().repeat(rows, 1))
+    observed = torch.bincount(noisy.argmax(-1), minlength=5)
+    assert observed[4] == 0
+    expected = p[:4] * rows
+    assert float(((observed[:4] - expected) ** 2 / expected).sum()) < 16.3  # 3 degrees of freedom, p = 0.001
+
+
+def test_distils_end_to_end(tiny_llama: LlamaForCausalLM, source: Path, tmp_path: Path) -> None:
+    """With a real model; then its weights change under the same name, which is refused."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    recipe = make_recipe(source, max_new_tokens=24, batch_size=4)
+    engine = TransformersEngine(tiny_llama, tokenizer, 4)
+    engine.end_ids = list(range(0, 340, 8))  # a random model seldom says <|im_end|>
+    report = distill(recipe, tiny_llama, tokenizer, tmp_path / "out", engine, progress=False)
+    assert report.kept > 0
+    assert report.kept + report.dropped.total() == len(QUESTIONS)
+    for conversation in read_distilled(tmp_path / "out"):
+        assert any(tokenize_conversation(tokenizer, conversation).loss_mask)
+    assert distill(recipe, tiny_llama, tokenizer, tmp_path / "out", engine, progress=False).kept == 0
+    with torch.no_grad():
+        tiny_llama.lm_head.weight[0, 0] += 1
+    with pytest.raises(UserError, match="distilled with the target's weights"):
+        distill(recipe, tiny_llama, tokenizer, tmp_path / "out", engine, progress=False)
