@@ -1,0 +1,96 @@
+"""The Arrow dataset holds what tokenize_conversation says, is reused for the same inputs only, is whole or absent."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizers as templates
+from tiny_tokenizers import tiny_tokenizer
+
+from draftsmith.data.chat_tokens import tokenize_conversation
+from draftsmith.data.distill import read_distilled
+from draftsmith.data.token_dataset import build_token_dataset, load_token_dataset
+from draftsmith.recipes.errors import UserError
+
+
+def write_distilled(folder: Path, answers: list[list[str]]) -> None:
+    folder.mkdir(exist_ok=True)
+    with (folder / "distilled.jsonl").open("w") as stream:
+        for number, said in enumerate(answers):
+            question = {"role": "user", "content": "Say hi"}
+            messages = [turn for answer in said for turn in (question, {"role": "assistant", "content": answer})]
+            stream.write(json.dumps({"id": f"{9 - number}", "messages": messages}) + "\n")
+
+
+def build(folder: Path, max_length_tokens: int = 128, template: str = templates.CHATML) -> Any:
+    return build_token_dataset(folder, tiny_tokenizer(template), max_length_tokens, progress=False)
+
+
+def test_rows_and_types(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
+    report = build(tmp_path)
+    dataset = load_token_dataset(tmp_path)
+    assert {name: str(column.feature.dtype) for name, column in dataset.features.items()} == {
+        "input_ids": "int32",
+        "loss_mask": "int8",
+    }
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    expected = [tokenize_conversation(tokenizer, conversation) for conversation in read_distilled(tmp_path)]
+    assert [row["input_ids"] for row in dataset] == [tokenized.input_ids for tokenized in expected]
+    assert [row["loss_mask"] for row in dataset] == [tokenized.loss_mask for tokenized in expected]
+    assert report.rows == 2
+    assert report.tokens == sum(len(tokenized.input_ids) for tokenized in expected)
+    assert report.loss_tokens == sum(sum(tokenized.loss_mask) for tokenized in expected)
+
+
+def test_reused_until_something_changes(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
+    first = build(tmp_path)
+    again = build(tmp_path)
+    assert not first.reused
+    assert again.reused
+    assert again.rows == first.rows
+    assert not build(tmp_path, max_length_tokens=127).reused
+    assert not build(tmp_path, max_length_tokens=127, template=templates.ZEPHYR).reused
+    write_distilled(tmp_path, [["Hello"]])
+    assert build(tmp_path, max_length_tokens=127, template=templates.ZEPHYR).rows == 1
+    assert len(load_token_dataset(tmp_path)) == 1
+
+
+def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_distilled(tmp_path, [["Hello"]])
+    build(tmp_path)
+    write_distilled(tmp_path, [["Hello"], ["Bye"]])
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.Dataset.save_to_disk", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path)
+    assert len(load_token_dataset(tmp_path)) == 1
+    assert build(tmp_path).rows == 2
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
+    length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), read_distilled(tmp_path)[-1]).input_ids)
+    report = build(tmp_path, max_length_tokens=length)
+    assert (report.rows, report.cut, report.too_long) == (2, 1, 1)
+    assert "1 cut on a turn boundary, 1 too long" in report.describe()
+    rows = load_token_dataset(tmp_path)["input_ids"]
+    assert rows[0] == rows[1]
+
+
+def test_nothing_left(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"]])
+    with pytest.raises(UserError, match=r"1 read, 1 longer than 8 tokens.*raise data\.max_length_tokens"):
+        build(tmp_path, max_length_tokens=8)
+    with pytest.raises(UserError, match="tokens does not exist: run `draftsmith distill`"):
+        load_token_dataset(tmp_path)
+    (tmp_path / "distilled.jsonl").unlink()
+    with pytest.raises(UserError, match=r"distilled\.jsonl does not exist"):
+        build(tmp_path)
