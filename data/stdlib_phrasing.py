@@ -16,7 +16,16 @@ from draftsmith.data.stdlib_source import Argument, StdlibItem
 MAX_SOURCE_LINES = 12
 MAX_SOURCE_CHARS = 520
 NEW_ARGUMENT_NAMES = ["value", "entry", "data", "target", "text", "number", "subject", "source", "first", "param"]
-NEW_FUNCTION_NAMES = ["run_task", "load_entry", "convert", "handle_request", "process", "build_result", "compute", "helper"]
+NEW_FUNCTION_NAMES = [
+    "run_task",
+    "load_entry",
+    "convert",
+    "handle_request",
+    "process",
+    "build_result",
+    "compute",
+    "helper",
+]
 
 
 def first_paragraph(docstring: str, max_chars: int = 260) -> str:

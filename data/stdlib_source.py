@@ -18,9 +18,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-SKIPPED_FOLDERS = frozenset(
-    ["__pycache__", "config", "ensurepip", "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo"]
-)
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "config",
+    "ensurepip",
+    "idlelib",
+    "lib-dynload",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "tkinter",
+    "turtledemo",
+}
+MAX_SOURCE_LINES = 80  # nobody asks about longer ones, and writing them out takes most of the time
 MAX_NAMES = 6
 MAX_EXPRESSION_CHARS = 60
 
@@ -36,7 +48,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class StdlibItem:
-    """One function, method or class. `body` is the normalised source without its docstring ('' when nothing is left)."""
+    """One function, method or class.
+
+    `source` is normalised, '' for classes and long functions; `body` is the same without the docstring, '' when
+    nothing is left.
+    """
 
     module: str
     qualname: str
@@ -101,9 +117,15 @@ def _module_items(module: str, path: Path) -> Iterator[StdlibItem]:
         if qualname in seen:
             continue
         seen.add(qualname)
-        item = _item(module, qualname, kind, node)
-        if (item.source + item.docstring).isascii():
-            yield item
+        if _is_ascii(node):
+            yield _item(module, qualname, kind, node)
+
+
+def _is_ascii(node: ast.AST) -> bool:
+    texts = (
+        child.value for child in ast.walk(node) if isinstance(child, ast.Constant) and isinstance(child.value, str)
+    )
+    return all(repr(text).isascii() for text in texts)
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, str, ast.FunctionDef | ast.ClassDef]]:
@@ -119,12 +141,13 @@ def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, str, ast.FunctionD
 
 def _item(module: str, qualname: str, kind: str, node: ast.FunctionDef | ast.ClassDef) -> StdlibItem:
     docstring = inspect.cleandoc(ast.get_docstring(node) or "")
-    source = ast.unparse(node)
+    is_class = isinstance(node, ast.ClassDef)
+    is_long = (node.end_lineno or 0) - node.lineno >= MAX_SOURCE_LINES
+    source = "" if is_class or is_long else ast.unparse(node)
     body = source
-    if docstring:
+    if docstring and source:
         rest = node.body[1:]
         body = ast.unparse(_with_body(node, rest)) if rest else ""
-    is_class = isinstance(node, ast.ClassDef)
     return StdlibItem(
         module=module,
         qualname=qualname,

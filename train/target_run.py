@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from draftsmith.data.stdlib_conversations import build_conversations
@@ -26,8 +27,10 @@ from draftsmith.train.target_clock import SnapshotCallback, TrainingClock, rate_
 logger = logging.getLogger(__name__)
 
 
-def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> bool:
-    """Trains to the end of the recipe's schedule and writes `recipe.output_dir`; True when the schedule was finished.
+def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str | None:
+    """Trains to the end of the recipe's schedule and writes `recipe.output_dir`.
+
+    Returns a sentence about the run for the model card, or None when the run was interrupted.
 
     An earlier, interrupted run in `recipe.work_dir` is continued. Intermediate exports go to `snapshot_dir`, if given.
     """
@@ -74,9 +77,16 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> bool
     trainer.train(resume_from_checkpoint=checkpoint)
     if clock.stop_requested:
         logger.info("stopped; the same command goes on from %s", recipe.work_dir)
-        return False
+        return None
     _export(trainer, tokenizer, recipe.output_dir, torch.bfloat16)
-    return True
+    if not trainer.is_world_process_zero():
+        return None
+    steps, rows_per_step = trainer.state.global_step, schedule.rows_per_step * arguments.world_size
+    return (
+        f"The run took {steps:,} steps of {rows_per_step} rows of {corpus.row_tokens} tokens "
+        f"({steps / steps_per_epoch:.1f} epochs of {len(conversations):,} conversations) "
+        f"in {clock.elapsed_s / 60:.0f} minutes."
+    )
 
 
 def training_arguments(recipe: TargetRecipe) -> TrainingArguments:
@@ -109,8 +119,6 @@ def _optimizer(model: LlamaForCausalLM, schedule: ScheduleSection) -> torch.opti
 
 
 def _restore_clock(clock: TrainingClock, checkpoint: Path) -> None:
-    from transformers.trainer_callback import TrainerState
-
     saved = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).stateful_callbacks
     clock.elapsed_s = saved[type(clock).__name__]["attributes"]["elapsed_s"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from draftsmith.recipes.loading import load_yaml_as
 from draftsmith.recipes.target_schema import TargetRecipe
+from draftsmith.train.target_card import measure_target, write_card
 from draftsmith.train.target_run import train_target
 
 
@@ -25,7 +26,9 @@ def main() -> None:
     recipe.output_dir = arguments.output_dir or recipe.output_dir
     recipe.work_dir = arguments.work_dir or recipe.work_dir
     recipe.schedule.max_minutes = arguments.max_minutes or recipe.schedule.max_minutes
-    train_target(recipe, arguments.snapshot_dir)
+    training_note = train_target(recipe, arguments.snapshot_dir)
+    if training_note:
+        write_card(recipe.output_dir, measure_target(recipe.output_dir), training_note)
 
 
 if __name__ == "__main__":
