@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 SKIPPED_FOLDERS = {
     "__pycache__",
@@ -35,6 +36,8 @@ SKIPPED_FOLDERS = {
 MAX_SOURCE_LINES = 80  # nobody asks about longer ones, and writing them out takes most of the time
 MAX_NAMES = 6
 MAX_EXPRESSION_CHARS = 60
+
+NodeT = TypeVar("NodeT", ast.Call, ast.Return, ast.Raise)
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,9 @@ def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, str, ast.FunctionD
 
 def _item(module: str, qualname: str, kind: str, node: ast.FunctionDef | ast.ClassDef) -> StdlibItem:
     docstring = inspect.cleandoc(ast.get_docstring(node) or "")
-    is_class = isinstance(node, ast.ClassDef)
+    function = node if isinstance(node, ast.FunctionDef) else None
     is_long = (node.end_lineno or 0) - node.lineno >= MAX_SOURCE_LINES
-    source = "" if is_class or is_long else ast.unparse(node)
+    source = "" if function is None or is_long else ast.unparse(node)
     body = source
     if docstring and source:
         rest = node.body[1:]
@@ -152,13 +155,13 @@ def _item(module: str, qualname: str, kind: str, node: ast.FunctionDef | ast.Cla
         module=module,
         qualname=qualname,
         kind=kind,
-        arguments=() if is_class else _arguments(node.args),
+        arguments=_arguments(function.args) if function else (),
         docstring=docstring,
         source=source,
         body=body,
-        calls=() if is_class else _calls(node),
-        returns=() if is_class else _returns(node),
-        raises=() if is_class else _raises(node),
+        calls=_calls(function) if function else (),
+        returns=_returns(function) if function else (),
+        raises=_raises(function) if function else (),
     )
 
 
@@ -188,9 +191,9 @@ def _argument(stars: str, arg: ast.arg, default: ast.expr | None) -> Argument:
     )
 
 
-def _in_source_order(node: ast.AST, kind: type[ast.AST]) -> list[ast.AST]:
+def _in_source_order(node: ast.AST, kind: type[NodeT]) -> list[NodeT]:
     found = [child for child in ast.walk(node) if isinstance(child, kind)]
-    return sorted(found, key=lambda child: (child.lineno, child.col_offset))  # type: ignore[attr-defined]
+    return sorted(found, key=lambda child: (child.lineno, child.col_offset))
 
 
 def _short_unique(texts: Iterator[str]) -> tuple[str, ...]:
