@@ -32,6 +32,7 @@ from draftsmith.data.engine import AnswerSampling, Completion, Engine
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.data.sources import SourceCounts, load_conversations
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 CUT_SHORT = "answer cut short by max_new_tokens"
@@ -58,8 +59,8 @@ class DistillReport:
     tokens_generated: int = 0
     seconds: float = 0.0
 
-    def describe(self) -> str:
-        """A few words on each figure, for the console."""
+    def sentence(self) -> str:
+        """What was done, for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
         return "\n".join(
             [
@@ -94,15 +95,15 @@ class _Rewriting:
 
 
 def distill(
-    recipe: Recipe, target: Any, tokenizer: Any, folder: Path, engine: Engine | None = None, progress: bool = True
+    recipe: Recipe, target: Any, tokenizer: Any, folder: RunFolder, engine: Engine | None = None, progress: bool = True
 ) -> DistillReport:
-    """Regenerate the recipe's conversations with the target, continuing whatever `folder` already holds.
+    """Regenerate the recipe's conversations with the target, continuing whatever `folder.data` already holds.
 
     Args:
         recipe: Its `data` section and `seed` are used.
         target: The loaded model; None is fine with `engine: none` or an engine of one's own.
         tokenizer: The target's, with a chat template.
-        folder: The run's data folder.
+        folder: The run's folder.
         engine: Used in place of the one that `data.distill.engine` names.
         progress: Show a progress bar.
 
@@ -112,12 +113,12 @@ def distill(
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
     source_counts = SourceCounts()
     conversations = list(load_conversations(recipe.data, recipe.seed, source_counts))
-    check_settings(recipe, target, tokenizer, folder)
+    check_settings(recipe, target, tokenizer, folder.data)
     if engine is None and recipe.data.distill.engine == "transformers":
         from draftsmith.data.transformers_engine import TransformersEngine
 
         engine = TransformersEngine(target, tokenizer, recipe.data.distill.batch_size)
-    run = _Distillation(recipe, tokenizer, folder, engine)
+    run = _Distillation(recipe, tokenizer, folder.data, engine)
     run.report.skipped_invalid, run.report.duplicates = source_counts.invalid, source_counts.duplicates
     waiting = deque(conversation for conversation in conversations if conversation.id not in run.done)
     run.report.already_done = len(conversations) - len(waiting)
@@ -131,7 +132,7 @@ def distill(
         raise UserError(
             f"none of the {len(conversations)} conversations gave an answer to train on: "
             f"{counted_reasons(run.dropped_reasons())}; "
-            f"see {run.dropped_log.file}, change the recipe and delete {folder}"
+            f"see {run.dropped_log.file}, change the recipe and delete {folder.data}"
         )
     return run.report
 

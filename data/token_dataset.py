@@ -18,7 +18,8 @@ from tqdm import tqdm
 from draftsmith.data.chat_tokens import TemplateProblem, tokenize_truncated
 from draftsmith.data.distill import read_distilled
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import sha256_of
+from draftsmith.recipes.run_folder import RunFolder, sha256_of
+from draftsmith.recipes.schema import Recipe
 
 ROWS_IN_A_SHARD = 4096
 REPORT_NAME = "token_report.json"
@@ -39,7 +40,7 @@ class TokenReport:
     refused: int = 0
     reused: bool = False
 
-    def describe(self) -> str:
+    def sentence(self) -> str:
         """One line for the console."""
         return (
             f"{self.rows} conversations, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; "
@@ -47,17 +48,18 @@ class TokenReport:
         )
 
 
-def build_token_dataset(folder: Path, tokenizer: Any, max_length_tokens: int, progress: bool = True) -> TokenReport:
-    """Tokenise `folder/distilled.jsonl` to `folder/tokens`, or keep what is there if nothing has changed.
+def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progress: bool = True) -> TokenReport:
+    """Tokenise `distilled.jsonl` to the Arrow dataset `folder.data/tokens`, or keep that if nothing has changed.
 
-    Columns: `input_ids` (int32) and `loss_mask` (int8), one row a conversation, in the order of the ids' hashes.
+    Columns: `input_ids` (int32) and `loss_mask` (int8), one row a conversation, in the order of their ids.
 
     Raises:
-        UserError: Nothing was distilled, or nothing is left within the length.
+        UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
     """
-    source = folder / "distilled.jsonl"
-    conversations = read_distilled(folder)
-    final = folder / "tokens"
+    source = folder.data / "distilled.jsonl"
+    conversations = read_distilled(folder.data)
+    final = folder.data / "tokens"
+    max_length_tokens = recipe.data.max_length_tokens
     fingerprint = _fingerprint(source, tokenizer, max_length_tokens)
     reusable = _existing_report(final, fingerprint)
     if reusable is not None:
@@ -94,18 +96,6 @@ def build_token_dataset(folder: Path, tokenizer: Any, max_length_tokens: int, pr
         shards.append(_shard(rows))
     _save_atomically(datasets.concatenate_datasets(shards), final, report, fingerprint)
     return report
-
-
-def load_token_dataset(folder: Path) -> Any:
-    """The `datasets.Dataset` that `build_token_dataset` made in the run's data folder.
-
-    Raises:
-        UserError: There is none.
-    """
-    path = folder / "tokens"
-    if not (path / REPORT_NAME).exists():
-        raise UserError(f"{path} does not exist: run `draftsmith distill` with the same recipe first")
-    return datasets.load_from_disk(str(path))
 
 
 def _shard(rows: dict[str, list[Any]]) -> Any:

@@ -17,6 +17,7 @@ from draftsmith.data.distill import DistillReport, distill, read_distilled
 from draftsmith.data.engine import AnswerSampling, Completion
 from draftsmith.data.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
@@ -78,8 +79,14 @@ class CutEngine(HashEngine):
         return super().complete(prompt)
 
 
-def run(recipe: Recipe, folder: Path, engine: HashEngine) -> DistillReport:
-    return distill(recipe, None, engine.tokenizer, folder, engine, progress=False)
+def run_folder(recipe: Recipe, data: Path) -> RunFolder:
+    folder = RunFolder(recipe)
+    folder.data = data
+    return folder
+
+
+def run(recipe: Recipe, data: Path, engine: HashEngine) -> DistillReport:
+    return distill(recipe, None, engine.tokenizer, run_folder(recipe, data), engine, progress=False)
 
 
 def lines(file: Path) -> list[str]:
@@ -137,7 +144,7 @@ def test_answers_cut_short(source: Path, tmp_path: Path) -> None:
     by_question = {conversation.turns[0].content: conversation for conversation in read_distilled(tmp_path / "out")}
     assert "alone" not in by_question
     assert [turn.role for turn in by_question["one"].turns] == ["user", "assistant"]
-    assert "1 (1 answer cut short by max_new_tokens)" in report.describe()
+    assert "1 (1 answer cut short by max_new_tokens)" in report.sentence()
 
 
 def test_prompts_too_long_for_the_target(source: Path, tmp_path: Path) -> None:
@@ -177,7 +184,8 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
     messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
-    assert distill(recipe, None, tiny_tokenizer(templates.CHATML), tmp_path / "out", progress=False).kept == 1
+    folder = run_folder(recipe, tmp_path / "out")
+    assert distill(recipe, None, tiny_tokenizer(templates.CHATML), folder, progress=False).kept == 1
     assert read_distilled(tmp_path / "out")[0].messages == messages[:3]
 
 
@@ -325,13 +333,15 @@ def test_distils_end_to_end(tiny_llama: LlamaForCausalLM, source: Path, tmp_path
     recipe = make_recipe(source, max_new_tokens=24, batch_size=4)
     engine = TransformersEngine(tiny_llama, tokenizer, 4)
     engine.end_ids = list(range(0, 340, 8))  # a random model seldom says <|im_end|>
-    report = distill(recipe, tiny_llama, tokenizer, tmp_path / "out", engine, progress=False)
+    report = distill(recipe, tiny_llama, tokenizer, run_folder(recipe, tmp_path / "out"), engine, progress=False)
     assert report.kept > 0
     assert report.kept + report.dropped.total() == len(QUESTIONS)
     for conversation in read_distilled(tmp_path / "out"):
         assert any(tokenize_conversation(tokenizer, conversation).loss_mask)
-    assert distill(recipe, tiny_llama, tokenizer, tmp_path / "out", engine, progress=False).kept == 0
+    assert (
+        distill(recipe, tiny_llama, tokenizer, run_folder(recipe, tmp_path / "out"), engine, progress=False).kept == 0
+    )
     with torch.no_grad():
         tiny_llama.lm_head.weight[0, 0] += 1
     with pytest.raises(UserError, match="distilled with the target's weights"):
-        distill(recipe, tiny_llama, tokenizer, tmp_path / "out", engine, progress=False)
+        distill(recipe, tiny_llama, tokenizer, run_folder(recipe, tmp_path / "out"), engine, progress=False)

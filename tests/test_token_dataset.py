@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tiny_tokenizers as templates
 from tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.chat_tokens import tokenize_conversation
 from draftsmith.data.distill import read_distilled
-from draftsmith.data.token_dataset import build_token_dataset, load_token_dataset
+from draftsmith.data.token_dataset import build_token_dataset
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
 
 
 def write_distilled(folder: Path, answers: list[list[str]]) -> None:
@@ -23,14 +26,21 @@ def write_distilled(folder: Path, answers: list[list[str]]) -> None:
             stream.write(json.dumps({"id": f"{9 - number}", "messages": messages}) + "\n")
 
 
-def build(folder: Path, max_length_tokens: int = 128, template: str = templates.CHATML) -> Any:
-    return build_token_dataset(folder, tiny_tokenizer(template), max_length_tokens, progress=False)
+def build(data: Path, max_length_tokens: int = 128, template: str = templates.CHATML) -> Any:
+    recipe = Recipe.model_validate({"name": "test", "data": {"max_length_tokens": max_length_tokens}})
+    folder = RunFolder(recipe)
+    folder.data = data
+    return build_token_dataset(recipe, tiny_tokenizer(template), folder, progress=False)
+
+
+def load(data: Path) -> Any:
+    return datasets.load_from_disk(str(data / "tokens"))
 
 
 def test_rows_and_types(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
     report = build(tmp_path)
-    dataset = load_token_dataset(tmp_path)
+    dataset = load(tmp_path)
     assert {name: str(column.feature.dtype) for name, column in dataset.features.items()} == {
         "input_ids": "int32",
         "loss_mask": "int8",
@@ -55,7 +65,7 @@ def test_reused_until_something_changes(tmp_path: Path) -> None:
     assert not build(tmp_path, max_length_tokens=127, template=templates.ZEPHYR).reused
     write_distilled(tmp_path, [["Hello"]])
     assert build(tmp_path, max_length_tokens=127, template=templates.ZEPHYR).rows == 1
-    assert len(load_token_dataset(tmp_path)) == 1
+    assert len(load(tmp_path)) == 1
 
 
 def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +80,7 @@ def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch
         patch.setattr("datasets.Dataset.save_to_disk", interrupted)
         with pytest.raises(KeyboardInterrupt):
             build(tmp_path)
-    assert len(load_token_dataset(tmp_path)) == 1
+    assert len(load(tmp_path)) == 1
     assert build(tmp_path).rows == 2
     assert not list(tmp_path.glob("*.partial"))
 
@@ -80,8 +90,8 @@ def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), read_distilled(tmp_path)[-1]).input_ids)
     report = build(tmp_path, max_length_tokens=length)
     assert (report.rows, report.cut, report.too_long) == (2, 1, 1)
-    assert "1 cut on a turn boundary, 1 too long" in report.describe()
-    rows = load_token_dataset(tmp_path)["input_ids"]
+    assert "1 cut on a turn boundary, 1 too long" in report.sentence()
+    rows = load(tmp_path)["input_ids"]
     assert rows[0] == rows[1]
 
 
@@ -89,8 +99,7 @@ def test_nothing_left(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"]])
     with pytest.raises(UserError, match=r"1 read, 1 longer than 8 tokens.*raise data\.max_length_tokens"):
         build(tmp_path, max_length_tokens=8)
-    with pytest.raises(UserError, match="tokens does not exist: run `draftsmith distill`"):
-        load_token_dataset(tmp_path)
+    assert not (tmp_path / "tokens").exists()
     (tmp_path / "distilled.jsonl").unlink()
     with pytest.raises(UserError, match=r"distilled\.jsonl does not exist"):
         build(tmp_path)
