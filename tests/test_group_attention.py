@@ -1,0 +1,104 @@
+"""Group attention: every backend equals the dense mask, values and gradients, and nothing leaks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.models.group_attention import group_attention, group_mask
+from draftsmith.recipes.errors import UserError
+
+# batch, query heads, key heads, streams, positions, head size
+SHAPES = [(1, 4, 4, 5, 9, 16), (2, 4, 2, 5, 17, 8), (2, 6, 2, 3, 40, 64), (1, 2, 1, 1, 6, 8), (1, 2, 2, 2, 1, 8)]
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.1}
+
+
+def random_qkv(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool = False) -> list[Tensor]:
+    """As projections leave them: [B, G, S, H, Dh] in memory, unless `contiguous`."""
+    batch, heads, kv_heads, streams, length, size = shape
+    generator = torch.Generator().manual_seed(5)
+    parts = [
+        torch.randn(batch, streams, length, h, size, generator=generator, dtype=torch.float64).to(dtype)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    parts = [part.permute(0, 3, 1, 2, 4) for part in parts]
+    return [(part.contiguous() if contiguous else part).requires_grad_() for part in parts]
+
+
+def test_mask_by_hand() -> None:
+    """K=2, S=2; rows and columns in the order x_0 x_1, [M]1_0 [M]1_1, [M]2_0 [M]2_1."""
+    expected = [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 0, 1, 0, 1, 0],
+        [1, 1, 0, 1, 0, 1],
+    ]
+    assert group_mask(3, 2).int().tolist() == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_folded_equals_dense(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool) -> None:
+    tolerance = TOLERANCES[dtype]
+    results = []
+    for backend in ("folded", "dense"):
+        qkv = random_qkv(shape, dtype, contiguous)
+        out = group_attention(*qkv, backend=backend, scale=0.3)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+        (out * weight).sum().backward()
+        results.append([out.detach(), *(part.grad for part in qkv)])
+    torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
+
+
+def test_gradcheck() -> None:
+    """Against finite differences, so that `dense` is not the only witness."""
+    qkv = random_qkv((1, 4, 2, 3, 5, 8), torch.float64)
+    assert torch.autograd.gradcheck(lambda *parts: group_attention(*parts), qkv, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["folded", "dense"])
+def test_no_leak(backend: str) -> None:
+    """A changed key at (stream g, position u) reaches exactly the queries that the mask lets see it."""
+    streams, length = 4, 6
+    q, k, v = (part.detach() for part in random_qkv((1, 2, 2, streams, length, 8), torch.float64))
+    before = group_attention(q, k, v, backend=backend)
+    mask = group_mask(streams, length).view(streams, length, streams, length)
+    for stream in range(streams):
+        changed_k, changed_v = k.clone(), v.clone()
+        changed_k[:, :, stream, 3] += 1.0
+        changed_v[:, :, stream, 3] += 1.0
+        after = group_attention(q, changed_k, changed_v, backend=backend)
+        changed = (after != before).any(-1)[0].any(0)
+        assert torch.equal(changed, mask[:, :, stream, 3])
+
+
+def test_large_scores_stay_finite() -> None:
+    qkv = [part.detach().mul(100).requires_grad_() for part in random_qkv((1, 2, 2, 3, 8, 8), torch.float32)]
+    out = group_attention(*qkv)
+    out.sum().backward()
+    assert torch.isfinite(out).all()
+    assert all(torch.isfinite(part.grad).all() for part in qkv if part.grad is not None)
+
+
+def test_wrong_backends() -> None:
+    qkv = random_qkv((1, 2, 2, 3, 8, 8), torch.float32)
+    with pytest.raises(UserError, match="unknown attention backend `fold`: use one of folded, dense, flex"):
+        group_attention(*qkv, backend="fold")
+    with pytest.raises(UserError, match=r"`flex` needs a CUDA device.*attention=folded"):
+        group_attention(*qkv, backend="flex")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["folded", "flex"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 5, 70, 64), (1, 4, 4, 5, 256, 128)])
+def test_cuda_backends_equal_dense(backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+    results = []
+    for name in (backend, "dense"):
+        qkv = [part.detach().cuda().requires_grad_() for part in random_qkv(shape, dtype)]
+        out = group_attention(*qkv, backend=name)
+        out.square().sum().backward()
+        results.append([out.detach(), *(part.grad for part in qkv)])
+    torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
