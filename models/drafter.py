@@ -1,0 +1,184 @@
+"""What every drafter q is: a `PreTrainedModel` that borrows the target's embedding and LM head.
+
+A drafter is one file in this folder, named by its recipe key (`drafter.kind`), with a module attribute `DRAFTER`.
+
+Alignment, the same for every drafter: group t is "x_t is the newest committed token". It predicts x_{t+1} (depth 1) to
+x_{t+G} (depth G). Available then: the embedding of x_t and the target's feature h_{t-1}, the one that *predicted* x_t;
+h_t does not exist yet, because the target has not processed x_t.
+
+Shapes: B batch, S sequence, G = K+1 depths, D hidden, V vocabulary, P prompt, n newly committed tokens.
+"""
+
+import difflib
+import importlib
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from draftsmith.recipes.errors import UserError
+
+MODEL_TYPE_PREFIX = "draftsmith-"
+IGNORED_LABEL = -100
+
+
+class DrafterConfig(PreTrainedConfig):
+    """What all drafters record: the target that they were made for.
+
+    Args:
+        target_config: The target's own config as a dictionary, so that a drafter can be built without its target.
+        target_name_or_path: Where that target came from, for humans.
+    """
+
+    model_type = "draftsmith"
+
+    def __init__(
+        self, target_config: dict[str, Any] | None = None, target_name_or_path: str = "", **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.target_config = target_config or {}
+        self.target_name_or_path = target_name_or_path
+
+
+@dataclass
+class DrafterOutput(ModelOutput):
+    """The loss that is trained on, and sums per depth that add up over batches and processes."""
+
+    loss: Tensor | None = None
+    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over labels
+    depth_correct: Tensor | None = None  # [G] labels that are the argmax
+    depth_count: Tensor | None = None  # [G] labels
+
+
+class DrafterDecoder(Protocol):
+    """A drafter with its own KV cache, at work on one sequence. `start` and `observe` only queue."""
+
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
+        """Begin a sequence. prompt_ids [P]; features [P, D], row i being the target's feature AT prompt token i."""
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        """Tokens that are final. committed_ids [n]; features [n, D], row i having PREDICTED committed_ids[i]."""
+
+    def draft(self) -> Tensor:
+        """fp32 logits [G, V] of depths 1..G after the newest committed token; one forward."""
+
+
+@dataclass
+class _Attached:
+    """Borrowed from the target. Held in a plain object so that torch neither registers nor saves it."""
+
+    embedding: nn.Module
+    lm_head: nn.Module
+
+
+class Drafter(PreTrainedModel):
+    """Base of all drafters: attaches to a target, is built from one, and is saved without the target's weights."""
+
+    config_class = DrafterConfig
+    _attached: _Attached | None = None
+
+    def attach(self, target: PreTrainedModel) -> "Drafter":
+        """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
+        expected, found = self.config.target_config, target.config
+        for key in ("model_type", "hidden_size", "vocab_size"):
+            if expected.get(key) != getattr(found, key, None):
+                raise UserError(
+                    f"this drafter was made for a target with {key} {expected.get(key)} "
+                    f"({self.config.target_name_or_path}), not {getattr(found, key, None)}: use it with that target, "
+                    "or train a drafter for this one"
+                )
+        embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        self._attached = _Attached(embedding, lm_head)
+        return self
+
+    @property
+    def attached(self) -> _Attached:
+        if self._attached is None:
+            raise ValueError("the drafter has no target: call drafter.attach(target) first")
+        return self._attached
+
+    def decoder(self, max_length_tokens: int) -> DrafterDecoder:
+        """A decoder for sequences of at most this many tokens, prompt included."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, options: dict[str, Any]) -> "Drafter":
+        """A new, untrained drafter for this target, attached to it.
+
+        Args:
+            options: `drafter.options` of the recipe, the keys of the drafter's config.
+
+        Raises:
+            UserError: An option is unknown or has a wrong value, or the architecture is not supported.
+        """
+        reserved = {"self", "kwargs", "target_config", "target_name_or_path"}
+        valid = [key for key in inspect.signature(cls.config_class.__init__).parameters if key not in reserved]
+        for key in options:
+            if key not in valid:
+                nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+                hint = f"did you mean `{nearest[0]}`?" if nearest else f"valid keys there are {', '.join(valid)}"
+                raise UserError(f"unknown key `drafter.options.{key}`: {hint}")
+        config = cls.config_class(
+            target_config=target.config.to_dict(), target_name_or_path=target.config._name_or_path, **options
+        )
+        drafter = cls(config).to(target.device)
+        drafter.attach(target)
+        drafter.initialize_from_target(target)
+        return drafter
+
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        """Start from the target's own weights where that helps."""
+
+
+def load_drafter_class(kind: str) -> type[Drafter]:
+    """The class that `drafter.kind` names: the attribute `DRAFTER` of `models/<kind>.py`.
+
+    Raises:
+        UserError: There is no such drafter; lists those that there are.
+    """
+    kinds = drafter_kinds()
+    if kind not in kinds:
+        raise UserError(f"drafter.kind `{kind}` does not exist: use one of {', '.join(kinds)}")
+    return importlib.import_module(f"draftsmith.models.{kind}").DRAFTER
+
+
+def drafter_kinds() -> list[str]:
+    """Files of this folder that define a `DRAFTER`."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [file.stem for file in files if "\nDRAFTER = " in file.read_text(encoding="utf-8")]
+
+
+def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
+    """A trained drafter from a folder or the Hub, in the target's dtype, on its device, attached, in eval mode."""
+    folder = str(folder)
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(folder)
+    except (OSError, ValueError):
+        values = {}
+    model_type = str(values.get("model_type", ""))
+    if not model_type.startswith(MODEL_TYPE_PREFIX):
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
+    drafter_class = load_drafter_class(model_type.removeprefix(MODEL_TYPE_PREFIX))
+    drafter = drafter_class.from_pretrained(folder, dtype=target.dtype).to(target.device)
+    drafter.attach(target)
+    return drafter.eval().requires_grad_(False)
+
+
+def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:
+    """[B, G, S]: label of depth j+1 at t is x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
+
+    A run of ones in the mask is one assistant turn, so no label crosses the end of a turn.
+    """
+    batch, length = input_ids_bs.shape
+    labels = input_ids_bs.new_full((batch, num_depths, length), IGNORED_LABEL)
+    valid = torch.ones_like(input_ids_bs, dtype=torch.bool)
+    for j in range(min(num_depths, length - 1)):
+        shift = j + 1
+        valid = valid[:, : length - shift] & loss_mask_bs[:, shift:].bool()
+        labels[:, j, : length - shift] = torch.where(valid, input_ids_bs[:, shift:], IGNORED_LABEL)
+    return labels

@@ -1,0 +1,144 @@
+"""Decoder layers of the target's own kind, with only the attention core replaced by ours.
+
+The layers are transformers' own modules, built from the target's config, so that widths, heads, biases, QK norms and
+RoPE match the target. transformers lets a model name its attention function; we register one that computes group
+attention over flattened streams in training, and plain causal attention over a cache when decoding.
+
+Sliding-window attention of a target is not carried over: the drafter's layers attend to the whole past.
+
+Shapes: B batch, H heads, Hkv key/value heads, G streams, S positions, R rows of a decode step, Dh head size.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from draftsmith.models.group_attention import group_attention
+from draftsmith.recipes.errors import UserError
+
+ATTENTION_NAME = "draftsmith_group"
+# Architectures whose layer takes (hidden_states, position_embeddings=(cos, sin), **kwargs): each has a test.
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "olmo2")
+# RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass
+class TargetLayers:
+    """`num_layers` untrained decoder layers and the final norm."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+
+def layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedConfig:
+    """The target's config, cut down to this many layers of full attention and a vocabulary of one.
+
+    Raises:
+        UserError: The architecture is not supported; lists those that are.
+    """
+    model_type = target_config.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise UserError(
+            f"target architecture `{model_type}` is not supported by this drafter: use a target whose model_type is "
+            f"one of {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    values = copy.deepcopy(target_config)
+    for key in ("model_type", "layer_types", "dtype", "torch_dtype", "_name_or_path", "architectures"):
+        values.pop(key, None)
+    values.update(num_hidden_layers=num_layers, vocab_size=1, attention_dropout=0.0)
+    values.update(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    values.update(sliding_window=None, use_sliding_window=False)
+    config = AutoConfig.for_model(model_type, **values)
+    config._attn_implementation = ATTENTION_NAME
+    return config
+
+
+def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
+    """New layers from `layers_config`, initialised as transformers initialises that architecture."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
+    skeleton = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.get_default_dtype())
+    return TargetLayers(skeleton.layers, skeleton.norm)
+
+
+class CachedAttention:
+    """Keys and values of one sequence for all layers, and the causal mask of the step at work.
+
+    A step has R rows: the pending real tokens, then the K masks. All are written behind the `length` real tokens that
+    are there; only the real ones are kept, by the caller moving `length`. Causal order is exactly group attention here,
+    since the masks of the newest group come after every real token.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, capacity: int, max_rows: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        num_heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        shape = (config.num_hidden_layers, 2, 1, num_kv_heads, capacity, head_size)
+        self._keys_values = torch.zeros(shape, device=device, dtype=dtype)
+        self.capacity, self.length = capacity, 0
+        self._repeats = num_heads // num_kv_heads
+        # Row r may see columns <= length + r. One band holds this mask for every length: slices of it, not new masks.
+        band = torch.full((max_rows, 2 * capacity), float("-inf"), device=device, dtype=dtype)
+        self._band = band.triu(capacity + 1)
+        self._mask: Tensor | None = None
+
+    def begin_step(self, num_rows: int) -> None:
+        """Prepare the mask that all layers of this step share."""
+        end = self.length + num_rows
+        if self.length == 0:
+            self._mask = None
+            return
+        if num_rows <= self._band.shape[0]:
+            mask = self._band[:num_rows, self.capacity - self.length : self.capacity + num_rows]
+        else:
+            mask = torch.full((num_rows, end), float("-inf"), device=self._band.device, dtype=self._band.dtype)
+            mask = mask.triu(self.length + 1)
+        self._mask = mask if self._repeats == 1 else mask.repeat(self._repeats, 1)
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
+        num_rows = q_bhrd.shape[2]
+        end = self.length + num_rows
+        keys, values = self._keys_values[layer_index]
+        keys[:, :, self.length : end] = k_bhrd
+        values[:, :, self.length : end] = v_bhrd
+        if self._mask is None:
+            out = F.scaled_dot_product_attention(
+                q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
+            )
+            return out.transpose(1, 2)
+        # Query heads that share a key head become rows, so that no key is copied.
+        q_rows = q_bhrd if self._repeats == 1 else q_bhrd.unflatten(1, (-1, self._repeats)).flatten(2, 3)
+        out = F.scaled_dot_product_attention(q_rows, keys[:, :, :end], values[:, :, :end], self._mask, scale=scale)
+        if self._repeats > 1:
+            out = out.unflatten(2, (self._repeats, num_rows)).flatten(1, 2)
+        return out.transpose(1, 2)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    num_streams: int = 1,
+    group_backend: str = "folded",
+    cached_attention: CachedAttention | None = None,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, H, G*S, Dh] -> ([B, G*S, H, Dh], no weights)."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if cached_attention is not None:
+        return cached_attention.attend(module.layer_idx, query, key, value, scale), None
+    q_bhgsd, k_bhgsd, v_bhgsd = (part.unflatten(2, (num_streams, -1)) for part in (query, key, value))
+    out = group_attention(q_bhgsd, k_bhgsd, v_bhgsd, backend=group_backend, scale=scale)
+    return out.permute(0, 2, 3, 1, 4).flatten(1, 2), None
