@@ -1,0 +1,179 @@
+"""The train stage: learns, resumes bit for bit, leaves the target alone, and says what is wrong in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train import stage
+from draftsmith.train.arguments import training_arguments
+from draftsmith.train.collate import collate_right_padded
+from draftsmith.train.stage import train_drafter
+from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
+
+VOCABULARY = 40
+
+
+@pytest.fixture
+def target_folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def make_recipe(target_folder: Path, name: str, **train: Any) -> Recipe:
+    """A recipe whose tokens are on disk: 12 rows that count upwards, so that a drafter can learn something."""
+    recipe = Recipe.model_validate(
+        {
+            "name": name,
+            "runs_dir": str(target_folder.parent / "runs"),
+            "target": {"model": str(target_folder), "dtype": "float32", "device": "cpu"},
+            "drafter": {"kind": "parallel", "options": {"num_masks": 2}},
+            "train": {
+                "per_device_train_batch_size": 3, "max_steps": 6, "learning_rate": 1e-2, "logging_steps": 2,
+                "save_steps": 2, "disable_tqdm": True, **train,
+            },
+        }
+    )  # fmt: skip
+    rows = [{"input_ids": [3 + (s + i) % 30 for i in range(12 + s % 3)]} for s in range(12)]
+    for row in rows:
+        row["loss_mask"] = [0] * 4 + [1] * (len(row["input_ids"]) - 4)
+    folder = Path(recipe.runs_dir) / name / "data" / "tokens"
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder))
+    return recipe
+
+
+def drafter_folder(recipe: Recipe) -> Path:
+    return Path(recipe.runs_dir) / recipe.name / "drafter"
+
+
+def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "learns", max_steps=30, logging_steps=7)
+    report = train_drafter(recipe)
+    folder = drafter_folder(recipe)
+    history = json.loads((folder / "training.json").read_text())["history"]
+    losses = [entry["loss_depth1"] for entry in history if "loss_depth1" in entry]
+    assert len(losses) == 5  # steps 7, 14, 21, 28 and the last
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(f"{what}_depth{depth}" in history[0] for what in ("loss", "accuracy") for depth in (1, 2, 3))
+    assert report.steps == 30
+    assert len(report.depth_accuracy) == 3
+    assert "30 steps" in report.sentence()
+    assert {"config.json", "model.safetensors", "training.json", "settings.json"} <= {p.name for p in folder.iterdir()}
+    assert not any(VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
+
+
+def test_a_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "again")
+    train_drafter(recipe)
+    before = (drafter_folder(recipe) / "model.safetensors").stat().st_mtime_ns
+    report = train_drafter(recipe)
+    assert report.was_finished
+    assert "nothing to do" in report.sentence()
+    assert (drafter_folder(recipe) / "model.safetensors").stat().st_mtime_ns == before
+    changed = recipe.model_copy(update={"train": {**recipe.train, "learning_rate": 2e-2}})
+    with pytest.raises(UserError, match=r"begun with train.learning_rate = 0.01, the recipe now says 0.02: give"):
+        train_drafter(changed)
+
+
+class InterruptAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "train", [{}, {"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}]
+)
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any]
+) -> None:
+    whole, broken = (make_recipe(target_folder, name, max_steps=7, **train) for name in ("whole", "broken"))
+    train_drafter(whole)
+
+    class Interrupted(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[InterruptAt(5)], **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(broken)
+    checkpoints = drafter_folder(broken) / "checkpoints"
+    assert last_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
+    (checkpoints / "checkpoint-6").mkdir()  # one that was being written when the power went
+    assert train_drafter(broken).steps == 7
+    expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_logged_depths_are_the_same_under_accumulation(target_folder: Path) -> None:
+    """One batch of 6 and two accumulated batches of 3 see the same rows: same accuracy and loss per depth at step 1."""
+    first_logs = []
+    for batch, accumulation in ((6, 1), (3, 2)):
+        recipe = make_recipe(
+            target_folder, f"accumulate{accumulation}", per_device_train_batch_size=batch, logging_steps=1, max_steps=1,
+            gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        train_drafter(recipe)
+        history = json.loads((drafter_folder(recipe) / "training.json").read_text())["history"]
+        first_logs.append({key: value for key, value in history[0].items() if "_depth" in key})
+    assert first_logs[0] == pytest.approx(first_logs[1], abs=2e-4)
+
+
+def test_collate_pads_on_the_right() -> None:
+    batch = collate_right_padded(
+        [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8], "loss_mask": [1]}]
+    )
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rat": 1e-3}, "unknown key `train.learning_rat`: did you mean `learning_rate`"),
+        ({"zzz": 1}, "valid keys are those of transformers.TrainingArguments"),
+        ({"learning_rate": "fast"}, "key `train.learning_rate`: input should be a valid number.*not 'fast'"),
+        ({"num_train_epochs": [1]}, "key `train.num_train_epochs`"),
+        ({"lr_scheduler_type": "cosin"}, "train"),
+        ({"remove_unused_columns": True}, "cannot be true"),
+    ],
+)
+def test_wrong_train_keys(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        training_arguments(values, tmp_path, seed=0, use_cpu=True)
+
+
+def test_train_keys_are_passed_as_they_are(tmp_path: Path) -> None:
+    args = training_arguments({"learning_rate": "5e-4", "adam_beta2": 0.95}, tmp_path, seed=3, use_cpu=True)
+    assert (args.learning_rate, args.adam_beta2, args.seed, args.report_to) == (5e-4, 0.95, 3, [])
+
+
+def test_no_tokens_says_distill_first(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "there").model_copy(update={"name": "nowhere"})
+    with pytest.raises(UserError, match="run `draftsmith distill`"):
+        train_drafter(recipe)

@@ -1,0 +1,50 @@
+"""The recipe's `train:` section -> `transformers.TrainingArguments`, with mistakes told by key."""
+
+import dataclasses
+import difflib
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from transformers import TrainingArguments
+
+from draftsmith.recipes.errors import UserError
+
+
+def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False) -> TrainingArguments:
+    """Hand `values` to `TrainingArguments` as they are, over a few defaults of ours.
+
+    Raises:
+        UserError: A key does not exist, or its value has the wrong type or does not go with the others.
+    """
+    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    hints = typing.get_type_hints(TrainingArguments)
+    checked = {key: _checked(key, value, fields, hints) for key, value in values.items()}
+    defaults = {
+        "output_dir": str(output_dir),
+        "seed": seed,
+        "report_to": "none",
+        "use_cpu": use_cpu,
+        "dataloader_pin_memory": not use_cpu,
+    }
+    if checked.get("remove_unused_columns"):
+        raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
+    try:
+        return TrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
+
+
+def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:
+    if key not in fields:
+        nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+        hint = f"did you mean `{nearest[0]}`?" if nearest else "valid keys are those of transformers.TrainingArguments"
+        raise UserError(f"unknown key `train.{key}`: {hint}")
+    try:
+        return TypeAdapter(hints[key]).validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise UserError(f"key `train.{key}`: {message[0].lower()}{message[1:]}, not {value!r}") from None
+    except (PydanticSchemaGenerationError, PydanticUserError):
+        return value  # a type that only transformers understands

@@ -1,0 +1,22 @@
+"""Batches of token rows, padded on the right. Shapes: B batch, S sequence."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """`input_ids`, `loss_mask` and `attention_mask`, each [B, S] with S the longest row.
+
+    Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
+    so any id does for it, and none that the tokenizer might also use as an end token is needed.
+    """
+    ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+    masks = [torch.as_tensor(row["loss_mask"], dtype=torch.long) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "loss_mask": pad_sequence(masks, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }

@@ -1,0 +1,34 @@
+"""Train a drafter, in one process or many:
+
+    accelerate launch train/train_parallel.py recipes/quickstart.yaml [section.key=value ...]
+    python train/train_parallel.py recipes/quickstart.yaml train.learning_rate=1e-3
+
+Reads `runs/<name>/data/tokens` (made by `draftsmith distill`), writes `runs/<name>/drafter`. Run it again after an
+interruption: it goes on from the last checkpoint.
+"""
+
+import argparse
+import os
+
+from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.recipes.loading import load_recipe
+
+
+@exit_with_one_sentence()
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description="Train the recipe's drafter.")
+    parser.add_argument("recipe", help="a recipe's YAML file, or the name of a shipped one")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values to use instead")
+    options = parser.parse_args()
+    recipe = load_recipe(options.recipe, options.overrides)
+
+    from draftsmith.train.stage import train_drafter  # torch and transformers, after a mistyped recipe was reported
+
+    report = train_drafter(recipe)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(report.sentence())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""`transformers.Trainer` with a frozen target in the same step, and the loss and accuracy of every depth in the log.
+
+Shapes: B batch, S sequence, D hidden, G depths.
+"""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from draftsmith.models.drafter import Drafter, DrafterOutput
+from draftsmith.models.target import target_features
+from draftsmith.train.collate import collate_right_padded
+
+
+class LogLastStep(TrainerCallback):
+    """The last step is logged, whatever `logging_steps` is: the report ends with it."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+
+class DrafterTrainer(Trainer):
+    """Trains a drafter on the features that its target computes in the same step (online: nothing on disk).
+
+    The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
+    """
+
+    def __init__(
+        self, drafter: Drafter, target: PreTrainedModel, args: TrainingArguments, dataset: Dataset, **kwargs: Any
+    ) -> None:
+        super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collate_right_padded, **kwargs)
+        self.add_callback(LogLastStep())
+        self._target = target
+        # Rows: loss sum, correct, labels of each depth; added up since the last log.
+        self._depth_sums_3g: Tensor | None = None
+        self._tokens: Tensor | None = None
+        self.tokens_trained = 0  # by this process group, since it began or went on
+        self._last_log_s = time.perf_counter()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        ids = inputs["input_ids"]
+        with torch.autocast(ids.device.type, enabled=False):
+            # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
+            features = target_features(self._target, ids)
+        output: DrafterOutput = model(ids, features, inputs["loss_mask"])
+        self._count(output, inputs["attention_mask"])
+        return (output.loss, output) if return_outputs else output.loss
+
+    def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
+        sums = [output.depth_loss_sum, output.depth_correct, output.depth_count]
+        step_3g = torch.stack([part.detach().double() for part in sums if part is not None])
+        tokens = attention_mask_bs.sum()
+        self._depth_sums_3g = step_3g if self._depth_sums_3g is None else self._depth_sums_3g + step_3g
+        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._depth_sums_3g is not None and self._tokens is not None:
+            logs = {**logs, **self._depth_logs(self._depth_sums_3g, self._tokens)}
+            self._depth_sums_3g = self._tokens = None
+        super().log(logs, start_time)
+
+    def _depth_logs(self, sums_3g: Tensor, tokens: Tensor) -> dict[str, float]:
+        """Means over the labels of all batches and processes since the last log."""
+        loss_g, correct_g, count_g = self.accelerator.reduce(sums_3g, reduction="sum").tolist()
+        all_tokens = self.accelerator.reduce(tokens, reduction="sum").item()
+        self.tokens_trained += int(all_tokens)
+        now_s = time.perf_counter()
+        depth_logs: dict[str, float] = {}
+        for depth, (loss, correct, count) in enumerate(zip(loss_g, correct_g, count_g, strict=True), start=1):
+            if count:
+                depth_logs[f"loss_depth{depth}"] = round(loss / count, 4)
+                depth_logs[f"accuracy_depth{depth}"] = round(correct / count, 4)
+        depth_logs["tokens_per_s"] = round(all_tokens / (now_s - self._last_log_s), 1)
+        self._last_log_s = now_s
+        return depth_logs
+
+
+def last_whole_checkpoint(folder: Path) -> Path | None:
+    """The newest `checkpoint-N` that was written to its end: `trainer_state.json` is written last."""
+    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if path.stat().st_size]
+    numbered = {int(match[1]): path for path in found if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
+    return numbered[max(numbered)] if numbered else None
