@@ -239,7 +239,7 @@ class ParallelDecoder:
         rows = SMALL_STEP_TOKENS + config.num_masks
         capacity = max_length_tokens + config.num_masks
         self._cache = CachedAttention(drafter._layers_config, capacity, rows, self._device, drafter.masks.dtype)
-        self._masks_kd = drafter.masks.detach()
+        self._masks_kd, self._mask_residual = drafter.masks.detach(), config.mask_residual
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._position_offset = 0
         self._rotary_table: tuple[Tensor, Tensor] | None = None
@@ -273,7 +273,7 @@ class ParallelDecoder:
                 f"{begin + num_new} tokens, but decoder(max_length_tokens={self._max_length_tokens}): make it larger"
             )
         real_nd = drafter._real_inputs(ids, features)
-        masks_kd = self._masks_kd + real_nd[-1:] if drafter.config.mask_residual else self._masks_kd
+        masks_kd = self._masks_kd + real_nd[-1:] if self._mask_residual else self._masks_kd
         hidden = torch.cat([real_nd, masks_kd]).unsqueeze(0)
         rotary = self._rotary_of(hidden, begin, begin + num_rows)
         cache.begin_step(num_rows)

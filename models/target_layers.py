@@ -101,7 +101,7 @@ class CachedAttention:
         else:
             mask = torch.full((num_rows, end), float("-inf"), device=self._band.device, dtype=self._band.dtype)
             mask = mask.triu(self.length + 1)
-        self._mask = mask if self._repeats == 1 else mask.repeat(self._repeats, 1)
+        self._mask = mask
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
@@ -115,12 +115,14 @@ class CachedAttention:
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
             )
             return out.transpose(1, 2)
-        # Query heads that share a key head become rows, so that no key is copied.
-        q_rows = q_bhrd if self._repeats == 1 else q_bhrd.unflatten(1, (-1, self._repeats)).flatten(2, 3)
-        out = F.scaled_dot_product_attention(q_rows, keys[:, :, :end], values[:, :, :end], self._mask, scale=scale)
-        if self._repeats > 1:
-            out = out.unflatten(2, (self._repeats, num_rows)).flatten(1, 2)
-        return out.transpose(1, 2)
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        if self._repeats == 1:
+            return F.scaled_dot_product_attention(q_bhrd, keys, values, self._mask, scale=scale).transpose(1, 2)
+        # Key heads as the batch and the query heads that share one as its heads: no key is copied.
+        q_grouped = q_bhrd[0].unflatten(0, (-1, self._repeats))
+        keys, values = (part[0].unsqueeze(1).expand(-1, self._repeats, -1, -1) for part in (keys, values))
+        out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
+        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
 def _attend(
