@@ -1,0 +1,102 @@
+"""A KV cache of fixed size: a forward writes behind the committed tokens, and `commit` keeps the accepted path.
+
+All layers lie in one tensor, so that moving an accepted path together is two operations, whatever the number of layers.
+
+Shapes: L layers, B batch (1), H key-value heads, S capacity in tokens, D head dimension, n new tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftsmith.recipes.errors import UserError
+
+
+class TreeCache(Cache):
+    """The cache of one target. `committed` tokens are kept; whatever a forward wrote behind them is a proposal."""
+
+    def __init__(self, num_layers: int, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.committed = 0
+        # [L, B, H, S, D], made when the first forward shows the sizes.
+        self.all_keys: Tensor | None = None
+        self.all_values: Tensor | None = None
+        super().__init__(layers=[TreeCacheLayer(self, index) for index in range(num_layers)])
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Make room for all layers, given one layer's keys and values [B, H, n, D]."""
+        layers = len(self.layers)
+        self.all_keys = keys.new_zeros(layers, *keys.shape[:2], self.capacity_tokens, keys.shape[3])
+        self.all_values = values.new_zeros(layers, *values.shape[:2], self.capacity_tokens, values.shape[3])
+
+    def keep(self, path: list[int]) -> None:
+        """Commit the nodes of `path` (root first, ascending) of what the last forward wrote; forget the rest."""
+        settled = 0
+        while settled < len(path) and path[settled] == settled:
+            settled += 1
+        start = self.committed
+        if settled < len(path):
+            assert self.all_keys is not None
+            assert self.all_values is not None
+            source = torch.tensor(path[settled:], device=self.all_keys.device) + start
+            count = len(path) - settled
+            for slab in (self.all_keys, self.all_values):
+                slab.narrow(3, start + settled, count).copy_(slab.index_select(3, source))
+        self.committed = start + len(path)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.committed = 0
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """One layer's view of the `TreeCache`."""
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, cache: TreeCache, index: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._index = index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take this layer's part of the cache's memory. Both [B, H, n, D]."""
+        cache = self._cache
+        if cache.all_keys is None:
+            cache.allocate(key_states, value_states)
+        assert cache.all_keys is not None
+        assert cache.all_values is not None
+        self.keys, self.values = cache.all_keys[self._index], cache.all_values[self._index]
+        for room, states in ((self.keys, key_states), (self.values, value_states)):
+            if (room.shape[1], room.shape[3], room.device) != (states.shape[1], states.shape[3], states.device):
+                raise UserError(
+                    "the target's layers differ in key-value heads, head size or device, which the tree cache does not "
+                    "support: use a target with equal layers on one device, such as Llama, Qwen, Mistral or GPT-2"
+                )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write n tokens behind the committed ones; returns views of both together, [B, H, committed + n, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, count = self._cache.committed, key_states.shape[2]
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.narrow(2, start, count).copy_(key_states)
+        self.values.narrow(2, start, count).copy_(value_states)
+        return self.keys.narrow(2, 0, start + count), self.values.narrow(2, 0, start + count)
+
+    def get_seq_length(self) -> int:
+        return self._cache.committed
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.committed + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self._cache.capacity_tokens

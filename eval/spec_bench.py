@@ -1,0 +1,224 @@
+"""The Spec-Bench harness: every question through every method in one process, one after the other, in rotating order.
+
+One record holds what all methods did with one question in one run, so that each speedup compares times of the same
+process, minute and prompt. Records are appended atomically; a finished (run, question) is never measured again.
+
+Answers are exported in the format that Spec-Bench's own scripts read (hemingkx/Spec-Bench, evaluation/eval.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from draftsmith.data.chat_tokens import prompt_token_ids
+from draftsmith.data.conversations import Turn
+from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.eval.decoding import end_token_ids, generate
+from draftsmith.eval.methods import Method
+from draftsmith.eval.questions import Question
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.session import TargetSession, longest_sequence_tokens
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import write_atomically
+
+WARMUP_NEW_TOKENS = 64
+FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is not asked
+PROCESS = uuid.uuid4().hex
+
+
+@dataclass
+class Arm:
+    """One method at one temperature: one row of the table."""
+
+    method: Method
+    sampling: Sampling
+    generator: torch.Generator
+
+    @property
+    def key(self) -> str:
+        return f"{self.method.name}@{self.sampling.temperature:g}"
+
+
+class SpecBench:
+    """Asks questions.
+
+    Args:
+        target: The target model.
+        tokenizer: Its tokenizer, with a chat template.
+        arms: What is compared; each temperature has its autoregressive arm. May be set later, before `run`.
+        questions: Those that do not fit the target's context are left out and counted in `left_out`.
+        max_new_tokens: Per turn.
+        seed: Of all sampling; each (run, question, arm) has its own stream, whatever was resumed.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        tokenizer: Any,
+        arms: list[Arm],
+        questions: list[Question],
+        max_new_tokens: int,
+        seed: int = 0,
+    ) -> None:
+        self.arms = arms
+        self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
+        self._eos_ids = end_token_ids(target, tokenizer)
+        limit = longest_sequence_tokens(target)
+        self.questions = [question for question in questions if self._fits(question, limit)]
+        self.left_out = len(questions) - len(self.questions)
+        if not self.questions:
+            raise UserError(
+                f"none of the {len(questions)} questions leaves room for an answer in the target's {limit} positions: "
+                "use shorter questions in eval.questions"
+            )
+        self.session = TargetSession(target, session_length_tokens(tokenizer, self.questions, max_new_tokens, limit))
+
+    def run(self, log: JsonlLog, runs: int, warmup_questions: int) -> None:
+        """Measure every (run, question) that the log does not hold yet."""
+        finished = {(record["run"], record["question_id"]) for record in log}
+        wanted = [
+            (run, index, question)
+            for run in range(runs)
+            for index, question in enumerate(self.questions)
+            if (run, question.question_id) not in finished
+        ]
+        if not wanted:
+            return
+        for question in self.questions[:warmup_questions]:
+            for arm in self.arms:
+                self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
+        total = runs * len(self.questions)
+        with tqdm(total=total, initial=total - len(wanted), desc="measure", unit="question") as progress:
+            for run, index, question in wanted:
+                log.append([self._record(run, index, question)])
+                progress.update()
+
+    def _record(self, run: int, index: int, question: Question) -> dict[str, Any]:
+        """All arms on one question. Which goes first rotates, so that none always finds the caches warm."""
+        shift = (run + index) % len(self.arms)
+        answers = {}
+        for arm in self.arms[shift:] + self.arms[:shift]:
+            stream = f"{self._seed}/{run}/{question.question_id}/{arm.key}"
+            arm.generator.manual_seed(zlib.crc32(stream.encode()))
+            answers[arm.key] = self._ask(arm, question, self._max_new_tokens)
+        return {
+            "run": run,
+            "question_id": question.question_id,
+            "category": question.category,
+            "tstamp": time.time(),
+            "answers": {arm.key: answers[arm.key] for arm in self.arms},
+        }
+
+    def _ask(self, arm: Arm, question: Question, max_new_tokens: int) -> dict[str, Any]:
+        """All turns of a question, with the method's own answers as history."""
+        history: list[Turn] = []
+        answer: dict[str, Any] = {
+            "method": arm.method.name,
+            "temperature": arm.sampling.temperature,
+            "process": PROCESS,
+            "turns_left_out": 0,
+        }
+        per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
+        for key in (*per_turn, "prefill_s", "draft_s", "verify_s", "accept_lengths", "draft_lengths"):
+            answer[key] = []
+        for turn in question.turns:
+            history.append(Turn("user", turn))
+            prompt_ids = prompt_token_ids(self._tokenizer, history)
+            room = self.session.max_length_tokens - len(prompt_ids)
+            if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
+                answer["turns_left_out"] = len(question.turns) - len(answer["turns"])
+                break
+            wanted = min(max_new_tokens, room)
+            out = generate(self.session, arm.method, prompt_ids, arm.sampling, wanted, self._eos_ids, arm.generator)
+            text = self._tokenizer.decode(out.ids, skip_special_tokens=True).strip()
+            history.append(Turn("assistant", text))
+            answer["turns"].append(text)
+            answer["token_ids"].append(out.ids)
+            answer["decoding_steps"].append(out.rounds)
+            answer["new_tokens"].append(len(out.ids))
+            answer["wall_time"].append(out.wall_time_s)
+            answer["prefill_s"].append(out.prefill_s)
+            answer["draft_s"].append(out.draft_s)
+            answer["verify_s"].append(out.verify_s)
+            answer["accept_lengths"] += out.accept_lengths
+            answer["draft_lengths"] += out.draft_lengths
+        return answer
+
+    def _fits(self, question: Question, limit: int | None) -> bool:
+        """Whether the first turn leaves room for an answer worth measuring."""
+        if limit is None:
+            return True
+        prompt_ids = prompt_token_ids(self._tokenizer, [Turn("user", question.turns[0])])
+        return len(prompt_ids) + min(self._max_new_tokens, FEWEST_NEW_TOKENS) <= limit
+
+
+def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tokens: int, limit: int | None) -> int:
+    """Room for the longest conversation: answers read back may tokenise a little longer than they were generated."""
+    longest = 0
+    for question in questions:
+        turns = [Turn("user", question.turns[0])]
+        for text in question.turns[1:]:
+            turns += [Turn("assistant", "."), Turn("user", text)]
+        answers = len(question.turns) * (max_new_tokens + max_new_tokens // 8 + 1)
+        longest = max(longest, len(prompt_token_ids(tokenizer, turns)) + answers)
+    return longest if limit is None else min(longest, limit)
+
+
+def check_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Refuse to add measurements to records that were made with other settings; note them down the first time.
+
+    Raises:
+        UserError: Names what changed and the way out.
+    """
+    if not file.exists():
+        write_atomically(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        return
+    old = _flat(json.loads(file.read_text(encoding="utf-8")))
+    new = _flat(json.loads(json.dumps(settings)))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    if changed:
+        raise UserError(
+            f"{file.parent} holds measurements made with other settings ({', '.join(changed)} changed): delete that "
+            "folder to measure again, or give the recipe another name"
+        )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"eval": {"top_k": 0}} to {"eval.top_k": 0}."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def write_answers(records: Iterable[dict[str, Any]], folder: Path, run_name: str) -> list[Path]:
+    """Spec-Bench answer files, one for each method, temperature and run, from the harness's records."""
+    lines: dict[str, list[str]] = {}
+    for record in records:
+        for answer in record["answers"].values():
+            model_id = f"{run_name}-{answer['method']}-temp-{answer['temperature']:g}-run-{record['run'] + 1}"
+            keys = ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
+            line = {
+                "question_id": record["question_id"],
+                "category": record["category"],
+                "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, f"{model_id}/{record['question_id']}").hex,
+                "model_id": model_id,
+                "choices": [{"index": 0, **{key: answer[key] for key in keys}}],
+                "tstamp": record["tstamp"],
+            }
+            lines.setdefault(model_id, []).append(json.dumps(line, ensure_ascii=False) + "\n")
+    files = []
+    for model_id, rows in lines.items():
+        files.append(folder / f"{model_id}.jsonl")
+        write_atomically(files[-1], "".join(rows))
+    return files

@@ -1,0 +1,133 @@
+"""The draft tree: the candidate tokens of one round. Its shape decides the attention mask, the positions and the paths.
+
+Node 0 is the root, the last committed token, which the target has not processed yet; the others are drafted.
+A node's ancestors come before it, so that a prefix of the nodes is a tree too. SpecInfer (arXiv 2305.09781) section 4.
+
+Shapes: N tree nodes (root included), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+
+class TreeShape:
+    """Who is whose parent. Immutable; equal shapes are shared, so that masks are built once (`TreeShape.of`)."""
+
+    def __init__(self, parents: tuple[int, ...]) -> None:
+        if not parents or parents[0] != -1:
+            raise ValueError(f"a draft tree's first node is its root with parent -1, not {parents[:1]}")
+        depths = [0]
+        children: list[list[int]] = [[] for _ in parents]
+        for node in range(1, len(parents)):
+            parent = parents[node]
+            if not 0 <= parent < node:
+                raise ValueError(f"parent {parent} of tree node {node} must be one of the nodes before it")
+            depths.append(depths[parent] + 1)
+            children[parent].append(node)
+        self.parents = parents
+        self.depths = tuple(depths)
+        self.children = tuple(tuple(nodes) for nodes in children)
+        self.max_depth = max(depths)
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(parents: tuple[int, ...]) -> TreeShape:
+        return TreeShape(parents)
+
+    @staticmethod
+    def chain(num_drafted: int) -> TreeShape:
+        """Root and `num_drafted` tokens one after the other."""
+        return TreeShape.of(tuple(range(-1, num_drafted)))
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.max_depth == len(self.parents) - 1
+
+    @cached_property
+    def attention_mask(self) -> Tensor:
+        """[N, N] bool: row u is true at u and at u's ancestors."""
+        mask = torch.eye(len(self.parents), dtype=torch.bool)
+        for node in range(1, len(self.parents)):
+            mask[node] |= mask[self.parents[node]]
+        return mask
+
+    @cached_property
+    def depths_tensor(self) -> Tensor:
+        """[N] int64."""
+        return torch.tensor(self.depths)
+
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from the root to `node`, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """Candidate tokens in a shape.
+
+    Args:
+        tokens: [N] token ids; tokens[0] is the last committed token.
+        shape: The parents, from which everything else follows.
+        q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
+            and in node order (rows of leaves are never read). None: the children were chosen deterministically.
+    """
+
+    tokens: list[int]
+    shape: TreeShape
+    q: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.shape):
+            raise ValueError(f"{len(self.tokens)} tokens do not fit a tree of {len(self.shape)} nodes")
+        if self.q is not None and len(self.q) != len(self.tokens):
+            raise ValueError(f"q has {len(self.q)} rows for a tree of {len(self.tokens)} nodes")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """[N], -1 for the root."""
+        return self.shape.parents
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """[N], 0 for the root."""
+        return self.shape.depths
+
+    def children(self, node: int) -> tuple[int, ...]:
+        return self.shape.children[node]
+
+    def attention_mask(self) -> Tensor:
+        """[N, N] bool, true for ancestors and self."""
+        return self.shape.attention_mask
+
+    def paths(self) -> list[list[int]]:
+        """The nodes from the root to each leaf."""
+        return [self.shape.path_to(node) for node in range(len(self)) if not self.shape.children[node]]
+
+    def cut_to_depth(self, max_depth: int) -> DraftTree:
+        """The same tree without the nodes deeper than `max_depth`: tokens that could not be kept anyway."""
+        if self.shape.max_depth <= max_depth:
+            return self
+        kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
+        new_index = {node: index for index, node in enumerate(kept)}
+        parents = tuple(new_index.get(self.parents[node], -1) for node in kept)
+        q = None if self.q is None else self.q[kept]
+        return DraftTree([self.tokens[node] for node in kept], TreeShape.of(parents), q)
+
+
+def root_only(token: int) -> DraftTree:
+    """Nothing drafted: what makes the verification loop the autoregressive one."""
+    return DraftTree([token], TreeShape.chain(0))

@@ -1,0 +1,207 @@
+"""The loop: what counts as kept, where it stops, and that sampling keeps the target's distribution end to end."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.eval.decoding import Generation, end_token_ids, generate
+from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.session import TargetSession
+from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder
+from draftsmith.recipes.errors import UserError
+
+V = 11
+GREEDY = Sampling()
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=48,
+        initializer_range=0.4,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+@pytest.fixture
+def session(target: LlamaForCausalLM) -> TargetSession:
+    return TargetSession(target, 48)
+
+
+class Scripted:
+    """A drafter that knows the answer and offers it, spoils it, or spoils the token at one depth."""
+
+    name = "scripted"
+
+    def __init__(self, answer: list[int], spoil_depth: int | None, drafted: int = 4) -> None:
+        self.answer, self.spoil_depth, self.drafted = answer, spoil_depth, drafted
+        self.observed: list[int] = []
+
+    def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        assert len(prompt_ids) == len(features)
+        self.observed = []
+
+    def propose(self) -> DraftTree:
+        start = len(self.observed)
+        tokens = (self.answer + [0] * self.drafted)[start : start + self.drafted]
+        if self.spoil_depth is not None:
+            tokens[self.spoil_depth - 1] = (tokens[self.spoil_depth - 1] + 1) % V
+        return DraftTree([self.observed[-1], *tokens], TreeShape.chain(self.drafted))
+
+    def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        assert len(committed_ids) == len(features)
+        self.observed += committed_ids
+
+
+def answer_of(session: TargetSession, tokens: int) -> list[int]:
+    return generate(session, Autoregressive(), PROMPT, GREEDY, tokens).ids
+
+
+def test_never_always_sometimes(session: TargetSession) -> None:
+    """16 tokens, the first from the prefill, 15 in rounds: five at a time, one at a time, or three at a time."""
+    answer = answer_of(session, 24)
+    for spoil_depth, accept_lengths, drafts in [
+        (None, [5, 5, 5], [4, 4, 4]),
+        (1, [1] * 15, [0] * 15),
+        (3, [3] * 5, [2] * 5),
+    ]:
+        out = generate(session, Scripted(answer, spoil_depth), PROMPT, GREEDY, 16)
+        assert out.ids == answer[:16]
+        assert out.accept_lengths == accept_lengths
+        assert out.draft_lengths == drafts
+        assert sum(out.accept_lengths) + 1 == len(out.ids)
+        assert (out.rounds, out.accepted_drafts) == (len(accept_lengths), sum(drafts))
+        assert out.wall_time_s >= out.prefill_s + out.draft_s + out.verify_s
+
+
+def test_the_limit_cuts_the_last_round(session: TargetSession) -> None:
+    """1 + 5 + 2: the last tree is cut to the one drafted token that can be kept beside the target's own."""
+    answer = answer_of(session, 24)
+    out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 8)
+    assert out.ids == answer[:8]
+    assert out.accept_lengths == [5, 2]
+    assert out.draft_lengths == [4, 1]
+    assert generate(session, Scripted(answer, None), PROMPT, GREEDY, 1).rounds == 0
+
+
+def test_an_end_token_cuts_the_round(session: TargetSession) -> None:
+    answer = answer_of(session, 24)
+    end = next(token for index, token in enumerate(answer) if index >= 2 and token not in answer[:index])
+    place = answer.index(end)
+    out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 20, {end, V + 5})
+    assert out.ids == answer[: place + 1]
+    assert sum(out.accept_lengths) + 1 == len(out.ids)
+    first = generate(session, Scripted(answer, None), PROMPT, GREEDY, 20, {answer[0]})
+    assert (first.ids, first.rounds) == (answer[:1], 0)
+
+
+def test_features_are_those_that_predicted_the_tokens(target: LlamaForCausalLM, session: TargetSession) -> None:
+    """After any mix of accepted paths, the drafter has been shown the feature before each token."""
+    answer = answer_of(session, 24)
+    seen: list[Tensor] = []
+
+    class Watching(Scripted):
+        def start(self, prompt_ids: list[int], features: Tensor) -> None:
+            super().start(prompt_ids, features)
+            seen.clear()
+
+        def observe(self, committed_ids: list[int], features: Tensor) -> None:
+            super().observe(committed_ids, features)
+            seen.append(features)
+
+    for spoil_depth in (None, 1, 2):
+        method = Watching(answer, spoil_depth)
+        generate(session, method, PROMPT, GREEDY, 12)
+        features = torch.cat(seen)
+        with torch.inference_mode():
+            sequence = torch.tensor([PROMPT + method.observed])
+            wanted = target.model(sequence).last_hidden_state[0, len(PROMPT) - 1 : -1]
+        torch.testing.assert_close(features, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_prompt_and_answer_must_fit(session: TargetSession) -> None:
+    with pytest.raises(UserError, match="prompt of 3 tokens and an answer of 46 do not fit into a session of 48"):
+        generate(session, Autoregressive(), PROMPT, GREEDY, 46)
+
+
+def test_up_to_the_last_position(session: TargetSession) -> None:
+    answer = answer_of(session, 45)
+    out = generate(session, Scripted([*answer, 1, 1, 1, 1], None), PROMPT, GREEDY, 45)
+    assert out.ids == answer
+    assert len(answer) == 45
+
+
+class NoisyDecoder:
+    """Drafts from fixed logits [G, V], as good or bad as they may be."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
+        pass
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        pass
+
+    def draft(self) -> Tensor:
+        return self._logits
+
+
+BUILDERS = {
+    "chain": ChainBuilder(),
+    "static": StaticBuilder([[0], [1], [2], [0, 0], [0, 1], [1, 0]]),
+    "best_first": BestFirstBuilder(nodes=5, branch=3),
+}
+
+
+@torch.inference_mode()
+def third_token_distribution(target: LlamaForCausalLM, sampling: Sampling) -> Tensor:
+    """[V]: exact, over all first and second tokens."""
+    first = sampling.probabilities(target(torch.tensor([PROMPT])).logits[0, -1])
+    pairs = torch.tensor([[*PROMPT, a, b] for a in range(V) for b in range(V)])
+    logits = target(pairs).logits
+    second = sampling.probabilities(logits[::V, len(PROMPT)])
+    third = sampling.probabilities(logits[:, -1]).view(V, V, V)
+    return torch.einsum("a,ab,abc->c", first, second, third)
+
+
+@pytest.mark.parametrize("builder", BUILDERS.values(), ids=BUILDERS.keys())
+def test_sampling_keeps_the_distribution(
+    target: LlamaForCausalLM, session: TargetSession, builder: ChainBuilder
+) -> None:
+    """Chi-square of the third token over 1,500 answers; the 0.1 % quantile for 10 degrees of freedom is 29.6."""
+    sampling = Sampling(0.9)
+    draft = torch.randn(2, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    method = DrafterMethod("noisy", NoisyDecoder(draft), builder, sampling, generator)
+    answers, rounds = 1500, 0
+    counts = torch.zeros(V, dtype=torch.float64)
+    for _ in range(answers):
+        out: Generation = generate(session, method, PROMPT, sampling, 3, (), generator)
+        counts[out.ids[2]] += 1
+        rounds += out.rounds
+    assert rounds < 2 * answers, "no draft was ever accepted, so nothing was tested"
+    expected = third_token_distribution(target, sampling) * answers
+    assert expected.min() > 1
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 29.6
+
+
+def test_end_tokens_of_config_and_tokenizer(target: LlamaForCausalLM) -> None:
+    class Tokenizer:
+        eos_token_id = 7
+
+    target.generation_config.eos_token_id = [2, 3]
+    assert end_token_ids(target, Tokenizer()) == {2, 3, 7}
+    target.generation_config.eos_token_id = None
+    assert end_token_ids(target, Tokenizer()) == {7}

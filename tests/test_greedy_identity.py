@@ -1,0 +1,136 @@
+"""Invariant 1: every method and every tree returns exactly the target's greedy tokens.
+
+The reference is `generate` of transformers, which shares no code with ours.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+from draftsmith.eval.decoding import generate
+from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.session import TargetSession
+from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
+from draftsmith.models.drafter import load_drafter_class
+
+GREEDY = Sampling()
+DEPTHS = 4
+BUILDERS: dict[str, TreeBuilder] = {
+    "chain": ChainBuilder(),
+    "short chain": ChainBuilder(max_depth=1),
+    "static": StaticBuilder([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
+    "best_first": BestFirstBuilder(nodes=12, branch=4),
+    "wide": BestFirstBuilder(nodes=30, branch=30, max_depth=2),
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+TINY = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3),
+}
+MATERIAL = Path(__file__).parents[2] / "shared" / "material" / "models"
+
+
+class HalfRightDecoder:
+    """Knows the answer and drafts it, with each depth spoiled now and then, so that all kinds of paths are accepted."""
+
+    def __init__(self, answer: list[int], vocabulary: int) -> None:
+        self._answer, self._vocabulary = answer, vocabulary
+        self._generator = torch.Generator().manual_seed(0)
+        self._done = 0
+
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
+        self._done = 0
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        assert len(committed_ids) == len(features)
+        self._done += len(committed_ids)
+
+    def draft(self) -> Tensor:
+        logits = torch.rand(DEPTHS, self._vocabulary, generator=self._generator)
+        for depth, token in enumerate(self._answer[self._done : self._done + DEPTHS]):
+            # Often the most likely token, else the second or third, or not to be found.
+            logits[depth, token] += float(torch.rand((), generator=self._generator)) * 1.2
+        return logits
+
+
+def greedy_reference(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """transformers' own greedy tokens, not stopped by an end token."""
+    ids = target.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return ids[0, len(prompt) :].tolist()
+
+
+def check_all_trees(target: Any, prompts: list[list[int]], new_tokens: int) -> None:
+    vocabulary = target.config.vocab_size
+    with TargetSession(target, max(map(len, prompts)) + new_tokens) as session:
+        for prompt in prompts:
+            wanted = greedy_reference(target, prompt, new_tokens)
+            assert generate(session, Autoregressive(), prompt, GREEDY, new_tokens).ids == wanted
+            for name, builder in BUILDERS.items():
+                method = DrafterMethod(name, HalfRightDecoder(wanted, vocabulary), builder, GREEDY)
+                out = generate(session, method, prompt, GREEDY, new_tokens)
+                assert out.ids == wanted, name
+                assert out.rounds < len(wanted) - 1, f"{name}: no draft was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_targets(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY[name]).to(dtype).eval()
+    check_all_trees(target, [[5, 6, 7, 8], [90, 3]], new_tokens=40)
+
+
+def test_eager_attention() -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY["llama"], attn_implementation="eager").eval()
+    check_all_trees(target, [[5, 6, 7, 8]], new_tokens=30)
+
+
+@pytest.mark.parametrize("name", ["stories260K", "neo3m_chat"])
+def test_real_targets(name: str) -> None:
+    if not (MATERIAL / name).is_dir():
+        pytest.skip(f"{MATERIAL / name} is not there")
+    target = AutoModelForCausalLM.from_pretrained(MATERIAL / name, dtype=torch.float32).eval()
+    check_all_trees(target, [[1, 40, 50, 60], [1, 300, 301, 302, 17, 18]], new_tokens=60)
+
+
+@pytest.mark.parametrize("inputs", ["embedding", "hidden", "both"])
+def test_parallel_drafter(inputs: str) -> None:
+    """An untrained drafter with its real cache: mostly wrong, never visible in the output."""
+    torch.manual_seed(0)
+    if (MATERIAL / "stories260K").is_dir():
+        target = AutoModelForCausalLM.from_pretrained(MATERIAL / "stories260K", dtype=torch.float32).eval()
+    else:
+        target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
+    drafter = load_drafter_class("parallel").from_target(target, {"num_masks": 3, "inputs": inputs}).eval()
+    prompt, new_tokens = [1, 40, 50, 60], 40
+    wanted = greedy_reference(target, prompt, new_tokens)
+    with TargetSession(target, 60) as session:
+        decoder = drafter.decoder(60)
+        for _ in range(2):
+            for name, builder in BUILDERS.items():
+                out = generate(session, DrafterMethod(name, decoder, builder, GREEDY), prompt, GREEDY, new_tokens)
+                assert out.ids == wanted, name

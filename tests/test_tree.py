@@ -1,0 +1,159 @@
+"""Draft trees: masks, positions and paths follow from the parents; the best-first tree is the best there is."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, tree_builder
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MethodRecipe
+
+GREEDY = Sampling()
+
+
+def random_parents(generator: torch.Generator, nodes: int) -> tuple[int, ...]:
+    return (-1, *(int(torch.randint(0, node, (), generator=generator)) for node in range(1, nodes)))
+
+
+def test_a_tree_derived_by_hand() -> None:
+    """Root 7 with children 1 and 2; 3 continues 1.
+
+    0 (7) -- 1 (1) -- 3 (3)
+         \\-- 2 (2)
+    """
+    tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1)))
+    assert tree.depths == (0, 1, 1, 2)
+    assert tree.children(0) == (1, 2)
+    assert tree.paths() == [[0, 2], [0, 1, 3]]
+    assert tree.attention_mask().int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    cut = tree.cut_to_depth(1)
+    assert (cut.tokens, cut.parents) == ([7, 1, 2], (-1, 0, 0))
+    assert tree.cut_to_depth(2) is tree
+    assert tree.cut_to_depth(0).tokens == [7]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_node_sees_exactly_the_path_to_it(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = TreeShape.of(random_parents(generator, 1 + seed))
+    for node in range(len(shape)):
+        path = shape.path_to(node)
+        assert shape.attention_mask[node].nonzero()[:, 0].tolist() == path
+        assert len(path) == shape.depths[node] + 1
+    assert TreeShape.of(shape.parents) is shape
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [((), "root with parent -1"), ((0,), "root with parent -1"), ((-1, 1), "must be one of the nodes before it")],
+)
+def test_parents_that_are_no_tree(parents: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeShape.of(parents)
+
+
+def test_tokens_and_q_must_fit_the_shape() -> None:
+    with pytest.raises(ValueError, match="3 tokens do not fit a tree of 2 nodes"):
+        DraftTree([1, 2, 3], TreeShape.chain(1))
+    with pytest.raises(ValueError, match="q has 1 rows"):
+        DraftTree([1, 2], TreeShape.chain(1), torch.ones(1, 5))
+
+
+def test_chain() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
+    assert ChainBuilder().build(9, logits, GREEDY, None).tokens == [9, 1, 0]
+    assert ChainBuilder(max_depth=1).build(9, logits, GREEDY, None).tokens == [9, 1]
+    sampled = ChainBuilder().build(9, logits, Sampling(1.0), torch.Generator().manual_seed(0))
+    assert sampled.q is not None
+    torch.testing.assert_close(sampled.q[:2], logits.softmax(-1))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_best_first_is_the_best_tree(seed: int) -> None:
+    """Every path's probability by brute force: the tree's paths are the most likely ones."""
+    generator = torch.Generator().manual_seed(seed)
+    depths, vocabulary, nodes = 1 + seed % 4, 2 + seed % 3, 1 + seed % 9
+    logits = torch.randn(depths, vocabulary, generator=generator, dtype=torch.float64) * 2
+    q = logits.softmax(-1)
+    every = [
+        torch.stack([q[depth, token] for depth, token in enumerate(path)]).prod().item()
+        for length in range(1, depths + 1)
+        for path in itertools.product(range(vocabulary), repeat=length)
+    ]
+    best = sum(sorted(every, reverse=True)[:nodes])
+
+    tree = BestFirstBuilder(nodes, branch=vocabulary).build(0, logits, GREEDY, None)
+    assert len(tree) == 1 + min(nodes, len(every))
+    found = 0.0
+    for node in range(1, len(tree)):
+        path = tree.shape.path_to(node)[1:]
+        found += torch.stack([q[depth, tree.tokens[step]] for depth, step in enumerate(path)]).prod().item()
+    assert found == pytest.approx(best, rel=1e-5)
+
+
+def test_best_first_respects_depth_and_branch() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    shallow = BestFirstBuilder(nodes=10, branch=2, max_depth=1).build(0, logits, GREEDY, None)
+    assert shallow.tokens == [0, 0, 1]
+    assert BestFirstBuilder(nodes=1, branch=2).build(0, logits, Sampling(0.7), None).q is None
+
+
+def test_building_a_tree_is_fast() -> None:
+    """30 nodes: far below a millisecond, since a round of a small target takes only a few."""
+    logits = torch.randn(5, 4096)
+    builder = BestFirstBuilder(nodes=30, branch=8)
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        builder.build(0, logits, GREEDY, None)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.001
+
+
+def test_static_tree() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 1.0]])
+    tree = StaticBuilder([[0, 1], [1], [0], [0, 0]]).build(9, logits, GREEDY, None)
+    assert tree.tokens == [9, 1, 2, 0, 2]
+    assert tree.parents == (-1, 0, 0, 1, 1)
+
+
+def test_sampled_static_tree_draws_without_replacement() -> None:
+    """Siblings differ, come in the order of draws, and only from the support that top-k leaves."""
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], dtype=torch.float64)
+    builder = StaticBuilder([[0], [1], [2], [0, 0]])
+    generator = torch.Generator().manual_seed(0)
+    first = torch.zeros(3)
+    for _ in range(3000):
+        tree = builder.build(9, logits, Sampling(1.0), generator)
+        assert sorted(tree.tokens[1:4]) == [0, 1, 2]
+        first[tree.tokens[1]] += 1
+    torch.testing.assert_close(first / 3000, logits[0].softmax(-1).float(), atol=0.03, rtol=0)
+    cut = builder.build(9, logits, Sampling(1.0, top_k=2), generator)
+    assert sorted(cut.tokens[1:3]) == [1, 2]
+    assert len(cut) == 4
+    assert cut.q is not None
+    assert len(cut.q) == 4
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [([[0, 0]], r"needs the path \[0\] too"), ([[0], [0]], "unique"), ([[]], "non-empty"), ([[-1]], "ranks >= 0")],
+)
+def test_bad_static_paths(paths: list[list[int]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        StaticBuilder(paths)
+
+
+def test_static_tree_deeper_than_the_draft() -> None:
+    with pytest.raises(UserError, match="2 deep and 1 wide, but the drafter drafts 1 tokens"):
+        StaticBuilder([[0], [0, 0]]).build(0, torch.zeros(1, 4), GREEDY, None)
+
+
+def test_recipe_methods_become_builders() -> None:
+    assert isinstance(tree_builder(MethodRecipe(name="a")), ChainBuilder)
+    assert isinstance(tree_builder(MethodRecipe(name="b", tree="best_first")), BestFirstBuilder)
+    assert isinstance(tree_builder(MethodRecipe(name="c", tree="static", paths=[[0]])), StaticBuilder)
