@@ -42,7 +42,7 @@ def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: st
     value_key, spread_key = keys
     rows = {(series_name(row, summary), row["category"]): row for row in summary if row["method"] != AUTOREGRESSIVE}
     series = list(dict.fromkeys(name for name, _ in rows))
-    categories = list(dict.fromkeys(category for _, category in rows if category != OVERALL)) + [OVERALL]
+    categories = [*dict.fromkeys(category for _, category in rows if category != OVERALL), OVERALL]
     figure, axes = plt.subplots(figsize=(max(7.0, 1.1 * len(categories) * max(1, len(series)) ** 0.5 + 2), 4.6))
     width = 0.8 / max(1, len(series))
     for number, name in enumerate(series):

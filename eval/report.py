@@ -30,8 +30,8 @@ def headline(summary: list[dict[str, Any]]) -> str:
     best = max(rows, key=lambda row: row["speedup_mean"])
     spread = "" if best["speedup_std"] is None else f" +- {best['speedup_std']:.2f}"
     sentence = (
-        f"{series_name(best, summary)} generates {best['speedup_mean']:.2f}{spread} times as fast as the autoregressive "
-        f"loop, at {best['tau']:.2f} tokens per round ({best['tau_without_bonus']:.2f} without the target's own)"
+        f"{series_name(best, summary)} generates {best['speedup_mean']:.2f}{spread} times as fast as the "
+        f"autoregressive loop, at {best['tau']:.2f} tokens per round ({best['tau_without_bonus']:.2f} without the target's own)"
     )
     identical = [row["greedy_identical"] for row in rows if row["greedy_identical"] is not None]
     if not identical:
@@ -112,7 +112,7 @@ def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], reci
 
 def print_table(summary: list[dict[str, Any]], console: Console | None = None) -> None:
     """The summary in the terminal."""
-    table = Table(title="acceptance and speedup", title_justify="left", caption=TAU_DEFINITION, caption_justify="left")
+    table = Table(title="acceptance and speedup", title_justify="left")
     for name in ("method", "category"):
         table.add_column(name)
     for name in ("tau", "without bonus", "speedup", "tokens", "greedy identical"):
@@ -132,7 +132,9 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
                 end_section=last,
                 style="bold" if last else "",
             )
-    (console or Console()).print(table)
+    console = console or Console()
+    console.print(table)
+    console.print(TAU_DEFINITION, style="italic")
 
 
 def _by_method(summary: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

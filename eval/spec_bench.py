@@ -25,7 +25,7 @@ from draftsmith.data.conversations import Turn
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.eval.decoding import end_token_ids, generate
 from draftsmith.eval.methods import Method
-from draftsmith.eval.questions import Question
+from draftsmith.eval.question_list import Question
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.recipes.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.eval.charts import draw_charts
 from draftsmith.eval.methods import Autoregressive, DrafterMethod
-from draftsmith.eval.questions import load_questions, questions_file
+from draftsmith.eval.question_list import load_questions, questions_file
 from draftsmith.eval.report import print_table, write_report
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers

@@ -61,7 +61,7 @@ class StaticBuilder:
             UserError: A path is empty, repeated or negative, or the path that it continues is absent.
         """
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
-        known = {(): 0}
+        known: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
         for path in ordered:
             if not path or min(path) < 0 or path in known:
@@ -173,7 +173,8 @@ def _without_blanks(tree: DraftTree) -> DraftTree:
     if -1 not in tree.tokens:
         return tree
     new_index: dict[int, int] = {-1: -1}
-    tokens, parents = [], []
+    tokens: list[int] = []
+    parents: list[int] = []
     for node, token in enumerate(tree.tokens):
         if token >= 0 and tree.parents[node] in new_index:
             new_index[node] = len(tokens)

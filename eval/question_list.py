@@ -1,4 +1,4 @@
-"""Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`, several turns asked one after the other.
+"""Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are asked one after the other.
 
 Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target.
 """

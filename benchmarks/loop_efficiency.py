@@ -1,0 +1,68 @@
+"""How much of the possible speedup reaches the user: measured / (tau * t_target_step / (t_draft + t_verify_forward)).
+
+    python benchmarks/loop_efficiency.py [RECIPE] --json benchmarks/results/loop_efficiency.json
+
+Uses the recipe's trained drafter (`runs/<name>/drafter`), or an untrained one of the recipe's kind where there is none:
+what the loop itself costs does not depend on how good the drafter is.
+"""
+
+import argparse
+import json
+import platform
+import tempfile
+from pathlib import Path
+
+import torch
+
+from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.eval.question_list import load_questions
+from draftsmith.eval.spec_bench import SpecBench
+from draftsmith.eval.stage import make_arms
+from draftsmith.eval.summary import summarize_timing
+from draftsmith.models.drafter import load_drafter, load_drafter_class
+from draftsmith.models.target import load_target
+from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
+
+
+@exit_with_one_sentence()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="quickstart", help="whose target, drafter and questions to use")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--json", type=Path, help="write the result there too")
+    parser.add_argument("--questions-per-category", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    target, tokenizer = load_target(recipe.target)
+    folder = RunFolder(recipe)
+    trained = (folder.drafter / "config.json").is_file()
+    if trained:
+        drafter = load_drafter(folder.drafter, target)
+    else:
+        torch.manual_seed(recipe.seed)
+        kind = load_drafter_class(recipe.drafter.kind)
+        drafter = kind.from_target(target, recipe.drafter.options).to(target.device).eval()
+    questions = load_questions(recipe.eval.questions, arguments.questions_per_category)
+    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    bench.arms = make_arms(recipe, drafter, bench.session.max_length_tokens, target.device)
+    with tempfile.TemporaryDirectory() as scratch:
+        log = JsonlLog(Path(scratch) / "records.jsonl")
+        bench.run(log, arguments.repeats, warmup_questions=2)
+        timing = summarize_timing(list(log))
+    result = {
+        "timing": timing,
+        "trained": trained,
+        "target": recipe.target.model,
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+    }
+    print(json.dumps(result, indent=2))
+    if arguments.json:
+        write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

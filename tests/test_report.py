@@ -1,0 +1,134 @@
+"""The report: complete, self-contained, and honest about what it did not find."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draftsmith.eval.charts import draw_charts
+from draftsmith.eval.report import headline, next_steps, print_table, write_report
+from draftsmith.recipes.schema import Recipe
+
+
+def row(method: str, category: str, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
+    values = {
+        "method": method,
+        "temperature": temperature,
+        "category": category,
+        "tau": 2.5,
+        "tau_without_bonus": 1.5,
+        "speedup_mean": 1.8,
+        "speedup_std": 0.05,
+        "runs": 3,
+        "tokens": 1234,
+        "greedy_identical": True if temperature == 0 else None,
+    }
+    return values | changes
+
+
+CATEGORIES = ("writing", "math", "overall")
+SUMMARY = [
+    *(row("autoregressive", name, tau=1.0, tau_without_bonus=0.0, speedup_mean=1.0) for name in CATEGORIES),
+    *(row("chain", name) for name in CATEGORIES),
+    *(row("tree", name, speedup_mean=2.01, speedup_std=0.1) for name in CATEGORIES),
+]
+TIMING = [
+    {
+        "method": "tree",
+        "temperature": 0.0,
+        "tau": 2.5,
+        "t_target_step_s": 0.004,
+        "t_draft_s": 0.001,
+        "t_verify_forward_s": 0.0045,
+        "t_loop_s": 0.0002,
+        "cost_ratio": 0.25,
+        "speedup_predicted": 1.9,
+        "speedup_decoding": 1.8,
+        "speedup_with_prefill": 1.7,
+        "loop_efficiency": 0.95,
+        "loop_efficiency_with_prefill": 0.9,
+        "acceptance_by_depth": [0.5, 0.4],
+        "tau_predicted_iid": 2.4,
+    }
+]
+
+
+def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
+    machine = {"platform": "Linux", "processor": "x86_64", "cpu_count": 2, "omp_num_threads": "2"}
+    return {
+        "summary": summary,
+        "timing": TIMING,
+        "recipe": Recipe(name="demo").model_dump(),
+        "provenance": {
+            "machine": machine,
+            "versions": {"torch": "2.13.0"},
+            "commit": "abc",
+            "time_utc": "2026-01-01T00:00:00Z",
+        },
+        "questions": 80,
+        "left_out": 1,
+        "turns_left_out": 2,
+        "device": "",
+        "command": "draftsmith run runs/demo/recipe.yaml",
+    }
+
+
+@pytest.mark.parametrize("several_temperatures", [False, True])
+def test_report(tmp_path: Path, several_temperatures: bool) -> None:
+    summary = SUMMARY
+    if several_temperatures:
+        summary = SUMMARY + [entry | {"temperature": 1.0, "greedy_identical": None} for entry in SUMMARY]
+    pictures = draw_charts(summary, tmp_path / "eval", "demo")
+    assert [picture.name for picture in pictures] == ["speedup.png", "tau.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000 for picture in pictures)
+
+    markdown, html = write_report(tmp_path, facts(summary), pictures)
+    text = markdown.read_text()
+    assert text.index("times as fast as the autoregressive loop") < text.index("## Overall")
+    assert "tau = mean tokens committed per round, including the one token that the target itself contributes" in text
+    assert "| writing | tree" in text
+    assert "![speedup](eval/speedup.png)" in text
+    assert "draftsmith run runs/demo/recipe.yaml" in text
+    assert "1 question(s), 2 later turn(s)" in text
+    # Tables stay tables: no blank line between their rows, and each row has as many cells as its header.
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
+        lines = table.strip().split("\n")
+        assert len(lines) > 2
+        assert len({line.count("|") for line in lines}) == 1
+
+    page = html.read_text()
+    assert page.count('src="data:image/png;base64,') == 2
+    assert not re.search(r'(src|href)="(?!data:)', page), "the page must not need any other file"
+    assert page.count("<table>") == page.count("</table>") == 3
+
+
+def test_headline() -> None:
+    assert headline(SUMMARY) == (
+        "tree generates 2.01 +- 0.10 times as fast as the autoregressive loop, at 2.50 tokens per round "
+        "(1.50 without the target's own); every greedy answer is identical to the target's."
+    )
+    assert "NOT LOSSLESS" in headline([*SUMMARY, row("bad", "overall", greedy_identical=False)])
+    assert headline(SUMMARY[:3]) == "Only the autoregressive baseline was measured."
+
+
+def test_next_steps_follow_from_the_numbers() -> None:
+    recipe = Recipe(name="demo").model_dump()
+    steps = " ".join(next_steps(SUMMARY, TIMING, recipe))
+    assert "kept in 50% of the rounds of tree" in steps
+    assert "lost outside the models" not in steps
+    slow = [TIMING[0] | {"loop_efficiency": 0.7, "cost_ratio": 0.5}]
+    steps = " ".join(next_steps([row("bad", "overall", greedy_identical=False)], slow, recipe))
+    assert "30% of the possible speedup is lost outside the models" in steps
+    assert "Drafting costs 0.50 of a target step" in steps
+    assert "Greedy answers differ" in steps
+
+
+def test_terminal_table() -> None:
+    console = Console(record=True, width=140)
+    print_table(SUMMARY, console)
+    text = console.export_text()
+    assert "2.01 ± 0.10" in text
+    assert "including the one token that the target itself contributes" in text
+    assert "autoregressive" not in text

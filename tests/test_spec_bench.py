@@ -1,0 +1,283 @@
+"""The harness: questions in, records and Spec-Bench answers out; resumable, and never comparing across processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.eval import spec_bench
+from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.question_list import Question, load_questions
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
+from draftsmith.eval.summary import acceptance_by_depth, summarize, summarize_timing, tau_of_constant_rate
+from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder
+from draftsmith.recipes.errors import UserError
+
+SPEC_BENCH = Path(__file__).parents[2] / "shared" / "material" / "spec_bench" / "question.jsonl"
+V = 40
+QUESTIONS = [
+    Question(1, "writing", ("ab", "cd")),
+    Question(2, "math", ("abc",)),
+    Question("three", "math", ("b",)),
+]
+
+
+class LetterTokenizer:
+    """A token a letter; id 0 ends an answer. Only what the harness needs."""
+
+    eos_token_id = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(96 + token % 26 + 1) for token in ids if token)
+
+
+def letters(_tokenizer: Any, turns: list[Any]) -> list[int]:
+    return [1] + [2 + ord(letter) % 26 for turn in turns for letter in turn.role[0] + turn.content]
+
+
+class FixedDecoder:
+    def start(self, prompt_ids: Any, features: Any) -> None:
+        pass
+
+    def observe(self, committed_ids: Any, features: Any) -> None:
+        pass
+
+    def draft(self) -> torch.Tensor:
+        return torch.randn(3, V, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=96,
+        initializer_range=0.4,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBench:
+    monkeypatch.setattr(spec_bench, "prompt_token_ids", letters)
+    arms = []
+    for temperature in (0.0, 1.0):
+        sampling, generator = Sampling(temperature), torch.Generator()
+        arms.append(Arm(Autoregressive(), sampling, torch.Generator()))
+        for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
+            arms.append(Arm(DrafterMethod(name, FixedDecoder(), builder, sampling, generator), sampling, generator))
+    return SpecBench(target, LetterTokenizer(), arms, QUESTIONS, max_new_tokens=12, seed=3)
+
+
+def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "records.jsonl")
+    bench.run(log, runs=2, warmup_questions=1)
+    records = list(log)
+    assert [(record["run"], record["question_id"]) for record in records] == [
+        (run, question.question_id) for run in range(2) for question in QUESTIONS
+    ]
+    summary = summarize(records)
+    assert [row["category"] for row in summary[:3]] == ["writing", "math", "overall"]
+    assert len(summary) == 6 * 3
+    keys = "method temperature category tau tau_without_bonus speedup_mean speedup_std runs tokens greedy_identical"
+    for row in summary:
+        assert list(row) == keys.split()
+        assert row["runs"] == 2
+        assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
+        assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
+        if row["method"] == "autoregressive":
+            assert (row["tau"], row["speedup_mean"], row["speedup_std"]) == (1, 1, 0)
+    timing = summarize_timing(records)
+    assert [row["method"] for row in timing] == ["autoregressive", "chain", "tree"] * 2
+    assert all(0 < row["loop_efficiency"] < 2 for row in timing)
+
+
+def test_finished_questions_are_not_asked_again(bench: SpecBench, tmp_path: Path) -> None:
+    """Interrupted after two of three questions; the resumed run asks the third only, and its samples are the same."""
+    whole = JsonlLog(tmp_path / "whole.jsonl")
+    bench.run(whole, runs=1, warmup_questions=0)
+    lines = whole.file.read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(lines[:2]) + lines[2][:40])
+    log = JsonlLog(cut)
+    bench.run(log, runs=1, warmup_questions=0)
+    assert cut.read_text().splitlines(keepends=True)[:2] == lines[:2]
+    for before, after in zip(whole, log, strict=True):
+        for key, answer in before["answers"].items():
+            assert answer["token_ids"] == after["answers"][key]["token_ids"]
+
+
+def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    ask = bench._ask
+
+    def note(arm: Arm, *rest: Any) -> dict[str, Any]:
+        asked.append(arm.key)
+        return ask(arm, *rest)
+
+    monkeypatch.setattr(bench, "_ask", note)
+    bench.run(JsonlLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
+    assert asked[::6] == ["autoregressive@0", "chain@0", "tree@0"]
+
+
+def test_answers_can_be_read_by_spec_bench(bench: SpecBench, tmp_path: Path) -> None:
+    """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
+    log = JsonlLog(tmp_path / "records.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    files = {file.name: file for file in write_answers(log, tmp_path / "answers", "demo")}
+    assert sorted(files) == sorted(
+        f"demo-{method}-temp-{temperature}-run-1.jsonl"
+        for method in ("autoregressive", "chain", "tree")
+        for temperature in (0, 1)
+    )
+    rows = [json.loads(line) for line in files["demo-chain-temp-0-run-1.jsonl"].read_text().splitlines()]
+    assert [(row["question_id"], row["category"]) for row in rows] == [(1, "writing"), (2, "math"), ("three", "math")]
+    accept_lengths: list[int] = []
+    for row, question in zip(rows, QUESTIONS, strict=True):
+        assert set(row) == {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
+        (choice,) = row["choices"]
+        assert set(choice) == {"index", "turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}
+        assert len(choice["turns"]) == len(choice["decoding_steps"]) == len(choice["new_tokens"]) == len(question.turns)
+        assert sum(choice["new_tokens"]) / sum(choice["wall_time"]) > 0
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) - len(question.turns)
+        accept_lengths.extend(choice["accept_lengths"])
+    summary = summarize(list(log))
+    overall = next(row for row in summary if (row["method"], row["category"]) == ("chain", "overall"))
+    assert sum(accept_lengths) / len(accept_lengths) == pytest.approx(overall["tau"])
+
+
+def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: SpecBench) -> None:
+    long = Question(9, "math", ("a" * 90,))
+    assert SpecBench(target, LetterTokenizer(), bench.arms, [*QUESTIONS, long], 12).left_out == 1
+    with pytest.raises(
+        UserError, match="none of the 1 questions leaves room for an answer in the target's 96 positions"
+    ):
+        SpecBench(target, LetterTokenizer(), bench.arms, [long], 12)
+    later = Question(10, "math", ("a" * 70, "b" * 20))
+    answer = SpecBench(target, LetterTokenizer(), bench.arms, [later], 12)._ask(bench.arms[0], later, 12)
+    assert (len(answer["turns"]), answer["turns_left_out"]) == (1, 1)
+
+
+def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True) -> dict[str, Any]:
+    """10 tokens in 3 rounds of 3 after a first token; the baseline takes 9 rounds."""
+
+    def answer(method: str, wall: float, accepted: list[int], ids: list[int]) -> dict[str, Any]:
+        return {
+            "method": method,
+            "temperature": 0.0,
+            "process": "p",
+            "token_ids": [ids],
+            "new_tokens": [10],
+            "wall_time": [wall],
+            "prefill_s": [0.0],
+            "draft_s": [0.1 * len(accepted)],
+            "verify_s": [0.2 * len(accepted)],
+            "accept_lengths": accepted,
+            "draft_lengths": [length - 1 for length in accepted],
+        }
+
+    answers = {
+        "autoregressive@0": answer("autoregressive", baseline_seconds, [1] * 9, [1] * 10),
+        "chain@0": answer("chain", seconds, [3] * 3, [1] * 10 if same else [2] * 10),
+    }
+    return {"run": run, "question_id": 1, "category": "math", "answers": answers}
+
+
+def test_speedup_by_hand() -> None:
+    """Run 0: 4 s / 2 s = 2; run 1: 6 s / 2 s = 3; mean 2.5, standard deviation sqrt(0.5)."""
+    rows = summarize([made_up(0, 2.0, 4.0), made_up(1, 2.0, 6.0, same=False)])
+    row = next(row for row in rows if (row["method"], row["category"]) == ("chain", "overall"))
+    assert row["speedup_mean"] == pytest.approx(2.5)
+    assert row["speedup_std"] == pytest.approx(0.5**0.5)
+    assert (row["tau"], row["tau_without_bonus"], row["tokens"], row["runs"]) == (3, 2, 20, 2)
+    assert row["greedy_identical"] is False
+    assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
+
+
+def test_timing_by_hand() -> None:
+    """t_target 0.2, t_draft 0.1, t_verify 0.2, tau 3: predicted 3 * 0.2 / 0.3 = 2; measured 4.5 / 2.5 = 1.8."""
+    row = summarize_timing([made_up(0, 2.5, 4.5)])[-1]
+    assert row["speedup_predicted"] == pytest.approx(2.0)
+    assert row["speedup_decoding"] == pytest.approx(1.8)
+    assert row["loop_efficiency"] == pytest.approx(0.9)
+    assert row["cost_ratio"] == pytest.approx(0.5)
+    assert acceptance_by_depth([0, 1, 2, 2]) == [0.75, pytest.approx(2 / 3)]
+    # a = 5 accepted of 7 tried (g = 2): 1 + a + a^2.
+    assert tau_of_constant_rate([0, 1, 2, 2]) == pytest.approx(1 + 5 / 7 + 25 / 49)
+
+
+def test_times_of_two_processes_are_never_compared() -> None:
+    record = made_up(0, 2.0, 4.0)
+    record["answers"]["chain@0"]["process"] = "another"
+    with pytest.raises(UserError, match="mixes times of several processes, which cannot be compared"):
+        summarize([record])
+    del record["answers"]["autoregressive@0"]
+    with pytest.raises(UserError, match="lacks its autoregressive baseline"):
+        summarize([record | {"answers": {"chain@0": record["answers"]["chain@0"]}}])
+    with pytest.raises(UserError, match="nothing has been measured yet"):
+        summarize([])
+
+
+def test_changed_settings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    settings = {"eval": {"max_new_tokens": 10, "methods": [{"name": "a"}]}, "drafter_weights": "12ab"}
+    check_settings(file, settings)
+    check_settings(file, settings)
+    changed = {"eval": {"max_new_tokens": 20, "methods": [{"name": "a"}]}, "drafter_weights": "34cd"}
+    with pytest.raises(UserError, match=r"\(drafter_weights, eval.max_new_tokens changed\): delete that folder"):
+        check_settings(file, changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no question"),
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is not a JSON object"),
+        ('{"question_id": 1, "turns": ["a"]}', "line 1 has no `category`"),
+        ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
+        ('{"question_id": 1.5, "category": "a", "turns": ["a"]}', "question_id must be a number or text"),
+        ('{"question_id": 1, "category": "a", "turns": []}', "turns must be a list of one or more non-empty texts"),
+        ('{"question_id": 1, "category": "a", "turns": "abc"}', "turns must be a list"),
+        (
+            '{"question_id": 1, "category": "a", "turns": ["b"]}\n' * 2,
+            "line 2: question_id 1 is already used on line 1",
+        ),
+    ],
+)
+def test_bad_questions(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "question.jsonl"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_questions(str(file))
+
+
+def test_missing_questions() -> None:
+    with pytest.raises(UserError, match="nowhere.jsonl does not exist: set eval.questions"):
+        load_questions("nowhere.jsonl")
+
+
+def test_embedded_questions() -> None:
+    questions = load_questions("embedded")
+    assert len(questions) >= 80
+    assert len({question.category for question in questions}) >= 5
+    few = load_questions("embedded", limit_per_category=2)
+    assert len(few) == 2 * len({question.category for question in questions})
+
+
+def test_spec_bench_questions() -> None:
+    if not SPEC_BENCH.is_file():
+        pytest.skip(f"{SPEC_BENCH} is not there")
+    questions = load_questions(str(SPEC_BENCH))
+    assert len(questions) == 480
+    assert len({question.category for question in questions}) == 13
