@@ -31,7 +31,8 @@ def headline(summary: list[dict[str, Any]]) -> str:
     spread = "" if best["speedup_std"] is None else f" +- {best['speedup_std']:.2f}"
     sentence = (
         f"{series_name(best, summary)} generates {best['speedup_mean']:.2f}{spread} times as fast as the "
-        f"autoregressive loop, at {best['tau']:.2f} tokens per round ({best['tau_without_bonus']:.2f} without the target's own)"
+        f"autoregressive loop, at {best['tau']:.2f} tokens per round "
+        f"({best['tau_without_bonus']:.2f} without the target's own)"
     )
     identical = [row["greedy_identical"] for row in rows if row["greedy_identical"] is not None]
     if not identical:

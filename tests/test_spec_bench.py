@@ -263,7 +263,7 @@ def test_bad_questions(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_missing_questions() -> None:
-    with pytest.raises(UserError, match="nowhere.jsonl does not exist: set eval.questions"):
+    with pytest.raises(UserError, match=r"nowhere\.jsonl does not exist: set eval.questions"):
         load_questions("nowhere.jsonl")
 
 
