@@ -170,6 +170,7 @@ def export_target(
     copy = LlamaForCausalLM(LlamaConfig.from_dict(model.config.to_dict())).to(dtype)
     copy.load_state_dict(state)
     copy.config.dtype = dtype
+    copy.config.use_cache = True  # the Trainer turned it off
     copy.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=256,
@@ -186,6 +187,7 @@ def _keep_portable_names(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["additional_special_tokens"] = settings.pop("extra_special_tokens", SPECIAL_TOKENS[2:])
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
