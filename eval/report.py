@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -113,11 +114,11 @@ def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], reci
 
 def print_table(summary: list[dict[str, Any]], console: Console | None = None) -> None:
     """The summary in the terminal."""
-    table = Table(title="acceptance and speedup", title_justify="left")
+    table = Table(title="acceptance and speedup", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("method", "category"):
-        table.add_column(name)
-    for name in ("tau", "without bonus", "speedup", "tokens", "greedy identical"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("tau", "no bonus", "speedup", "same greedy"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, rows in _by_method(summary).items():
         for row in rows:
             spread = "" if row["speedup_std"] is None else f" ± {row['speedup_std']:.2f}"
