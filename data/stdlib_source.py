@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -112,15 +113,17 @@ def _module_items(module: str, path: Path) -> Iterator[StdlibItem]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return  # some distributions ship files for other interpreters
+    is_plain = text.isascii() and not re.search(r"\\[uUxN0-7]", text)
     seen: set[str] = set()
     for qualname, kind, node in _definitions(tree.body):
         if qualname in seen:
             continue
         seen.add(qualname)
-        if _is_ascii(node):
+        if is_plain or _is_ascii(node):
             yield _item(module, qualname, kind, node)
 
 
@@ -147,6 +150,7 @@ def _item(module: str, qualname: str, kind: str, node: ast.FunctionDef | ast.Cla
     function = node if isinstance(node, ast.FunctionDef) else None
     is_long = (node.end_lineno or 0) - node.lineno >= MAX_SOURCE_LINES
     source = "" if function is None or is_long else ast.unparse(node)
+    inner = [found for statement in node.body for found in ast.walk(statement)] if source else []
     body = source
     if docstring and source:
         rest = node.body[1:]
@@ -159,9 +163,9 @@ def _item(module: str, qualname: str, kind: str, node: ast.FunctionDef | ast.Cla
         docstring=docstring,
         source=source,
         body=body,
-        calls=_calls(function) if function else (),
-        returns=_returns(function) if function else (),
-        raises=_raises(function) if function else (),
+        calls=_calls(inner),
+        returns=_returns(inner),
+        raises=_raises(inner),
     )
 
 
@@ -191,8 +195,8 @@ def _argument(stars: str, arg: ast.arg, default: ast.expr | None) -> Argument:
     )
 
 
-def _in_source_order(node: ast.AST, kind: type[NodeT]) -> list[NodeT]:
-    found = [child for child in ast.walk(node) if isinstance(child, kind)]
+def _in_source_order(inner: list[ast.AST], kind: type[NodeT]) -> list[NodeT]:
+    found = [child for child in inner if isinstance(child, kind)]
     return sorted(found, key=lambda child: (child.lineno, child.col_offset))
 
 
@@ -201,20 +205,19 @@ def _short_unique(texts: Iterator[str]) -> tuple[str, ...]:
     return tuple(unique)[:MAX_NAMES]
 
 
-def _calls(node: ast.FunctionDef) -> tuple[str, ...]:
+def _calls(inner: list[ast.AST]) -> tuple[str, ...]:
     def is_dotted(func: ast.expr) -> bool:
         while isinstance(func, ast.Attribute):
             func = func.value
         return isinstance(func, ast.Name)
 
-    bodies = ast.Module(body=node.body, type_ignores=[])
-    return _short_unique(ast.unparse(c.func) for c in _in_source_order(bodies, ast.Call) if is_dotted(c.func))
+    return _short_unique(ast.unparse(c.func) for c in _in_source_order(inner, ast.Call) if is_dotted(c.func))
 
 
-def _returns(node: ast.FunctionDef) -> tuple[str, ...]:
-    return _short_unique(ast.unparse(r.value) for r in _in_source_order(node, ast.Return) if r.value is not None)
+def _returns(inner: list[ast.AST]) -> tuple[str, ...]:
+    return _short_unique(ast.unparse(r.value) for r in _in_source_order(inner, ast.Return) if r.value is not None)
 
 
-def _raises(node: ast.FunctionDef) -> tuple[str, ...]:
-    raised = (r.exc for r in _in_source_order(node, ast.Raise) if r.exc is not None)
+def _raises(inner: list[ast.AST]) -> tuple[str, ...]:
+    raised = (r.exc for r in _in_source_order(inner, ast.Raise) if r.exc is not None)
     return _short_unique(ast.unparse(exc.func if isinstance(exc, ast.Call) else exc) for exc in raised)
