@@ -1,8 +1,10 @@
 """Answers from `transformers`' own `generate`: no extra dependency, any causal language model, CPU or GPU.
 
-Prompts are sorted by length and padded on the left, in batches. Sampling is by the Gumbel-max trick with one generator
-a row, seeded by the recipe's seed and the prompt: argmax(log p + g) with g Gumbel is a draw from p, so an answer does
-not depend on the batch that it was generated in, and a resumed run samples what an uninterrupted one would have.
+Prompts are sorted by length and padded on the left, in batches. Rows that have ended do not cost for long: whenever
+half of a batch has ended, the other half goes on alone with its part of the KV cache. Sampling is by the Gumbel-max
+trick with one generator a row, seeded by the recipe's seed and the prompt: argmax(log p + g) with g Gumbel is a draw
+from p, so an answer does not depend on the batch that it was generated in, and a resumed run samples what an
+uninterrupted one would have.
 """
 
 import hashlib
@@ -11,10 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
+    Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -57,15 +64,43 @@ class TransformersEngine:
         return [completion for completion in completions if completion is not None]
 
     def _generate_batch(self, prompts: list[list[int]], sampling: AnswerSampling) -> list[Completion]:
-        width = max(len(prompt) for prompt in prompts)
+        """Answers of B prompts. Whenever half of the rows have ended the others go on without them."""
+        device, width = self.model.device, max(len(prompt) for prompt in prompts)
         input_ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)  # [B, P]
         attention_mask = torch.zeros_like(input_ids)
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
-        device = self.model.device
+        input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
+        sampler = RowSampler(prompts, sampling, device)
+        rows, cache = torch.arange(len(prompts)), DynamicCache(config=self.model.config)
+        completions: list[Completion | None] = [None] * len(prompts)
+        while len(rows):
+            wanted = width + sampling.max_new_tokens - input_ids.shape[1]
+            sequences = self._continue(input_ids, attention_mask, cache, wanted, sampler.processors)
+            alive = []
+            for index, (row, ids) in enumerate(zip(rows.tolist(), sequences[:, width:].tolist(), strict=True)):
+                completion = self._completion(ids)
+                if completion.finish_reason == "stop" or len(ids) == sampling.max_new_tokens:
+                    completions[row] = completion
+                else:
+                    alive.append(index)
+            if not alive:
+                break
+            kept = torch.tensor(alive)
+            rows, input_ids = rows[kept], sequences[kept.to(device)]
+            grown = input_ids.new_ones(len(alive), input_ids.shape[1] - attention_mask.shape[1])
+            attention_mask = torch.cat([attention_mask[kept.to(device)], grown], dim=1)
+            cache.batch_select_indices(kept.to(device))
+            sampler.keep(alive)
+        return [completion for completion in completions if completion is not None]
+
+    def _continue(
+        self, input_ids: Tensor, attention_mask: Tensor, cache: Cache, max_new_tokens: int, processors: Any
+    ) -> Tensor:
+        """Generate until half of the rows [B, S] have ended; the cache grows. Returns [B, S + new]."""
         config = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
             eos_token_id=self.end_ids,
             pad_token_id=self.pad_id,
@@ -73,17 +108,18 @@ class TransformersEngine:
         )
         try:
             with torch.inference_mode(), _only_these_settings(self.model, config):
-                output = self.model.generate(
-                    input_ids=input_ids.to(device),
-                    attention_mask=attention_mask.to(device),
-                    logits_processor=_sampler(prompts, sampling, device),
-                )  # [B, P + new]
+                return self.model.generate(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    past_key_values=cache,
+                    logits_processor=processors,
+                    stopping_criteria=StoppingCriteriaList([HalfEnded(self.end_ids, input_ids.shape[1])]),
+                )
         except torch.cuda.OutOfMemoryError:
             raise UserError(
-                f"the GPU's memory does not hold {len(prompts)} answers at once: lower data.distill.batch_size "
+                f"the GPU's memory does not hold {len(input_ids)} answers at once: lower data.distill.batch_size "
                 f"(now {self.batch_size}) and run the same command again"
             ) from None
-        return [self._completion(new_ids) for new_ids in output[:, width:].tolist()]
 
     def _completion(self, new_ids: list[int]) -> Completion:
         for position, token_id in enumerate(new_ids):
@@ -117,18 +153,39 @@ def _only_these_settings(model: Any, config: GenerationConfig) -> Iterator[None]
         model.generation_config = defaults
 
 
-def _sampler(prompts: list[list[int]], sampling: AnswerSampling, device: torch.device) -> LogitsProcessorList:
-    """Nothing for greedy decoding; else temperature, top-k, top-p and the noise whose argmax is a sample."""
-    processors = LogitsProcessorList()
-    if sampling.temperature == 0:
-        return processors
-    processors.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k > 0:
-        processors.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    processors.append(GumbelNoise([_row_seed(prompt, sampling.seed) for prompt in prompts], device))
-    return processors
+class HalfEnded(StoppingCriteria):
+    """Stops the whole batch once at least half of its rows have produced an end token (one row: once it has)."""
+
+    def __init__(self, end_ids: list[int], prompt_width: int) -> None:
+        self.end_ids = end_ids
+        self.prompt_width = prompt_width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        end_ids = torch.tensor(self.end_ids, device=input_ids.device)
+        ended = torch.isin(input_ids[:, self.prompt_width :], end_ids).any(dim=1)  # [B]
+        return ended | (2 * ended.sum() >= len(ended))
+
+
+class RowSampler:
+    """The logits processors of a batch: none for greedy decoding; else temperature, top-k, top-p and Gumbel noise."""
+
+    def __init__(self, prompts: list[list[int]], sampling: AnswerSampling, device: torch.device) -> None:
+        self.processors = LogitsProcessorList()
+        self._noise: GumbelNoise | None = None
+        if sampling.temperature == 0:
+            return
+        self.processors.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k > 0:
+            self.processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self.processors.append(TopPLogitsWarper(sampling.top_p))
+        self._noise = GumbelNoise([_row_seed(prompt, sampling.seed) for prompt in prompts], device)
+        self.processors.append(self._noise)
+
+    def keep(self, rows: list[int]) -> None:
+        """The batch goes on with these rows only, each with its own generator."""
+        if self._noise is not None:
+            self._noise.generators = [self._noise.generators[row] for row in rows]
 
 
 def _row_seed(prompt: list[int], seed: int) -> int:
@@ -142,7 +199,7 @@ class GumbelNoise(LogitsProcessor):
     def __init__(self, seeds: list[int], device: torch.device) -> None:
         self.generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         noise = torch.empty_like(scores, dtype=torch.float32)  # [B, V]
         for row, generator in zip(noise, self.generators, strict=True):
             row.exponential_(generator=generator)
