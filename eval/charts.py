@@ -65,10 +65,10 @@ def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: st
     axes.set_xticks(range(len(categories)), categories, rotation=20 if len(categories) > 5 else 0)
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
-    axes.margins(y=0.12)
+    axes.margins(x=0.02, y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     # Below the axes, where it covers nothing.
-    figure.legend(loc="outside lower center", ncols=min(4, len(series) + 1), frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=min(5, len(series) + 1), frameon=False, fontsize=8)
     figure.set_layout_engine("constrained")
     figure.savefig(file, dpi=140)
     plt.close(figure)

@@ -129,7 +129,6 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
                 name,
                 row["category"],
                 *cells,
-                str(row["tokens"]),
                 identical,
                 end_section=last,
                 style="bold" if last else "",

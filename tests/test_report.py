@@ -130,5 +130,6 @@ def test_terminal_table() -> None:
     print_table(SUMMARY, console)
     text = console.export_text()
     assert "2.01 ± 0.10" in text
+    assert "1234" not in text, "a cell without a heading"
     assert "including the one token that the target itself contributes" in text
     assert "autoregressive" not in text
