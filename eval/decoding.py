@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -108,10 +107,3 @@ def _kept(committed: list[int], eos_ids: Collection[int], wanted: int) -> int:
         if token in eos_ids:
             return index + 1
     return min(len(committed), wanted)
-
-
-def end_token_ids(target: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends an answer: the generation config's (one or several) and the tokenizer's."""
-    configured = target.generation_config.eos_token_id
-    ids = set(configured) if isinstance(configured, list) else {configured}
-    return frozenset(int(token) for token in ids | {tokenizer.eos_token_id} if token is not None)

@@ -21,7 +21,7 @@ def run_distill(recipe: Recipe) -> None:
     target, tokenizer = load_target(recipe.target)
     folder = RunFolder(recipe)
     console.print(distill(recipe, target, tokenizer, folder).sentence())
-    build_token_dataset(recipe, tokenizer, folder)
+    console.print(build_token_dataset(recipe, tokenizer, folder).sentence())
     folder.record("distill")
 
 

@@ -23,7 +23,8 @@ from tqdm import tqdm
 from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
 from draftsmith.data.jsonl_log import JsonlLog
-from draftsmith.eval.decoding import end_token_ids, generate
+from draftsmith.data.transformers_engine import answer_end_ids
+from draftsmith.eval.decoding import generate
 from draftsmith.eval.methods import Method
 from draftsmith.eval.question_list import Question
 from draftsmith.eval.sampling import Sampling
@@ -72,7 +73,7 @@ class SpecBench:
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
-        self._eos_ids = end_token_ids(target, tokenizer)
+        self._eos_ids = frozenset(answer_end_ids(target, tokenizer))
         limit = longest_sequence_tokens(target)
         self.questions = [question for question in questions if self._fits(question, limit)]
         self.left_out = len(questions) - len(self.questions)

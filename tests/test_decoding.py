@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.eval.decoding import Generation, end_token_ids, generate
+from draftsmith.eval.decoding import Generation, generate
 from draftsmith.eval.methods import Autoregressive, DrafterMethod
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
@@ -195,13 +195,3 @@ def test_sampling_keeps_the_distribution(
     assert expected.min() > 1
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 29.6
-
-
-def test_end_tokens_of_config_and_tokenizer(target: LlamaForCausalLM) -> None:
-    class Tokenizer:
-        eos_token_id = 7
-
-    target.generation_config.eos_token_id = [2, 3]
-    assert end_token_ids(target, Tokenizer()) == {2, 3, 7}
-    target.generation_config.eos_token_id = None
-    assert end_token_ids(target, Tokenizer()) == {7}

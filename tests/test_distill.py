@@ -298,12 +298,15 @@ def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama:
         ids.append(token_id)
 
 
-def test_end_tokens(tiny_llama: LlamaForCausalLM) -> None:
+def test_end_tokens(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's eos (1 = </s>, also the padding here), and the template's <|im_end|>, unknown to the model."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     tokenizer.pad_token = "</s>"
     im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, im_end})
+    monkeypatch.setattr(tiny_llama.generation_config, "eos_token_id", [2, 3])
+    assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, 2, 3, im_end})
+    monkeypatch.undo()
     engine = TransformersEngine(tiny_llama, tokenizer, 4)
     free = engine.generate(PROMPTS, AnswerSampling(max_new_tokens=24))
     engine.end_ids = sorted({free[0].token_ids[3], 1})  # stop the first row early; others go on beside its padding

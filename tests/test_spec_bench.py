@@ -69,6 +69,7 @@ def target() -> LlamaForCausalLM:
 @pytest.fixture
 def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBench:
     monkeypatch.setattr(spec_bench, "prompt_token_ids", letters)
+    monkeypatch.setattr(spec_bench, "answer_end_ids", lambda *_: [0])
     arms = []
     for temperature in (0.0, 1.0):
         sampling, generator = Sampling(temperature), torch.Generator()
