@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -44,10 +45,19 @@ class TrainingClock(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.tick()
+        self._agree()
         if self.stop_requested or self.progress(state.global_step) >= 1.0:
             control.should_training_stop = True
             control.should_save = True
         return control
+
+    def _agree(self) -> None:
+        """The same clock in every process: they must decay alike and stop at the same step."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+            shared = torch.tensor([self.elapsed_s, float(self.stop_requested)], device=device, dtype=torch.float64)
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+            self.elapsed_s, self.stop_requested = float(shared[0]), bool(shared[1])
 
     def stop_on_signals(self) -> None:
         """Ctrl-C (or SIGTERM) ends the run after the current step, with a checkpoint."""
