@@ -159,7 +159,7 @@ tags: [speculative-decoding, tiny, python]
 
 A {millions:.1f} M-parameter Llama chat model about the Python standard library. It exists so that draftsmith runs
 on any machine, without a download: it is a real, trained target whose text a drafter can learn, not a useful assistant.
-It knows the form of its answers, copies well from its prompt, and invents what it does not know.
+It knows the form of its answers; what it fills in is often invented, and copying from the prompt is unreliable.
 
 Architecture: `LlamaForCausalLM`, {architecture}, byte-level BPE, tied embeddings.
 Chat template with `{{% generation %}}` marks; `<|end|>` is the end of a turn and the eos token, `<|pad|>` is distinct
@@ -186,7 +186,8 @@ Measured on held-out modules, greedy, at most {max_new_tokens} new tokens, over 
 | answers cut by the length limit | {truncated:.1%} |
 
 Share of answers that are exactly the reference. `docstring` and `source` ask for text from memory about modules that
-were never seen, so about nothing can be right there; the others can be read off the prompt.
+were never seen, so about nothing can be right there; the others could be read off the prompt, which so short a training
+teaches only in part.
 
 | category | exact |
 |---|---|
