@@ -2,7 +2,7 @@
 
 Every kind is a function `(rng, item[, others]) -> turns | None`, where `turns` alternates user and assistant texts and
 None means that the item does not suit the kind. Questions vary in phrasing, answers hardly do and are mostly copied
-from the prompt: a model of a few million parameters must learn this in as many tokens, and keep to it on unseen modules.
+from the prompt: a small model must learn this in a few million tokens, and keep to it on unseen modules.
 """
 
 from __future__ import annotations
