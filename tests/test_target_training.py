@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.data.stdlib_conversations import build_conversations
 from draftsmith.recipes.loading import load_yaml_as
 from draftsmith.recipes.target_schema import CorpusSection, ModelSection, ScheduleSection, TargetRecipe
+from draftsmith.train.interrupt import StopOnInterrupt
 from draftsmith.train.target import build_model, collate, encode, pack_rows, train_tokenizer
 from draftsmith.train.target_card import TargetFigures, has_repeated_ngram, write_card
 from draftsmith.train.target_clock import TrainingClock, rate_multiplier
@@ -126,11 +127,10 @@ def test_tiny_run_writes_a_loadable_checkpoint(tmp_path):
 
 def test_interrupted_run_goes_on(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, epochs=4)
-    monkeypatch.setattr(TrainingClock, "stop_on_signals", lambda clock: setattr(clock, "stop_requested", True))
+    monkeypatch.setattr(StopOnInterrupt, "on_train_begin", lambda stop, *_, **__: setattr(stop, "requested", True))
     assert train_target(recipe) is None
     assert not recipe.output_dir.exists()
     monkeypatch.undo()
-    monkeypatch.setattr(TrainingClock, "stop_on_signals", lambda clock: None)
     assert train_target(recipe) is not None
     assert (recipe.output_dir / "model.safetensors").exists()
 

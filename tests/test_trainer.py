@@ -1,6 +1,8 @@
 """The train stage: learns, resumes bit for bit, leaves the target alone, and says what is wrong in one sentence."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,29 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
     expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_ctrl_c_saves_the_step_at_work(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(target_folder, "ctrl-c", max_steps=7, save_steps=100)
+
+    class SignalAt3(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    class Interrupted(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[SignalAt3()], **kwargs)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(recipe)
+    assert signal.getsignal(signal.SIGINT) is handler
+    checkpoints = drafter_folder(recipe) / "checkpoints"
+    assert last_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
+    assert train_drafter(recipe).steps == 7
 
 
 def test_logged_depths_are_the_same_under_accumulation(target_folder: Path) -> None:

@@ -21,6 +21,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.arguments import training_arguments
+from draftsmith.train.interrupt import StopOnInterrupt
 from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
 
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
@@ -59,6 +60,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
 
     Raises:
         UserError: No tokens yet, a wrong option, or the folder holds a drafter trained with other settings.
+        KeyboardInterrupt: Ctrl-C; the step at work was finished and saved.
     """
     run = RunFolder(recipe)
     args = training_arguments(
@@ -75,7 +77,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     target, _ = load_target(recipe.target.model_copy(update={"device": str(args.device)}))
     torch.manual_seed(recipe.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
-    trainer = DrafterTrainer(drafter, target, args, tokens)
+    trainer, stop = DrafterTrainer(drafter, target, args, tokens), StopOnInterrupt()
+    trainer.add_callback(stop)
     if trainer.is_world_process_zero():
         write_atomically(run.drafter / "settings.json", json.dumps(settings, indent=2) + "\n")
         run.record("train")
@@ -84,6 +87,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if checkpoint is not None and trainer.is_world_process_zero():
         print(f"going on from {checkpoint}")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stop.requested:
+        raise KeyboardInterrupt
     wall_time_s = time.perf_counter() - begin_s
     if any(parameter.grad is not None for parameter in target.parameters()):
         raise AssertionError("the target is frozen, yet it got a gradient")

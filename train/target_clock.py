@@ -1,17 +1,16 @@
-"""A learning-rate schedule that ends on time, snapshots while training, and a clean stop on Ctrl-C."""
+"""A learning-rate schedule that ends on time, and snapshots while training."""
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from draftsmith.recipes.target_schema import ScheduleSection
+from draftsmith.train.interrupt import largest_of_all_processes
 
 
 class TrainingClock(TrainerCallback, ExportableState):
@@ -25,7 +24,6 @@ class TrainingClock(TrainerCallback, ExportableState):
         self.max_minutes = max_minutes
         self.elapsed_s = elapsed_s
         self._last_s: float | None = None
-        self.stop_requested = False
 
     def state(self) -> dict[str, Any]:
         arguments = {"max_steps": self.max_steps, "max_minutes": self.max_minutes}
@@ -45,28 +43,12 @@ class TrainingClock(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.tick()
-        self._agree()
-        if self.stop_requested or self.progress(state.global_step) >= 1.0:
+        # The same clock in every process: they must decay alike and stop at the same step.
+        self.elapsed_s = largest_of_all_processes(self.elapsed_s)
+        if self.progress(state.global_step) >= 1.0:
             control.should_training_stop = True
             control.should_save = True
         return control
-
-    def _agree(self) -> None:
-        """The same clock in every process: they must decay alike and stop at the same step."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-            shared = torch.tensor([self.elapsed_s, float(self.stop_requested)], device=device, dtype=torch.float64)
-            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
-            self.elapsed_s, self.stop_requested = float(shared[0]), bool(shared[1])
-
-    def stop_on_signals(self) -> None:
-        """Ctrl-C (or SIGTERM) ends the run after the current step, with a checkpoint."""
-
-        def request_stop(number: int, frame: Any) -> None:
-            self.stop_requested = True
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, request_stop)
 
 
 class SnapshotCallback(TrainerCallback):

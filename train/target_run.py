@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from draftsmith.data.stdlib_conversations import build_conversations
 from draftsmith.recipes.target_schema import ScheduleSection, TargetRecipe
+from draftsmith.train.interrupt import StopOnInterrupt
 from draftsmith.train.target import (
     TargetTrainer,
     build_model,
@@ -50,14 +51,14 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str 
         len(conversations), len(rows), model.num_parameters(), clock.max_steps, schedule.max_minutes,
     )  # fmt: skip
     arguments.max_steps = clock.max_steps
-    optimizer = _optimizer(model, schedule)
+    optimizer, stop = _optimizer(model, schedule), StopOnInterrupt()
     trainer = TargetTrainer(
         model=model,
         args=arguments,
         data_collator=collate,
         train_dataset=rows,
         eval_dataset=eval_rows[: corpus.eval_rows],
-        callbacks=[clock],
+        callbacks=[clock, stop],
         optimizers=(optimizer, LambdaLR(optimizer, rate_multiplier(clock, schedule))),
     )
     if snapshot_dir is not None:
@@ -73,9 +74,8 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str 
     checkpoint = get_last_checkpoint(str(recipe.work_dir)) if recipe.work_dir.is_dir() else None
     if checkpoint:
         _restore_clock(clock, Path(checkpoint))
-    clock.stop_on_signals()
     trainer.train(resume_from_checkpoint=checkpoint)
-    if clock.stop_requested:
+    if stop.requested:
         logger.info("stopped; the same command goes on from %s", recipe.work_dir)
         return None
     _export(trainer, tokenizer, recipe.output_dir, torch.bfloat16)
