@@ -63,7 +63,7 @@ def test_byte_order_mark(tmp_path: Path) -> None:
         ("a.json", b'[{"messages": []}]', "a.json conversation 1: the conversation is empty"),
         ("a.jsonl", b"\xff\xfe\x00", "a.jsonl is not UTF-8 text"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be decompressed"),
-        ("a.jsonl.gz", gzip.compress(jsonl("a").encode())[:-12], "a.jsonl.gz cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(jsonl("a").encode(), mtime=0)[:-12], "a.jsonl.gz cannot be decompressed"),
         ("a.jsonl.xz", b"not xz", "a.jsonl.xz cannot be decompressed"),
         ("a.jsonl.zst", b"not zstd", "a.jsonl.zst cannot be decompressed"),
     ],
