@@ -48,7 +48,9 @@ def main() -> None:
         rows = measure(arguments.recipe, arguments.overrides)
     print("| inputs | method | tau | speedup |\n|---|---|---|---|")
     for row in rows:
-        spread = f"{row['speedup_mean']:.2f} ± {row['speedup_std']:.2f}"
+        spread = f"{row['speedup_mean']:.2f}"
+        if row["speedup_std"] is not None:  # one run has no spread
+            spread += f" ± {row['speedup_std']:.2f}"
         print(f"| {row['inputs']} | {row['method']} | {row['tau']:.2f} | {spread} |")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
