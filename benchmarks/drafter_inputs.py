@@ -15,7 +15,7 @@ from typing import Any
 from draftsmith.eval.pipeline import run_distill, run_eval, run_train
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
 
 INPUTS = ("embedding", "hidden", "both")
 
@@ -53,8 +53,7 @@ def main() -> None:
             spread += f" ± {row['speedup_std']:.2f}"
         print(f"| {row['inputs']} | {row['method']} | {row['tau']:.2f} | {spread} |")
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        write_atomically(arguments.json, json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

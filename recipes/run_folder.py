@@ -66,14 +66,10 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(stream)
-
-
-def _sha256(stream: Any) -> str:
     digest = hashlib.sha256()
-    while chunk := stream.read(1 << 20):
-        digest.update(chunk)
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

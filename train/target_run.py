@@ -9,7 +9,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 
 from draftsmith.data.stdlib_conversations import build_conversations
 from draftsmith.recipes.target_schema import ScheduleSection, TargetRecipe
@@ -24,6 +23,7 @@ from draftsmith.train.target import (
     train_tokenizer,
 )
 from draftsmith.train.target_clock import SnapshotCallback, TrainingClock, rate_multiplier
+from draftsmith.train.trainer import last_whole_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str 
         )
     if schedule.compile and has_compiler():
         model.compile()
-    checkpoint = get_last_checkpoint(str(recipe.work_dir)) if recipe.work_dir.is_dir() else None
+    checkpoint = last_whole_checkpoint(recipe.work_dir)
     if checkpoint:
-        _restore_clock(clock, Path(checkpoint))
-    trainer.train(resume_from_checkpoint=checkpoint)
+        _restore_clock(clock, checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.requested:
         logger.info("stopped; the same command goes on from %s", recipe.work_dir)
         return None
