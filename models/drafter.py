@@ -6,7 +6,11 @@ Alignment, the same for every drafter: group t is "x_t is the newest committed t
 x_{t+G} (depth G). Available then: the embedding of x_t and the target's feature h_{t-1}, the one that *predicted* x_t;
 h_t does not exist yet, because the target has not processed x_t.
 
-Shapes: B batch, S sequence, G = K+1 depths, D hidden, V vocabulary, P prompt, n newly committed tokens.
+A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa);
+one that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE).
+
+Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary, P prompt,
+n newly committed tokens, W tree nodes of one call.
 """
 
 import difflib
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
 MODEL_TYPE_PREFIX = "draftsmith-"
@@ -55,17 +60,36 @@ class DrafterOutput(ModelOutput):
     depth_count: Tensor | None = None  # [G] labels
 
 
-class DrafterDecoder(Protocol):
-    """A drafter with its own KV cache, at work on one sequence. `start` and `observe` only queue."""
+class SequenceDecoder(Protocol):
+    """A drafter at work on one sequence. `start` and `observe` only queue."""
 
-    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
-        """Begin a sequence. prompt_ids [P]; features [P, D], row i being the target's feature AT prompt token i."""
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i."""
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Tokens that are final. committed_ids [n]; features [n, D], row i having PREDICTED committed_ids[i]."""
+        """Tokens that are final. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
+
+
+class DrafterDecoder(SequenceDecoder, Protocol):
+    """All depths from one forward: what a depth drafts does not depend on the tokens drafted before it."""
 
     def draft(self) -> Tensor:
         """fp32 logits [G, V] of depths 1..G after the newest committed token; one forward."""
+
+
+class StepwiseDecoder(SequenceDecoder, Protocol):
+    """A tree level by level: what a node's children are depends on the tokens of the path to it."""
+
+    num_depths: int  # the longest path worth drafting
+
+    def begin(self) -> Tensor:
+        """Read what is queued. fp32 logits [1, V] of the children of node 0, the newest committed token."""
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """Add W nodes below `parents`; fp32 logits [W, V] of their children.
+
+        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`.
+        """
 
 
 @dataclass
@@ -81,6 +105,18 @@ class Drafter(PreTrainedModel):
 
     config_class = DrafterConfig
     _attached: _Attached | None = None
+    # Drafts a token from the tokens it drafted before (a StepwiseDecoder).
+    stepwise = False
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """What it reads of the target, concatenated in this order: ids of `draftsmith.models.target.FeatureTap`."""
+        return (FINAL_FEATURES,)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether its loss compares with the target's distribution, so that training hands it `teacher_features`."""
+        return False
 
     def attach(self, target: PreTrainedModel) -> "Drafter":
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
@@ -102,8 +138,15 @@ class Drafter(PreTrainedModel):
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._attached
 
-    def decoder(self, max_length_tokens: int) -> DrafterDecoder:
+    def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """A decoder for sequences of at most this many tokens, prompt included."""
+        raise NotImplementedError
+
+    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[B, G, S, V] that training compares with labels, of every group: for tests and small vocabularies.
+
+        Where a depth reads drafted tokens it is given the true ones. -inf for tokens outside a reduced vocabulary.
+        """
         raise NotImplementedError
 
     @classmethod

@@ -2,11 +2,12 @@
 
 The layers are transformers' own modules, built from the target's config, so that widths, heads, biases, QK norms and
 RoPE match the target. transformers lets a model name its attention function; we register one that computes group
-attention over flattened streams in training, and plain causal attention over a cache when decoding.
+attention over packed rows of streams in training, and attention over a cache when decoding.
 
 Sliding-window attention of a target is not carried over: the drafter's layers attend to the whole past.
 
-Shapes: B batch, H heads, Hkv key/value heads, G streams, S positions, R rows of a decode step, Dh head size.
+Shapes: B batch, H heads, Hkv key/value heads, G streams, S positions, N packed rows, R rows of a decode step, Dh head
+size.
 """
 
 import copy
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftsmith.models.group_attention import group_attention
+from draftsmith.models.group_rows import GroupRows
 from draftsmith.recipes.errors import UserError
 
 ATTENTION_NAME = "draftsmith_group"
@@ -68,11 +70,12 @@ def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
 
 
 class CachedAttention:
-    """Keys and values of one sequence for all layers, and the causal mask of the step at work.
+    """Keys and values of one sequence for all layers, and the mask of the step at work.
 
-    A step has R rows: the pending real tokens, then the K masks. All are written behind the `length` real tokens that
-    are there; only the real ones are kept, by the caller moving `length`. Causal order is exactly group attention here,
-    since the masks of the newest group come after every real token.
+    A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written behind the
+    `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
+    exactly group attention here, since the masks of the newest group come after every real token.
+    A tree step (`begin_tree_step`) adds R nodes of a draft tree behind the `length` tokens and the nodes before them.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class CachedAttention:
         shape = (config.num_hidden_layers, 2, 1, num_kv_heads, capacity, head_size)
         self._keys_values = torch.zeros(shape, device=device, dtype=dtype)
         self.capacity, self.length = capacity, 0
+        self._begin = 0  # where the rows of the step at work are written
         self._repeats = num_heads // num_kv_heads
         # Row r may see columns <= length + r. One band holds this mask for every length: slices of it, not new masks.
         band = torch.full((max_rows, 2 * capacity), float("-inf"), device=device, dtype=dtype)
@@ -91,7 +95,8 @@ class CachedAttention:
         self._mask: Tensor | None = None
 
     def begin_step(self, num_rows: int) -> None:
-        """Prepare the mask that all layers of this step share."""
+        """Prepare the causal mask that all layers of this step share."""
+        self._begin = self.length
         end = self.length + num_rows
         if self.length == 0:
             self._mask = None
@@ -103,13 +108,23 @@ class CachedAttention:
             mask = mask.triu(self.length + 1)
         self._mask = mask
 
+    def begin_tree_step(self, ancestors: Tensor) -> None:
+        """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
+
+        The last R of the M nodes are the step's own; all real tokens are seen by every node.
+        """
+        num_rows, num_nodes = ancestors.shape
+        self._begin = self.length + num_nodes - num_rows
+        mask = self._keys_values.new_zeros(num_rows, self.length + num_nodes)
+        mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
+        self._mask = mask
+
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
-        num_rows = q_bhrd.shape[2]
-        end = self.length + num_rows
+        begin, end = self._begin, self._begin + q_bhrd.shape[2]
         keys, values = self._keys_values[layer_index]
-        keys[:, :, self.length : end] = k_bhrd
-        values[:, :, self.length : end] = v_bhrd
+        keys[:, :, begin:end] = k_bhrd
+        values[:, :, begin:end] = v_bhrd
         if self._mask is None:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
@@ -132,15 +147,16 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    num_streams: int = 1,
+    group_rows: GroupRows | None = None,
     group_backend: str = "folded",
     cached_attention: CachedAttention | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [B, H, G*S, Dh] -> ([B, G*S, H, Dh], no weights)."""
+    """transformers' attention interface: query [1, H, N, Dh] -> ([1, N, H, Dh], no weights)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cached_attention is not None:
         return cached_attention.attend(module.layer_idx, query, key, value, scale), None
-    q_bhgsd, k_bhgsd, v_bhgsd = (part.unflatten(2, (num_streams, -1)) for part in (query, key, value))
-    out = group_attention(q_bhgsd, k_bhgsd, v_bhgsd, backend=group_backend, scale=scale)
-    return out.permute(0, 2, 3, 1, 4).flatten(1, 2), None
+    if group_rows is None:
+        raise ValueError("the drafter's layers need `group_rows` in training or `cached_attention` in decoding")
+    q_bhgsd, k_bhgsd, v_bhgsd = (group_rows.to_grid(part) for part in (query, key, value))
+    return group_rows.from_grid(group_attention(q_bhgsd, k_bhgsd, v_bhgsd, backend=group_backend, scale=scale)), None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.drafter import depth_labels, load_drafter, load_drafter_class
@@ -16,37 +16,14 @@ from draftsmith.models.target import target_features
 from draftsmith.models.target_layers import SUPPORTED_MODEL_TYPES
 from draftsmith.recipes.errors import UserError
 
-VOCABULARY, LENGTH, MASKS = 61, 14, 3
+MASKS = 3
 CPU_BACKENDS = tuple(backend for backend in BACKENDS if backend != "flex")
 
 
-def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
-    values: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
-    }  # fmt: skip
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(model_type, **{**values, **changes})
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-
-
 def tiny_drafter(target: PreTrainedModel, **options: Any) -> ParallelDrafter:
-    torch.manual_seed(11)
-    drafter = ParallelDrafter.from_target(target, {"num_masks": MASKS, **options})
+    drafter = tiny_drafter_of("parallel", target, **{"num_masks": MASKS, **options})
     assert isinstance(drafter, ParallelDrafter)
-    with torch.no_grad():  # away from the initial values, where mistakes could hide behind ones and zeros
-        for parameter in drafter.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return drafter.eval()
-
-
-def random_batch(target: PreTrainedModel, batch: int = 2, length: int = LENGTH) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
-    mask = torch.zeros_like(ids)
-    mask[:, 4:9], mask[:, 11:] = 1, 1
-    return {"input_ids": ids, "features": target_features(target, ids), "loss_mask": mask}
+    return drafter
 
 
 CASES = [
@@ -258,7 +235,7 @@ def test_unsupported_architecture_names_those_that_work() -> None:
         ({"num_mask": 4}, "did you mean `num_masks`"),
         ({"inputs": "hiden"}, "drafter.options.inputs` must be one of embedding, hidden, both"),
         ({"num_masks": "four"}, "must be a whole number"),
-        ({"depth_weights": [1.0]}, r"5 of them \(num_masks \+ 1\)"),
+        ({"depth_weights": [1.0]}, r"5 of them \(one for each depth\)"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

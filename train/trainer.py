@@ -1,6 +1,6 @@
 """`transformers.Trainer` with a frozen target in the same step, and the loss and accuracy of every depth in the log.
 
-Shapes: B batch, S sequence, D hidden, G depths.
+Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
 
 import re
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.models.drafter import Drafter, DrafterOutput
-from draftsmith.models.target import target_features
+from draftsmith.models.target import FINAL_FEATURES, target_features
 from draftsmith.train.collate import collate_right_padded
 
 
@@ -45,6 +45,7 @@ class DrafterTrainer(Trainer):
         super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collate_right_padded, **kwargs)
         self.add_callback(LogLastStep())
         self._target = target
+        self._feature_layers, self._needs_teacher = drafter.feature_layers, drafter.needs_teacher
         # Rows: loss sum, correct, labels of each depth; added up since the last log.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
@@ -61,10 +62,21 @@ class DrafterTrainer(Trainer):
         ids = inputs["input_ids"]
         with torch.autocast(ids.device.type, enabled=False):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
-            features = target_features(self._target, ids)
-        output: DrafterOutput = model(ids, features, inputs["loss_mask"])
+            features, teacher_features = self._features(ids)
+        output: DrafterOutput = model(ids, features, inputs["loss_mask"], teacher_features=teacher_features)
         self._count(output, inputs["attention_mask"])
         return (output.loss, output) if return_outputs else output.loss
+
+    def _features(self, ids_bs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[B, S, F] for the drafter and, if its loss has a teacher, [B, S, D] final ones: from one forward."""
+        layers = self._feature_layers
+        if not self._needs_teacher:
+            return target_features(self._target, ids_bs, layers=layers), None
+        if FINAL_FEATURES not in layers:
+            layers = (*layers, FINAL_FEATURES)
+        parts = target_features(self._target, ids_bs, layers=layers).chunk(len(layers), dim=-1)
+        features = torch.cat(parts[: len(self._feature_layers)], dim=-1)
+        return features, parts[layers.index(FINAL_FEATURES)]
 
     def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
         sums = [output.depth_loss_sum, output.depth_correct, output.depth_count]

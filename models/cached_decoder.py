@@ -1,0 +1,157 @@
+"""The decode side of drafters made of decoder layers: a queue of final tokens and a KV cache of their rows.
+
+`ParallelDecoder` drafts all depths in one forward; `TreeDecoder` grows a tree level by level.
+Nothing is ever rolled back: committed tokens are final, and the rows of drafted ones are overwritten.
+
+Shapes: G depths, K masks, P prompt, n newly committed, R rows of a forward, W nodes of a call, M nodes so far, E input
+width of a layer, F features, D hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.target_layers import STATIC_ROPE_TYPES, CachedAttention
+
+# Pending tokens up to this many use masks that were made beforehand.
+SMALL_STEP_TOKENS = 16
+LONGEST_TREE_NODES = 256
+
+
+class CachedDecoder:
+    """What both kinds share: one sequence at a time, its pending tokens, its cache and its positions.
+
+    Args:
+        drafter: Has `layers_config`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as `ParallelDrafter` has.
+        max_length_tokens: Committed tokens that fit, the prompt included.
+        extra_rows: Drafted rows that one forward, or one tree, may hold behind them.
+    """
+
+    def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int) -> None:
+        self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
+        capacity = max_length_tokens + extra_rows
+        small_step = SMALL_STEP_TOKENS + min(extra_rows, SMALL_STEP_TOKENS)
+        self._cache = CachedAttention(drafter.layers_config, capacity, small_step, self._device, drafter.dtype)
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._position_offset = 0
+        self._rotary_table: tuple[Tensor, Tensor] | None = None
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
+        self._cache.length = 0
+        self._position_offset = position_offset
+        previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+        self._pending = [(prompt_ids, previous)]
+        self._rotary_table = self._make_rotary_table()
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        """Queue final tokens [n] with the features [n, F] that predicted them."""
+        if len(committed_ids):
+            self._pending.append((committed_ids, features))
+
+    def _take_pending(self) -> tuple[Tensor, Tensor]:
+        """Ids [n] and features [n, F] of all that is queued."""
+        if not self._pending:
+            raise ValueError("drafting needs a new token: call start() or observe() first")
+        queued = self._pending
+        ids, features = queued[0] if len(queued) == 1 else map(torch.cat, zip(*queued, strict=True))
+        length = self._cache.length + len(ids)
+        if length > self._max_length_tokens:
+            raise ValueError(
+                f"{length} tokens, but decoder(max_length_tokens={self._max_length_tokens}): make it larger"
+            )
+        self._pending = []
+        return ids, features
+
+    def _causal_forward(self, inputs_re: Tensor) -> Tensor:
+        """[R, D] of rows that follow the cached ones in order."""
+        begin, num_rows = self._cache.length, len(inputs_re)
+        hidden = inputs_re.unsqueeze(0)
+        self._cache.begin_step(num_rows)
+        rotary = self._rotary_of(hidden, slice(begin, begin + num_rows))
+        return self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
+
+    def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of all positions, where they depend on the position only."""
+        rope = getattr(self._drafter.layers_config, "rope_parameters", None) or {}
+        if rope.get("rope_type", "default") not in STATIC_ROPE_TYPES:
+            return None
+        positions = torch.arange(self._cache.capacity, device=self._device).unsqueeze(0) + self._position_offset
+        return self._drafter.rotary_of(torch.empty(0, device=self._device, dtype=self._drafter.dtype), positions)
+
+    def _rotary_of(self, hidden: Tensor, where: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, R, Dh] at these places of the sequence."""
+        if self._rotary_table is not None:
+            cos, sin = self._rotary_table
+            return cos[:, where], sin[:, where]
+        places = torch.arange(where.start, where.stop, device=self._device) if isinstance(where, slice) else where
+        return self._drafter.rotary_of(hidden, places.unsqueeze(0) + self._position_offset)
+
+
+class ParallelDecoder(CachedDecoder):
+    """For group-wise drafters; see `draftsmith.models.drafter.DrafterDecoder`."""
+
+    def __init__(self, drafter: Any, max_length_tokens: int) -> None:
+        super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
+        self._masks_ke, self._mask_residual = drafter.mask_inputs().detach(), drafter.config.mask_residual
+
+    @torch.inference_mode()
+    def draft(self) -> Tensor:
+        """fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over n+K rows."""
+        ids, features = self._take_pending()
+        real_ne = self._drafter.real_inputs(ids, features)
+        masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
+        hidden_rd = self._causal_forward(torch.cat([real_ne, masks_ke]))
+        # The masks' keys and values lie behind `length`: the next round overwrites them.
+        self._cache.length += len(ids)
+        return self._drafter.logits_of(hidden_rd[len(ids) - 1 :]).float()
+
+
+class TreeDecoder(CachedDecoder):
+    """For drafters that read their own output (EAGLE); see `draftsmith.models.drafter.StepwiseDecoder`.
+
+    A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
+    reads what its parent gave (`feedback_of`, then `drafted_inputs`) in place of the target's feature.
+    """
+
+    def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
+        super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
+        self.num_depths = num_depths
+        # Row and column i: node i+1. Node 0 is a committed token, which every node sees.
+        self._ancestors = torch.zeros(LONGEST_TREE_NODES, LONGEST_TREE_NODES, dtype=torch.bool)
+        self._feedback_md = torch.empty(0)
+        self._depths: list[int] = []
+
+    @torch.inference_mode()
+    def begin(self) -> Tensor:
+        """fp32 logits [1, V] of the children of the newest committed token."""
+        ids, features = self._take_pending()
+        newest_1d = self._causal_forward(self._drafter.real_inputs(ids, features))[-1:]
+        self._cache.length += len(ids)
+        self._feedback_md = self._drafter.feedback_of(newest_1d)
+        self._depths = [0]
+        return self._drafter.logits_of(newest_1d).float()
+
+    @torch.inference_mode()
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        first, end = len(self._depths), len(self._depths) + len(tokens)
+        if not self._depths or max(parents) >= first:
+            raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
+        if end > LONGEST_TREE_NODES:
+            raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        for node, parent in enumerate(parents, start=first):
+            row = self._ancestors[node - 1]
+            row.zero_() if parent == 0 else row.copy_(self._ancestors[parent - 1])
+            row[node - 1] = True
+            self._depths.append(self._depths[parent] + 1)
+        ids = torch.tensor(tokens, device=self._device)
+        above = self._feedback_md[torch.tensor(parents, device=self._device)]
+        hidden = self._drafter.drafted_inputs(ids, above).unsqueeze(0)
+        places = torch.tensor(self._depths[first:], device=self._device) + (self._cache.length - 1)
+        self._cache.begin_tree_step(self._ancestors[first - 1 : end - 1, : end - 1])
+        rotary = self._rotary_of(hidden, places)
+        hidden_wd = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
+        self._feedback_md = torch.cat([self._feedback_md, self._drafter.feedback_of(hidden_wd)])
+        return self._drafter.logits_of(hidden_wd).float()

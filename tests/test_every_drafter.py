@@ -1,0 +1,159 @@
+"""The invariants that every drafter keeps, whatever it is: a new file in `models/` is under test by existing.
+
+1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.eval.decoding import generate
+from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.session import TargetSession
+from draftsmith.eval.tree_builders import tree_builder
+from draftsmith.models.drafter import Drafter, drafter_kinds, load_drafter
+from draftsmith.models.target import target_features
+from draftsmith.recipes.schema import MethodRecipe
+
+TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
+# Options worth a case of their own, beside each kind's defaults.
+VARIANTS: dict[str, list[dict[str, Any]]] = {"parallel": [{"inputs": "embedding", "num_layers": 2}]}
+CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]]
+IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
+every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
+
+
+def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    return target, tiny_drafter_of(kind, target, **options)
+
+
+def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:
+    """[G, V] after the token at `newest`, following the true tokens where the drafter reads drafted ones."""
+    if not drafter.stepwise:
+        return decoder.draft()
+    rows = [decoder.begin()[0]]
+    for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
+        rows.append(decoder.expand([int(ids[newest + depth])], [depth - 1])[0])
+    return torch.stack(rows)
+
+
+@every_drafter
+@pytest.mark.parametrize("offset", [0, 23])
+def test_training_equals_decoding(kind: str, options: dict[str, Any], offset: int) -> None:
+    """Logits of group t in one training forward = logits drafted after prefix t, fed in irregular chunks."""
+    target, drafter = target_and_drafter(kind, options)
+    ids = random_batch(target, 1)["input_ids"]
+    positions = torch.arange(LENGTH).unsqueeze(0) + offset
+    features = target_features(target, ids, None, positions, drafter.feature_layers)
+    with torch.no_grad():
+        training = drafter.group_logits(ids, features, positions)[0]
+    assert training.shape == (drafter.config.num_depths, LENGTH, VOCABULARY)
+    decoder = drafter.decoder(LENGTH)
+    for _second_use_of_the_same_decoder in range(2):
+        decoder.start(ids[0, :3], features[0, :3], position_offset=offset)
+        end = 3
+        for chunks in ((), (1,), (2, 1), (4,), (1, 1, 1)):
+            for size in chunks:
+                decoder.observe(ids[0, end : end + size], features[0, end - 1 : end + size - 1])
+                end += size
+            drafted = drafted_logits(drafter, decoder, ids[0], end - 1)
+            expected = training[: len(drafted), end - 1]
+            torch.testing.assert_close(drafted, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_drafter
+def test_no_leak(kind: str, options: dict[str, Any]) -> None:
+    """A token changes no depth of a group that may not see it, a feature none before the group after it."""
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    ids, features, u = batch["input_ids"], batch["features"], 8
+    changed_ids, changed_features = ids.clone(), features.clone()
+    changed_ids[:, u] = (changed_ids[:, u] + 1) % VOCABULARY
+    changed_features[:, u] += 1.0
+    with torch.no_grad():
+        before = drafter.group_logits(ids, features)
+        token_changed = drafter.group_logits(changed_ids, features)
+        feature_changed = drafter.group_logits(ids, changed_features)
+    for j in range(drafter.config.num_depths):
+        # Depth j+1 of group t reads tokens up to x_t, and the drafted x_{t+1..t+j} if it reads drafted ones.
+        first_group = u - j if drafter.stepwise else u
+        assert torch.equal(before[:, j, :first_group], token_changed[:, j, :first_group])
+        assert torch.equal(before[:, j, : u + 1], feature_changed[:, j, : u + 1])
+    assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1]) or kind == "pass_embeddings"
+
+
+@every_drafter
+@pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
+def test_greedy_identity(kind: str, options: dict[str, Any], tree: str) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    target, drafter = target.double(), drafter.double()
+    paths = [[0], [1], [0, 0], [0, 1], [1, 0]] if tree == "static" else None
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 3})
+    greedy, prompt = Sampling(), [5, 9, 33, 12, 40, 7]
+    with TargetSession(target, 64, drafter.feature_layers) as session:
+        decoder = drafter.decoder(64)
+        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), greedy)
+        drafted = generate(session, method, prompt, greedy, 30)
+        plain = generate(session, Autoregressive(), prompt, greedy, 30)
+    assert drafted.ids == plain.ids
+
+
+@every_drafter
+def test_save_load_gives_the_same_logits_without_the_targets_weights(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    drafter.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        saved = set(file.keys())
+    assert saved == set(drafter.state_dict())
+    assert not any(
+        parameter.data_ptr() == p.data_ptr() for parameter in drafter.parameters() for p in target.parameters()
+    )
+    batch = random_batch(target, drafter=drafter)
+    with torch.no_grad():
+        expected = drafter.group_logits(batch["input_ids"], batch["features"])
+        loaded = load_drafter(tmp_path, target)
+        assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
+
+
+@every_drafter
+def test_every_parameter_learns_and_the_target_does_not(kind: str, options: dict[str, Any]) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter.train()(**batch)
+    output.loss.backward()
+    assert torch.isfinite(output.loss)
+    assert output.depth_count is not None
+    assert (output.depth_count > 0).all()
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().sum() > 0, name
+    assert all(parameter.grad is None for parameter in target.parameters() if not parameter.requires_grad)
+
+
+@every_drafter
+def test_no_labels_no_nan(kind: str, options: dict[str, Any]) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter.train()(**{**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
+    output.loss.backward()
+    assert output.loss.item() == 0.0
+    assert all(torch.isfinite(p.grad).all() for p in drafter.parameters() if p.grad is not None)
+
+
+@every_drafter
+def test_padding_on_the_right_changes_nothing(kind: str, options: dict[str, Any]) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    padded = {name: torch.nn.functional.pad(x, (0, 0, 0, 5) if x.ndim == 3 else (0, 5)) for name, x in batch.items()}
+    torch.testing.assert_close(drafter(**padded).loss, drafter(**batch).loss)
