@@ -85,7 +85,7 @@ def tokenize_conversation(tokenizer: Any, conversation: Conversation) -> Tokeniz
     spans = [_find_span(tokenizer, turns, index, text) for index, turn in enumerate(turns) if turn.role == "assistant"]
     borders = sorted({position for span in spans for position in (span.start, span.content_end, span.turn_end)})
     input_ids, token_at = _tokenize_with_borders(tokenizer, text, borders)
-    special = _special_ids(tokenizer)
+    special = special_ids(tokenizer)
     loss_mask = [0] * len(input_ids)
     marked = _generation_mask(tokenizer, conversation, input_ids)
     for number, span in enumerate(spans, start=1):
@@ -123,7 +123,7 @@ def template_end_token(tokenizer: Any) -> int | None:
     It need not be among the model's eos tokens (a base model given a ChatML template): generation must stop at it too.
     """
     last = tokenize_conversation(tokenizer, Conversation("probe", PROBE)).answers()[-1][-1]
-    return last if last in _special_ids(tokenizer) else None
+    return last if last in special_ids(tokenizer) else None
 
 
 def template_answer_lead(tokenizer: Any) -> str:
@@ -241,7 +241,7 @@ def _first_marked(marked: list[int], start: int, content_end: int, number: int) 
 
 
 @lru_cache(maxsize=8)
-def _special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: Any) -> frozenset[int]:
     added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 

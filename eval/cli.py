@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.eval.pipeline import console, run_all, run_distill, run_eval, run_report, run_train
+from draftsmith.eval.pipeline import console, run_all, run_distill, run_doctor, run_eval, run_report, run_train
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -72,6 +72,22 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     loaded = load_recipe(recipe, overrides)
     run_all(loaded)
     _where_to_go_next(loaded)
+
+
+@app.command()
+@exit_with_one_sentence()
+def doctor(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows of data to show, with what carries loss in colour.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all findings to this file too.")] = None,
+) -> None:
+    """Check data, target and drafter before any training; exits with 1 on any defect."""
+    loaded = load_recipe(recipe, overrides)
+    if not run_doctor(loaded, rows, json_file):
+        raise typer.Exit(1)
+    is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
+    _next(f"draftsmith {'train' if is_distilled else 'distill'} {_again(recipe, overrides)}")
 
 
 def _where_to_go_next(recipe: Recipe) -> None:

@@ -3,6 +3,8 @@
 Each stage imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
 """
 
+from pathlib import Path
+
 from rich.console import Console
 
 from draftsmith.recipes.run_folder import RunFolder
@@ -46,6 +48,18 @@ def run_report(recipe: Recipe) -> None:
     from draftsmith.eval.stage import report_again
 
     report_again(recipe)
+
+
+def run_doctor(recipe: Recipe, preview_rows: int, json_file: Path | None) -> bool:
+    """Examine data, target and drafter before any training; True if there is no defect."""
+    from draftsmith.eval.doctor import examine
+
+    console.rule(f"[bold]doctor[/bold]  {recipe.name}")
+    diagnosis = examine(recipe)
+    diagnosis.show(console, preview_rows)
+    if json_file is not None:
+        diagnosis.write_json(json_file)
+    return diagnosis.healthy
 
 
 def run_all(recipe: Recipe) -> None:

@@ -1,0 +1,190 @@
+"""Whether the recipe's data can be trained on, before hours are spent: what `draftsmith doctor` finds in it.
+
+Before distillation a sample of the source's conversations is tokenised as training would; afterwards every row of
+`data/tokens` is looked at too. Only reads: a distillation that is running is not disturbed.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.chat_tokens import TemplateProblem, TemplateRefusal, TokenizedConversation, tokenize_truncated
+from draftsmith.data.conversations import Conversation, counted_reasons
+from draftsmith.data.distill import CUT_SHORT
+from draftsmith.data.finding import Finding
+from draftsmith.data.row_checks import Expected, check_rows
+from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.data.token_dataset import REPORT_NAME
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+SAMPLE_CONVERSATIONS = 256
+EXAMPLE_ROWS = 64
+MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
+
+
+@dataclass
+class Checked:
+    """Findings under one heading, and rows to show and to try the drafter on."""
+
+    heading: str
+    findings: list[Finding]
+    rows: list[TokenizedConversation] = field(default_factory=list)
+
+
+@dataclass
+class _Lost:
+    """What tokenising the sample cost."""
+
+    cut: int = 0
+    too_long: int = 0
+    problems: list[TemplateProblem] = field(default_factory=list)
+
+
+def check_source(recipe: Recipe, expected: Expected) -> Checked:
+    """The recipe's conversations: all are read, a sample is tokenised."""
+    counts = SourceCounts()
+    skipping = recipe.data.conversations.model_copy(update={"skip_invalid": True})
+    data = recipe.data.model_copy(update={"conversations": skipping})
+    try:
+        found = list(load_conversations(data, recipe.seed, counts))
+    except UserError as error:
+        return Checked("source conversations", [*_invalid(recipe, counts, 0), Finding("source", "defect", str(error))])
+    sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
+    rows, lost = _tokenize(expected.tokenizer, sample, recipe.data.max_length_tokens)
+    findings = [
+        *_invalid(recipe, counts, len(found)),
+        _template(recipe, lost, len(sample)),
+        _lengths(lost.cut, lost.too_long, len(sample), recipe.data.max_length_tokens),
+        *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
+    ]
+    return Checked(f"source conversations ({len(found)} found, {len(sample)} of them tokenised)", findings, rows)
+
+
+def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expected: Expected) -> Checked:
+    """Every row of the dataset that distillation wrote to `folder`/tokens."""
+    findings = check_rows(_rows_of(dataset), expected, f"delete {folder / 'tokens'} and run `draftsmith distill` again")
+    report = _read_json(folder / "tokens" / REPORT_NAME)
+    if report is not None:
+        all_rows = report["rows"] + report["too_long"] + report["refused"]
+        findings.insert(0, _lengths(report["cut"], report["too_long"], all_rows, max_length_tokens))
+    if (folder / "distilled.jsonl").exists():
+        findings.insert(0, _truncated_answers(folder))
+    examples = [
+        TokenizedConversation(row["input_ids"], row["loss_mask"])
+        for row in dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
+    ]
+    return Checked(f"tokens to train on ({len(dataset)} rows)", findings, examples)
+
+
+def _rows_of(dataset: Any) -> Iterator[TokenizedConversation]:
+    for batch in dataset.with_format("numpy").iter(batch_size=1024):
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            yield TokenizedConversation(ids, mask)
+
+
+def _tokenize(
+    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int
+) -> tuple[list[TokenizedConversation], _Lost]:
+    rows, lost = [], _Lost()
+    for conversation in conversations:
+        try:
+            result = tokenize_truncated(tokenizer, conversation, max_length_tokens)
+        except TemplateProblem as problem:
+            lost.problems.append(problem)
+            continue
+        if result is None:
+            lost.too_long += 1
+            continue
+        tokenized, dropped_turns = result
+        lost.cut += dropped_turns > 0
+        rows.append(tokenized)
+    return rows, lost
+
+
+def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
+    """Empty conversations, and other records that are none."""
+    empty = Counter({reason: count for reason, count in counts.invalid.items() if _is_empty(reason)})
+    skips = recipe.data.conversations.skip_invalid
+    findings = []
+    for check, what in (("empty conversations", empty), ("malformed conversations", counts.invalid - empty)):
+        figures = {"count": what.total(), "reasons": dict(what), "valid": found}
+        if not what:
+            findings.append(Finding(check, "ok", "none", figures))
+        elif skips:
+            sentence = (
+                f"{counted_reasons(what)} beside {found} valid ones, which are skipped: correct the source to use them"
+            )
+            findings.append(Finding(check, "warning", sentence, figures))
+        else:
+            sentence = (
+                f"{counted_reasons(what)} beside {found} valid ones, at which distillation would stop: correct the "
+                "source, or set data.conversations.skip_invalid=true"
+            )
+            findings.append(Finding(check, "defect", sentence, figures))
+    return findings
+
+
+def _is_empty(reason: str) -> bool:
+    return reason.startswith("empty ") or reason in ("no turns", "no assistant turn")
+
+
+def _template(recipe: Recipe, lost: _Lost, sampled: int) -> Finding:
+    """Conversations that do not go through the chat template. Distillation stops at those that it refuses."""
+    refused = len(lost.problems)
+    figures = {"refused": refused, "sampled": sampled}
+    if not refused:
+        return Finding("chat template", "ok", f"takes all {sampled} conversations", figures)
+    asks = recipe.data.distill.engine != "none" and not recipe.data.conversations.skip_invalid
+    stops = asks and any(isinstance(problem, TemplateRefusal) for problem in lost.problems)
+    severity: Any = "defect" if stops or refused == sampled else "warning"
+    return Finding("chat template", severity, f"{refused} of {sampled} do not go through: {lost.problems[0]}", figures)
+
+
+def _lengths(cut: int, too_long: int, conversations: int, max_length_tokens: int) -> Finding:
+    figures = {"cut": cut, "too_long": too_long, "conversations": conversations}
+    counted = (
+        f"of {conversations} conversations {cut} are cut on a turn boundary to {max_length_tokens} tokens, "
+        f"{too_long} are too long altogether"
+    )
+    way_out = "raise data.max_length_tokens or take shorter conversations"
+    if conversations and too_long == conversations:
+        return Finding("over-long", "defect", f"{counted}, so nothing is left: {way_out}", figures)
+    if cut + too_long > MANY_LOST_FRAC * conversations:
+        return Finding("over-long", "warning", f"{counted}: {way_out}", figures)
+    return Finding("over-long", "ok", counted, figures)
+
+
+def _truncated_answers(folder: Path) -> Finding:
+    """Answers that hit max_new_tokens. They are never kept as if they were whole, but they are lost."""
+    reasons = [record.get("shortened") for record in _read_jsonl(folder / "distilled.jsonl")]
+    reasons += [record.get("reason") for record in _read_jsonl(folder / "dropped.jsonl")]
+    truncated = reasons.count(CUT_SHORT)
+    figures = {"truncated": truncated, "conversations": len(reasons)}
+    counted = f"{truncated} of {len(reasons)} conversations were cut or dropped at an answer that hit max_new_tokens"
+    if truncated > MANY_LOST_FRAC * len(reasons):
+        way_out = "raise data.distill.max_new_tokens and distil under another name"
+        return Finding("truncated answers", "warning", f"{counted}: {way_out}", figures)
+    return Finding("truncated answers", "ok", counted, figures)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines. JsonlLog would cut off a last one that a running distillation is still writing."""
+    if not file.exists():
+        return
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
