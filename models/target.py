@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
@@ -25,14 +32,8 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     Raises:
         UserError: The model cannot be found or read, is not decoder-only, or its tokenizer has no chat template.
     """
-    location = target_location(recipe)
-    where = {"revision": recipe.revision, "trust_remote_code": recipe.trust_remote_code}
-    config = _read(location, lambda: AutoConfig.from_pretrained(location, **where))
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(
-            f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
-            "a decoder-only causal language model such as Llama or Qwen"
-        )
+    location, where = target_location(recipe), _where(recipe)
+    load_target_config(recipe)
     tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **where))
     if recipe.chat_template is not None:
         tokenizer.chat_template = recipe.chat_template
@@ -48,11 +49,51 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
             location, dtype=dtype, attn_implementation=recipe.attn_implementation, **where
         ),
     )
+    return _frozen(recipe, target).to(target_device(recipe)), tokenizer
+
+
+def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
+    """The target's config, without its weights.
+
+    Raises:
+        UserError: It cannot be found or read, or is not that of a decoder-only model.
+    """
+    location, where = target_location(recipe), _where(recipe)
+    config = _read(location, lambda: AutoConfig.from_pretrained(location, **where))
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
+            "a decoder-only causal language model such as Llama or Qwen"
+        )
+    return config
+
+
+def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
+    """The target as its config describes it, on torch's default device (`torch.device("meta")`: at no cost)."""
+    config = load_target_config(recipe)
+    dtype = (config.dtype or torch.float32) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    target = _read(
+        recipe.model,
+        lambda: AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=recipe.attn_implementation,
+            trust_remote_code=recipe.trust_remote_code,
+        ),
+    )
+    return _frozen(recipe, target)
+
+
+def _where(recipe: TargetRecipe) -> dict[str, Any]:
+    return {"revision": recipe.revision, "trust_remote_code": recipe.trust_remote_code}
+
+
+def _frozen(recipe: TargetRecipe, target: PreTrainedModel) -> PreTrainedModel:
     if target.get_output_embeddings() is None or target.base_model is target:
         raise UserError(
-            f"target.model {recipe.model} ({config.model_type}) has no LM head: use a causal language model"
+            f"target.model {recipe.model} ({target.config.model_type}) has no LM head: use a causal language model"
         )
-    return target.to(target_device(recipe)).eval().requires_grad_(False), tokenizer
+    return target.eval().requires_grad_(False)
 
 
 def target_location(recipe: TargetRecipe) -> str:
