@@ -6,16 +6,20 @@ position t is the real token x_t; streams 1..K at t are the masks of its group. 
     (a) the stream-0 keys at positions <= t, which is the same causal attention for every stream, and
     (b) the keys of streams 1..j at its own position t.
 
+Queries may be those of the last streams only, where the streams are computed one after the other because each reads
+what the one before it gave (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all streams so far.
+
 Three backends compute the same thing:
 
 * `dense`: materialises the boolean mask. The reference that every test compares with; quadratic memory.
 * `folded`: (a) folds the streams into the head axis, as grouped-query heads over the stream-0 keys, and calls the flash
-  kernel once; (b) is a K x K product per position; the two merge by their log-sum-exp. The backward of (a) is the flash
-  backward called with the *merged* output and log-sum-exp (as in ring attention, arXiv 2310.01889), because
+  kernel once; (b) is an M x K product per position; the two merge by their log-sum-exp. The backward of (a) is the
+  flash backward called with the *merged* output and log-sum-exp (as in ring attention, arXiv 2310.01889), because
   dS = P * (dP - rowsum(dO * O)) only needs P normalised by the merged sum. Exact; memory linear in S.
 * `flex`: FlexAttention with a block mask, CUDA only (torch has no FlexAttention backward on CPU).
 
-Shapes: B batch, H query heads, Hkv key/value heads (H = Hkv * R), G streams, K = G-1 masks, S positions, Dh head size.
+Shapes: B batch, H query heads, Hkv key/value heads (H = Hkv * R), G streams, Q <= G streams with queries, K = G-1
+masks, M = min(Q, K) masks with queries, S positions, Dh head size.
 """
 
 import functools
@@ -32,30 +36,30 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def group_attention(
-    q_bhgsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, backend: str = "folded", scale: float | None = None
+    q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, backend: str = "folded", scale: float | None = None
 ) -> Tensor:
     """Attention of every stream to the real past and to the earlier masks of its own group.
 
     Args:
-        q_bhgsd: [B, H, G, S, Dh], already rotated.
+        q_bhqsd: [B, H, Q, S, Dh] of the last Q streams, already rotated.
         k_bhgsd: [B, Hkv, G, S, Dh], already rotated; Hkv divides H.
         v_bhgsd: [B, Hkv, G, S, Dh].
         backend: `folded`, `dense` or `flex`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
 
     Returns:
-        [B, H, G, S, Dh].
+        [B, H, Q, S, Dh].
 
     Raises:
         UserError: Unknown backend, or one that this device cannot run.
     """
-    scale = q_bhgsd.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_bhqsd.shape[-1] ** -0.5 if scale is None else scale
     if backend == "folded":
-        return _FoldedGroupAttention.apply(q_bhgsd, k_bhgsd, v_bhgsd, scale)
+        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale)
     if backend == "dense":
-        return _dense(q_bhgsd, k_bhgsd, v_bhgsd, scale)
+        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale)
     if backend == "flex":
-        return _flex(q_bhgsd, k_bhgsd, v_bhgsd, scale)
+        return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale)
     raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
 
 
@@ -73,31 +77,31 @@ def _may_see(query: Tensor, key: Tensor, length: int) -> Tensor:
     return real_past | own_group
 
 
-def _dense(q_bhgsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
-    num_streams, length = q_bhgsd.shape[2:4]
-    mask = group_mask(num_streams, length, q_bhgsd.device)
+def _dense(q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
+    query_streams, length = q_bhqsd.shape[2:4]
+    mask = group_mask(k_bhgsd.shape[2], length, q_bhqsd.device)[-query_streams * length :]
     out = F.scaled_dot_product_attention(
-        q_bhgsd.flatten(2, 3), k_bhgsd.flatten(2, 3), v_bhgsd.flatten(2, 3), mask, scale=scale, enable_gqa=True
+        q_bhqsd.flatten(2, 3), k_bhgsd.flatten(2, 3), v_bhgsd.flatten(2, 3), mask, scale=scale, enable_gqa=True
     )
-    return out.unflatten(2, (num_streams, length))
+    return out.unflatten(2, (query_streams, length))
 
 
-def _flex(q_bhgsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
-    if q_bhgsd.device.type != "cuda":
+def _flex(q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
+    if q_bhqsd.device.type != "cuda":
         raise UserError(
-            f"attention backend `flex` needs a CUDA device, not {q_bhgsd.device.type} (FlexAttention has no backward "
+            f"attention backend `flex` needs a CUDA device, not {q_bhqsd.device.type} (FlexAttention has no backward "
             "there): use drafter.options.attention=folded"
         )
-    num_streams, length = q_bhgsd.shape[2:4]
+    query_streams, length = q_bhqsd.shape[2:4]
     out = _compiled_flex_attention()(
-        q_bhgsd.flatten(2, 3),
+        q_bhqsd.flatten(2, 3),
         k_bhgsd.flatten(2, 3),
         v_bhgsd.flatten(2, 3),
-        block_mask=_flex_block_mask(num_streams, length, q_bhgsd.device),
+        block_mask=_flex_block_mask(query_streams, k_bhgsd.shape[2], length, q_bhqsd.device),
         scale=scale,
-        enable_gqa=q_bhgsd.shape[1] != k_bhgsd.shape[1],
+        enable_gqa=q_bhqsd.shape[1] != k_bhgsd.shape[1],
     )
-    return out.unflatten(2, (num_streams, length))
+    return out.unflatten(2, (query_streams, length))
 
 
 @functools.cache
@@ -108,39 +112,41 @@ def _compiled_flex_attention() -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _flex_block_mask(num_streams: int, length: int, device: torch.device) -> Any:
+def _flex_block_mask(query_streams: int, num_streams: int, length: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return _may_see(query, key, length)
+    first_query = (num_streams - query_streams) * length
 
-    total = num_streams * length
-    return create_block_mask(mask_mod, None, None, total, total, device=device)
+    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return _may_see(query + first_query, key, length)
+
+    return create_block_mask(mask_mod, None, None, query_streams * length, num_streams * length, device=device)
 
 
 class _FoldedGroupAttention(torch.autograd.Function):
-    """Part (a) by the flash kernel, part (b) by a K x K product, merged by log-sum-exp."""
+    """Part (a) by the flash kernel, part (b) by an M x K product, merged by log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q_bhgsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
-        num_streams = q_bhgsd.shape[2]
+    def forward(ctx: Any, q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
+        query_streams, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
         # The streams of one query head are neighbours on the head axis: grouped-query heads of one key head.
-        q_folded = q_bhgsd.flatten(1, 2)
+        q_folded = q_bhqsd.flatten(1, 2)
         out_folded, lse_folded, saved = _causal_forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], scale)
-        if num_streams > 1:
-            out_bhgsd, lse_bhgs = (part.unflatten(1, (-1, num_streams)) for part in (out_folded, lse_folded))
-            _merge_own_group(out_bhgsd[:, :, 1:], lse_bhgs[:, :, 1:], q_bhgsd, k_bhgsd, v_bhgsd, scale)
+        if num_masks > 0:
+            masks = slice(-min(query_streams, num_masks), None)
+            q, out, lse = (part.unflatten(1, (-1, query_streams)) for part in (q_folded, out_folded, lse_folded))
+            _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale)
         ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved)
-        ctx.scale, ctx.num_streams = scale, num_streams
-        return out_folded.unflatten(1, (-1, num_streams))
+        ctx.scale, ctx.query_streams = scale, query_streams
+        return out_folded.unflatten(1, (-1, query_streams))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (grad_out_bhgsd,) = grad_outputs
+        (grad_out_bhqsd,) = grad_outputs
         q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved = ctx.saved_tensors
-        num_streams = ctx.num_streams
+        query_streams, num_masks = ctx.query_streams, k_bhgsd.shape[2] - 1
         grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = _causal_backward(
-            grad_out_bhgsd.flatten(1, 2),
+            grad_out_bhqsd.flatten(1, 2),
             q_folded,
             k_bhgsd[:, :, 0],
             v_bhgsd[:, :, 0],
@@ -149,81 +155,87 @@ class _FoldedGroupAttention(torch.autograd.Function):
             saved,
             ctx.scale,
         )
-        grad_q, q, out = (part.unflatten(1, (-1, num_streams)) for part in (grad_q_folded, q_folded, out_folded))
-        if num_streams == 1:
+        grad_q = grad_q_folded.unflatten(1, (-1, query_streams))
+        if num_masks == 0:
             return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None
         grad_k, grad_v = torch.empty_like(k_bhgsd), torch.empty_like(v_bhgsd)
         grad_k[:, :, 0], grad_v[:, :, 0] = grad_k0_bhsd, grad_v0_bhsd
-        lse_bhgs = lse_folded.unflatten(1, (-1, num_streams))
-        _own_group_backward(grad_out_bhgsd, q, k_bhgsd, v_bhgsd, out, lse_bhgs, ctx.scale, grad_q, grad_k, grad_v)
+        masks = slice(-min(query_streams, num_masks), None)
+        q, out, lse = (
+            part.unflatten(1, (-1, query_streams))[:, :, masks] for part in (q_folded, out_folded, lse_folded)
+        )
+        grad_out = grad_out_bhqsd[:, :, masks]
+        grad_q[:, :, masks] += _own_group_backward(
+            grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, grad_k[:, :, 1:], grad_v[:, :, 1:]
+        )
         return grad_q, grad_k, grad_v, None
 
 
-def _rows(q_bhgsd: Tensor, num_kv_heads: int) -> Tensor:
-    """The mask streams [B, Hkv, S, R*K, Dh]: all queries that share a key head, as rows of one small matrix."""
-    return q_bhgsd[:, :, 1:].unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
+def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, Hkv, S, R*M, Dh]: all queries of masks that share a key head, as rows of one small matrix."""
+    return q_bhmsd.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
 
 
-def _from_rows(rows: Tensor, num_masks: int) -> Tensor:
-    """[B, Hkv, S, R*K, ...] -> [B, H, K, S, ...], the inverse of `_rows`."""
-    return rows.unflatten(3, (-1, num_masks)).movedim(2, 4).flatten(1, 2)
+def _from_rows(rows: Tensor, num_queries: int) -> Tensor:
+    """[B, Hkv, S, R*M, ...] -> [B, H, M, S, ...], the inverse of `_rows`."""
+    return rows.unflatten(3, (-1, num_queries)).movedim(2, 4).flatten(1, 2)
 
 
-def _own_scores(q_rows: Tensor, k_bhskd: Tensor, scale: float) -> Tensor:
-    """[B, Hkv, S, R*K, K] scores; mask j sees masks 1..j, the rest is -inf."""
+def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float) -> Tensor:
+    """[B, Hkv, S, R*M, K] scores of the last M masks; mask j sees masks 1..j, the rest is -inf."""
     num_masks = k_bhskd.shape[3]
-    hidden = torch.ones(num_masks, num_masks, dtype=torch.bool, device=q_rows.device).triu(1)
+    hidden = torch.ones(num_queries, num_masks, dtype=torch.bool, device=q_rows.device)
+    hidden = hidden.triu(1 + num_masks - num_queries)
     scores = (q_rows @ k_bhskd.mT).mul_(scale)
-    return scores.masked_fill_(hidden.repeat(scores.shape[3] // num_masks, 1), float("-inf"))
+    return scores.masked_fill_(hidden.repeat(scores.shape[3] // num_queries, 1), float("-inf"))
 
 
 def _merge_own_group(
-    out_bhksd: Tensor, lse_bhks: Tensor, q_bhgsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float
+    out_bhmsd: Tensor, lse_bhms: Tensor, q_bhmsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float
 ) -> None:
     """Add part (b) to the output and log-sum-exp of part (a), in place."""
-    num_kv_heads, num_masks = k_bhgsd.shape[1], k_bhgsd.shape[2] - 1
-    dtype = lse_bhks.dtype  # at least fp32
-    q_rows = _rows(q_bhgsd, num_kv_heads).to(dtype)
+    num_kv_heads, num_queries = k_bhgsd.shape[1], q_bhmsd.shape[2]
+    dtype = lse_bhms.dtype  # at least fp32
+    q_rows = _rows(q_bhmsd, num_kv_heads).to(dtype)
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
-    scores = _own_scores(q_rows, k_bhskd, scale)
-    merged_bhks = torch.logaddexp(lse_bhks, _from_rows(scores.logsumexp(-1), num_masks))
-    p_rows = scores.sub_(_rows_of_positions(merged_bhks, num_kv_heads)).exp_()
-    out_bhksd.mul_((lse_bhks - merged_bhks).exp_().unsqueeze(-1))
-    out_bhksd.add_(_from_rows(p_rows @ v_bhskd, num_masks))
-    lse_bhks.copy_(merged_bhks)
+    scores = _own_scores(q_rows, k_bhskd, num_queries, scale)
+    merged_bhms = torch.logaddexp(lse_bhms, _from_rows(scores.logsumexp(-1), num_queries))
+    p_rows = scores.sub_(_rows_of_positions(merged_bhms, num_kv_heads)).exp_()
+    out_bhmsd.mul_((lse_bhms - merged_bhms).exp_().unsqueeze(-1))
+    out_bhmsd.add_(_from_rows(p_rows @ v_bhskd, num_queries))
+    lse_bhms.copy_(merged_bhms)
 
 
-def _rows_of_positions(values_bhks: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, K, S] -> [B, Hkv, S, R*K, 1]."""
-    return values_bhks.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3).flatten(3, 4).unsqueeze(-1)
+def _rows_of_positions(values_bhms: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, H, M, S] -> [B, Hkv, S, R*M, 1]."""
+    return values_bhms.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3).flatten(3, 4).unsqueeze(-1)
 
 
 def _own_group_backward(
-    grad_out_bhgsd: Tensor,
-    q_bhgsd: Tensor,
+    grad_out_bhmsd: Tensor,
+    q_bhmsd: Tensor,
     k_bhgsd: Tensor,
     v_bhgsd: Tensor,
-    out_bhgsd: Tensor,
-    lse_bhgs: Tensor,
+    out_bhmsd: Tensor,
+    lse_bhms: Tensor,
     scale: float,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-) -> None:
-    """Gradients of part (b): added to the mask streams of `grad_q`, written to those of `grad_k` and `grad_v`."""
-    num_kv_heads, num_masks = k_bhgsd.shape[1], k_bhgsd.shape[2] - 1
-    dtype = lse_bhgs.dtype
-    q_rows, grad_out_rows, out_rows = (_rows(x, num_kv_heads).to(dtype) for x in (q_bhgsd, grad_out_bhgsd, out_bhgsd))
+    grad_k_bhksd: Tensor,
+    grad_v_bhksd: Tensor,
+) -> Tensor:
+    """Part (b): returns the gradient of the queries [B, H, M, S, Dh], writes those of the masks' keys and values."""
+    num_kv_heads, num_queries = k_bhgsd.shape[1], q_bhmsd.shape[2]
+    dtype = lse_bhms.dtype
+    q_rows, grad_out_rows, out_rows = (_rows(x, num_kv_heads).to(dtype) for x in (q_bhmsd, grad_out_bhmsd, out_bhmsd))
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
-    lse_rows = _rows_of_positions(lse_bhgs[:, :, 1:], num_kv_heads)
-    p_rows = _own_scores(q_rows, k_bhskd, scale).sub_(lse_rows).exp_()
+    lse_rows = _rows_of_positions(lse_bhms, num_kv_heads)
+    p_rows = _own_scores(q_rows, k_bhskd, num_queries, scale).sub_(lse_rows).exp_()
     # dS = P * (dP - rowsum(dO * O)), with the merged O
     grad_p_rows = grad_out_rows @ v_bhskd.mT
     grad_scores = grad_p_rows.sub_(torch.linalg.vecdot(grad_out_rows, out_rows).unsqueeze(-1))
     grad_scores.mul_(p_rows).mul_(scale)
-    grad_q[:, :, 1:].add_(_from_rows(grad_scores @ k_bhskd, num_masks))
-    grad_k[:, :, 1:] = (grad_scores.mT @ q_rows).transpose(2, 3)
-    grad_v[:, :, 1:] = (p_rows.mT @ grad_out_rows).transpose(2, 3)
+    grad_k_bhksd.copy_((grad_scores.mT @ q_rows).transpose(2, 3))
+    grad_v_bhksd.copy_((p_rows.mT @ grad_out_rows).transpose(2, 3))
+    return _from_rows(grad_scores @ k_bhskd, num_queries)
 
 
 def _causal_forward(

@@ -52,10 +52,29 @@ def test_folded_equals_dense(shape: tuple[int, ...], dtype: torch.dtype, contigu
     torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
 
 
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("backend", ["folded", "dense"])
+@pytest.mark.parametrize(("shape", "query_streams"), [(SHAPES[1], 1), (SHAPES[1], 4), (SHAPES[2], 2), (SHAPES[4], 1)])
+def test_queries_of_the_last_streams_are_a_slice_of_all(
+    backend: str, shape: tuple[int, ...], query_streams: int
+) -> None:
+    """Values, and the gradients of a loss on those streams, equal the dense call's with all queries."""
+    results = []
+    for last, name in ((shape[3], "dense"), (query_streams, backend)):
+        q, k, v = random_qkv(shape, torch.float64)
+        out = group_attention(q[:, :, -last:], k, v, backend=name, scale=0.3)[:, :, -query_streams:]
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (out * weight).sum().backward()
+        results.append([out.detach(), *(part.grad for part in (q, k, v))])
+    assert results[0][0].shape == (shape[0], shape[1], query_streams, *shape[4:])
+    torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("query_streams", [3, 2, 1])
+def test_gradcheck(query_streams: int) -> None:
     """Against finite differences, so that `dense` is not the only witness."""
-    qkv = random_qkv((1, 4, 2, 3, 5, 8), torch.float64)
-    assert torch.autograd.gradcheck(lambda *parts: group_attention(*parts), qkv, atol=1e-7)
+    q, k, v = random_qkv((1, 4, 2, 3, 5, 8), torch.float64)
+    q = q.detach()[:, :, -query_streams:].requires_grad_()
+    assert torch.autograd.gradcheck(lambda *parts: group_attention(*parts), [q, k, v], atol=1e-7)
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
@@ -94,11 +113,14 @@ def test_wrong_backends() -> None:
 @pytest.mark.parametrize("backend", ["folded", "flex"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 5, 70, 64), (1, 4, 4, 5, 256, 128)])
-def test_cuda_backends_equal_dense(backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("query_streams", [5, 1])
+def test_cuda_backends_equal_dense(
+    backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], query_streams: int
+) -> None:
     results = []
     for name in (backend, "dense"):
-        qkv = [part.detach().cuda().requires_grad_() for part in random_qkv(shape, dtype)]
-        out = group_attention(*qkv, backend=name)
+        q, k, v = (part.detach().cuda().requires_grad_() for part in random_qkv(shape, dtype))
+        out = group_attention(q[:, :, -query_streams:], k, v, backend=name)
         out.square().sum().backward()
-        results.append([out.detach(), *(part.grad for part in qkv)])
+        results.append([out.detach(), *(part.grad for part in (q, k, v))])
     torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
