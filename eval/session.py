@@ -3,7 +3,7 @@
 Works with any decoder-only `AutoModelForCausalLM` that takes a 4-D attention mask and a transformers `Cache`; a probe
 makes sure of it, once per target.
 
-Shapes: P prompt, N tree nodes, S tokens in the cache, D hidden, V vocabulary. The batch is 1.
+Shapes: P prompt, N tree nodes, S tokens in the cache, F features, V vocabulary. The batch is 1.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from draftsmith.eval.kv_cache import TreeCache
 from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.models.target import FINAL_FEATURES, FeatureTap
 from draftsmith.recipes.errors import UserError
 
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
 LONGEST_TREE_TOKENS = 256  # room in the cache behind the longest sequence
+MOST_SHAPES = 4096  # whose masks are remembered
 
 _probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -31,8 +33,8 @@ _probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class TargetStep:
     """What one forward of the target gave.
 
-    logits: [N, V], or [1, V] of the prompt's last token; features: [N, D] or [P, D], the LM head's input *at* each
-    token, which predicts the token after it.
+    logits: [N, V], or [1, V] of the prompt's last token; features: [N, F] or [P, F], the session's feature layers *at*
+    each token: what the token after it is predicted from.
     """
 
     logits: Tensor
@@ -45,12 +47,15 @@ class TargetSession:
     Args:
         target: The model, in eval mode.
         max_length_tokens: Prompt and answer together must fit; memory for them is allocated once.
+        feature_layers: What the drafter reads; see `draftsmith.models.target.FeatureTap`.
 
     Raises:
-        UserError: The target cannot hold that many tokens, or cannot run draft trees.
+        UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
     """
 
-    def __init__(self, target: Any, max_length_tokens: int) -> None:
+    def __init__(
+        self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    ) -> None:
         limit = longest_sequence_tokens(target)
         if limit is not None and max_length_tokens > limit:
             raise UserError(
@@ -69,15 +74,14 @@ class TargetSession:
         self._bias_of: dict[TreeShape, Tensor] = {}
         takes = inspect.signature(target.forward).parameters
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._features: Tensor | None = None
-        self._hook = target.base_model.register_forward_hook(self._capture)
+        self._tap = FeatureTap(target, feature_layers)
         if target not in _probed:
             self._probe()
             _probed.add(target)
 
     def close(self) -> None:
-        """Take the feature hook off the target again."""
-        self._hook.remove()
+        """Take the feature hooks off the target again."""
+        self._tap.close()
 
     def __enter__(self) -> TargetSession:
         return self
@@ -132,9 +136,6 @@ class TargetSession:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _capture(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._features = output[0]
-
     @torch.inference_mode()
     def _forward(
         self, token_ids: list[int], positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
@@ -147,8 +148,7 @@ class TargetSession:
             use_cache=True,
             **(options or {}),
         )
-        assert self._features is not None
-        return TargetStep(output.logits[0], self._features[0])
+        return TargetStep(output.logits[0], self._tap.take()[0])
 
     def _tree_mask(self, shape: TreeShape, start: int) -> Tensor:
         """[1, 1, N, start + N] additive: a view of one buffer, of which only the tree's own columns are written."""
@@ -161,6 +161,8 @@ class TargetSession:
             blocked = ~shape.attention_mask
             bias = torch.zeros(nodes, nodes, dtype=self._mask.dtype)
             bias = bias.masked_fill_(blocked, torch.finfo(self._mask.dtype).min).to(self.device)
+            if len(self._bias_of) >= MOST_SHAPES:
+                self._bias_of.clear()
             self._bias_of[shape] = bias
         first, last = self._mask_dirty
         if first < last:

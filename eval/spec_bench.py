@@ -29,6 +29,7 @@ from draftsmith.eval.methods import Method
 from draftsmith.eval.question_list import Question
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
+from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -60,6 +61,7 @@ class SpecBench:
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, arm) has its own stream, whatever was resumed.
+        feature_layers: What the drafter reads of the target.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class SpecBench:
         questions: list[Question],
         max_new_tokens: int,
         seed: int = 0,
+        feature_layers: tuple[int, ...] = (FINAL_FEATURES,),
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
@@ -82,7 +85,8 @@ class SpecBench:
                 f"none of the {len(questions)} questions leaves room for an answer in the target's {limit} positions: "
                 "use shorter questions in eval.questions"
             )
-        self.session = TargetSession(target, session_length_tokens(tokenizer, self.questions, max_new_tokens, limit))
+        length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
+        self.session = TargetSession(target, length, feature_layers)
 
     def run(self, log: JsonlLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet."""

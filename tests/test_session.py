@@ -19,6 +19,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from draftsmith.eval import session as session_module
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
 V = 61
@@ -73,6 +74,42 @@ def test_tree_equals_separate_sequences(name: str, attention: str) -> None:
             torch.testing.assert_close(step.features[node], features[-1], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_features_of_several_layers(name: str) -> None:
+    """In the order asked for, at every token of the prompt and at every node; no hook stays behind."""
+    model = tiny(name)
+    prompt, tree = [5, 9, 3, 30], DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 2)))
+    layers = (1, FINAL_FEATURES, 0)
+    features_of(model, prompt, layers)  # leaves hooks of transformers' own
+    hooks = count_hooks(model)
+    for path in ([0, 2, 3], [0]):
+        with TargetSession(model, 40, layers) as session:
+            torch.testing.assert_close(session.prefill(prompt).features, features_of(model, prompt, layers))
+            committed = list(prompt)
+            for _ in range(2):
+                step = session.forward_tree(tree)
+                assert step.features.shape == (len(tree), 3 * 32)
+                for node in range(len(tree)):
+                    sequence = committed + [tree.tokens[step] for step in tree.shape.path_to(node)]
+                    wanted = features_of(model, sequence, layers)[-1]
+                    torch.testing.assert_close(step.features[node], wanted, atol=1e-6, rtol=1e-5)
+                session.commit(path)
+                committed += [tree.tokens[node] for node in path]
+                assert count_hooks(model) == hooks + len(layers)
+    assert count_hooks(model) == hooks
+
+
+def count_hooks(model: PreTrainedModel) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@torch.inference_mode()
+def features_of(model: Any, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """[n, F] of transformers' own hidden states, of which the last is the normed one."""
+    states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], dim=-1)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_commit_keeps_the_path_and_nothing_else(name: str) -> None:
     """Several rounds with paths that are contiguous, scattered or only the root; then the same session again."""
@@ -100,6 +137,20 @@ def test_chain_needs_no_moving() -> None:
         session.prefill([1, 2, 3])
         step = session.forward_tree(DraftTree([4, 5, 6], TreeShape.chain(2)))
         torch.testing.assert_close(step.logits, plain(model, [1, 2, 3, 4, 5, 6])[0][3:], atol=1e-6, rtol=1e-5)
+
+
+def test_tree_masks_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best-first trees have ever new shapes; their masks must not fill the memory."""
+    monkeypatch.setattr(session_module, "MOST_SHAPES", 3)
+    model = tiny("llama")
+    with TargetSession(model, 40) as session:
+        session.prefill([1, 2])
+        for last in (0, 1, 2, 3, 4, 0):
+            tree = DraftTree([7, 1, 2, 3, 4, 5], TreeShape.of((-1, 0, 0, 2, 3, last)))
+            step = session.forward_tree(tree)
+            wanted = plain(model, [1, 2] + [tree.tokens[step] for step in tree.shape.path_to(5)])[0][-1]
+            torch.testing.assert_close(step.logits[5], wanted, atol=1e-6, rtol=1e-5)
+            assert 0 < len(session._bias_of) <= 3
 
 
 def test_too_long() -> None:

@@ -41,7 +41,7 @@ def letters(_tokenizer: Any, turns: list[Any]) -> list[int]:
 
 
 class FixedDecoder:
-    def start(self, prompt_ids: Any, features: Any) -> None:
+    def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
         pass
 
     def observe(self, committed_ids: Any, features: Any) -> None:
@@ -77,6 +77,12 @@ def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBenc
         for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
             arms.append(Arm(DrafterMethod(name, FixedDecoder(), builder, sampling, generator), sampling, generator))
     return SpecBench(target, LetterTokenizer(), arms, QUESTIONS, max_new_tokens=12, seed=3)
+
+
+def test_the_drafters_layers_reach_the_session(target: LlamaForCausalLM, bench: SpecBench) -> None:
+    deep = SpecBench(target, LetterTokenizer(), bench.arms, QUESTIONS, max_new_tokens=12, feature_layers=(0, -1))
+    assert deep.session.prefill([1, 2]).features.shape == (2, 2 * 16)
+    assert bench.session.prefill([1, 2]).features.shape == (2, 16)
 
 
 def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
