@@ -1,6 +1,6 @@
 """Ways of proposing tokens, behind three calls. The verification loop does not know which one it runs.
 
-Shapes: P prompt, n newly committed tokens, G drafted depths, D hidden, V vocabulary.
+Shapes: P prompt, n newly committed tokens, F features (those of the session's layers, one after the other).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tree import DraftTree, root_only
 from draftsmith.eval.tree_builders import TreeBuilder
+from draftsmith.models.drafter import SequenceDecoder
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -20,9 +21,9 @@ AUTOREGRESSIVE = "autoregressive"
 class Method(Protocol):
     """How a round's draft tree comes about.
 
-    start: a new sequence; features [P, D] are the target's *at* the prompt's tokens.
+    start: a new sequence; features [P, F] are the target's *at* the prompt's tokens.
     propose: the tree under the newest committed token.
-    observe: tokens were committed; features [n, D] are the target's that *predicted* them, at the token before each.
+    observe: tokens were committed; features [n, F] are the target's that *predicted* them, at the token before each.
     """
 
     name: str
@@ -52,23 +53,13 @@ class Autoregressive:
         self._newest = committed_ids[-1]
 
 
-class Decoder(Protocol):
-    """The decode side of a drafter; see `draftsmith.models.drafter`."""
-
-    def start(self, prompt_ids: Tensor, features: Tensor) -> None: ...
-
-    def observe(self, committed_ids: Tensor, features: Tensor) -> None: ...
-
-    def draft(self) -> Tensor: ...
-
-
 class DrafterMethod:
-    """A trained drafter whose depth marginals become a tree.
+    """A trained drafter and the trees that are made of what it drafts.
 
     Args:
         name: The row of the table.
-        decoder: drafts logits [G, V].
-        builder: the tree's form.
+        decoder: The drafter at work on a sequence.
+        builder: The tree's form, for a decoder of this kind (see `tree_builders.tree_builder`).
         sampling: the target's, applied to q too.
         generator: for sampled trees.
     """
@@ -76,7 +67,7 @@ class DrafterMethod:
     def __init__(
         self,
         name: str,
-        decoder: Decoder,
+        decoder: SequenceDecoder,
         builder: TreeBuilder,
         sampling: Sampling,
         generator: torch.Generator | None = None,
@@ -89,7 +80,7 @@ class DrafterMethod:
         self._decoder.start(torch.tensor(prompt_ids, device=features.device), features)
 
     def propose(self) -> DraftTree:
-        return self._builder.build(self._newest, self._decoder.draft(), self._sampling, self._generator)
+        return self._builder.propose(self._newest, self._decoder, self._sampling, self._generator)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]

@@ -39,7 +39,8 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     check_settings(folder.eval / "settings.json", _settings(recipe, folder))
     target, tokenizer = load_target(recipe.target)
     drafter = load_drafter(folder.drafter, target)
-    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    wanted, layers = recipe.eval.max_new_tokens, drafter.feature_layers
+    bench = SpecBench(target, tokenizer, [], questions, wanted, recipe.seed, layers)
     bench.arms = make_arms(recipe, drafter, bench.session.max_length_tokens, target.device)
     try:
         bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)
@@ -87,7 +88,7 @@ def make_arms(recipe: Recipe, drafter: Drafter, max_length_tokens: int, device: 
         arms.append(Arm(Autoregressive(), sampling, torch.Generator(device)))
         for method in recipe.eval.methods:
             generator = torch.Generator(device)
-            drafting = DrafterMethod(method.name, decoder, tree_builder(method), sampling, generator)
+            drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
             arms.append(Arm(drafting, sampling, generator))
     keys = [arm.key for arm in arms]
     for key in keys:

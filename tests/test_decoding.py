@@ -1,5 +1,7 @@
 """The loop: what counts as kept, where it stops, and that sampling keeps the target's distribution end to end."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,14 @@ from draftsmith.eval.methods import Autoregressive, DrafterMethod
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder
+from draftsmith.eval.tree_builders import (
+    BestFirstBuilder,
+    ChainBuilder,
+    MarginalBuilder,
+    StaticBuilder,
+    TreeBuilder,
+)
+from draftsmith.eval.tree_growers import StaticGrower
 from draftsmith.recipes.errors import UserError
 
 V = 11
@@ -141,26 +150,46 @@ def test_up_to_the_last_position(session: TargetSession) -> None:
     assert len(answer) == 45
 
 
-class NoisyDecoder:
-    """Drafts from fixed logits [G, V], as good or bad as they may be."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-
-    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
+class Noise:
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         pass
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         pass
 
+
+class NoisyDecoder(Noise):
+    """Drafts from fixed logits [G, V], as good or bad as they may be."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
     def draft(self) -> Tensor:
         return self._logits
 
 
-BUILDERS = {
+class NoisyStepwiseDecoder(Noise):
+    """Drafts from logits that are fixed for each path: by_path [V + 1, V], row 0 for the first token."""
+
+    num_depths = 2
+
+    def __init__(self, by_path: Tensor) -> None:
+        self._by_path = by_path
+
+    def begin(self) -> Tensor:
+        return self._by_path[:1]
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        assert parents == [0] * len(tokens)
+        return self._by_path[[1 + token for token in tokens]]
+
+
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
+BUILDERS: dict[str, TreeBuilder] = {
     "chain": ChainBuilder(),
-    "static": StaticBuilder([[0], [1], [2], [0, 0], [0, 1], [1, 0]]),
+    "static": StaticBuilder(PATHS),
     "best_first": BestFirstBuilder(nodes=5, branch=3),
+    "grown static": StaticGrower(PATHS),
 }
 
 
@@ -177,13 +206,15 @@ def third_token_distribution(target: LlamaForCausalLM, sampling: Sampling) -> Te
 
 @pytest.mark.parametrize("builder", BUILDERS.values(), ids=BUILDERS.keys())
 def test_sampling_keeps_the_distribution(
-    target: LlamaForCausalLM, session: TargetSession, builder: ChainBuilder
+    target: LlamaForCausalLM, session: TargetSession, builder: TreeBuilder
 ) -> None:
     """Chi-square of the third token over 700 answers; the 0.1 % quantile for 10 degrees of freedom is 29.6."""
     sampling = Sampling(0.9)
-    draft = torch.randn(2, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    stepwise = not isinstance(builder, MarginalBuilder)
+    draft = torch.randn(1 + V if stepwise else 2, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     generator = torch.Generator().manual_seed(4)
-    method = DrafterMethod("noisy", NoisyDecoder(draft), builder, sampling, generator)
+    decoder: Any = NoisyStepwiseDecoder(draft) if stepwise else NoisyDecoder(draft)
+    method = DrafterMethod("noisy", decoder, builder, sampling, generator)
     answers, rounds = 700, 0
     counts = torch.zeros(V, dtype=torch.float64)
     for _ in range(answers):

@@ -16,6 +16,7 @@ from draftsmith.eval.methods import Autoregressive, DrafterMethod
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
+from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.models.drafter import load_drafter_class
 
 GREEDY = Sampling()
@@ -26,6 +27,13 @@ BUILDERS: dict[str, TreeBuilder] = {
     "static": StaticBuilder([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
     "best_first": BestFirstBuilder(nodes=12, branch=4),
     "wide": BestFirstBuilder(nodes=30, branch=30, max_depth=2),
+}
+GROWERS: dict[str, TreeBuilder] = {
+    "chain": ChainGrower(),
+    "short chain": ChainGrower(max_depth=1),
+    "static": StaticGrower([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
+    "best_first": BestFirstGrower(nodes=12, branch=4),
+    "wide": BestFirstGrower(nodes=30, branch=30, max_depth=2),
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -54,7 +62,7 @@ class HalfRightDecoder:
         self._generator = torch.Generator().manual_seed(0)
         self._done = 0
 
-    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._done = 0
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
@@ -62,11 +70,31 @@ class HalfRightDecoder:
         self._done += len(committed_ids)
 
     def draft(self) -> Tensor:
-        logits = torch.rand(DEPTHS, self._vocabulary, generator=self._generator)
-        for depth, token in enumerate(self._answer[self._done : self._done + DEPTHS]):
+        return torch.cat([self._logits_after(self._answer[self._done : self._done + depth]) for depth in range(DEPTHS)])
+
+    def _logits_after(self, drafted: list[int]) -> Tensor:
+        """[1, V]: noise, with the answer's next token where what was drafted is the answer so far."""
+        logits = torch.rand(1, self._vocabulary, generator=self._generator)
+        rest = self._answer[self._done :]
+        if drafted == rest[: len(drafted)] and len(drafted) < len(rest):
             # Often the most likely token, else the second or third, or not to be found.
-            logits[depth, token] += float(torch.rand((), generator=self._generator)) * 1.2
+            logits[0, rest[len(drafted)]] += float(torch.rand((), generator=self._generator)) * 1.2
         return logits
+
+
+class HalfRightStepwiseDecoder(HalfRightDecoder):
+    """The same, a level at a time: a node knows how to go on only where the path to it is right."""
+
+    num_depths = DEPTHS
+
+    def begin(self) -> Tensor:
+        self._paths: list[list[int]] = [[]]
+        return self._logits_after([])
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        added = [[*self._paths[parent], token] for token, parent in zip(tokens, parents, strict=True)]
+        self._paths += added
+        return torch.cat([self._logits_after(path) for path in added])
 
 
 def greedy_reference(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
@@ -82,14 +110,20 @@ def greedy_reference(target: Any, prompt: list[int], new_tokens: int) -> list[in
     return ids[0, len(prompt) :].tolist()
 
 
-def check_all_trees(target: Any, prompts: list[list[int]], new_tokens: int) -> None:
+def check_all_trees(
+    target: Any,
+    prompts: list[list[int]],
+    new_tokens: int,
+    decoder_of: type[HalfRightDecoder] = HalfRightDecoder,
+    builders: dict[str, TreeBuilder] = BUILDERS,
+) -> None:
     vocabulary = target.config.vocab_size
     with TargetSession(target, max(map(len, prompts)) + new_tokens) as session:
         for prompt in prompts:
             wanted = greedy_reference(target, prompt, new_tokens)
             assert generate(session, Autoregressive(), prompt, GREEDY, new_tokens).ids == wanted
-            for name, builder in BUILDERS.items():
-                method = DrafterMethod(name, HalfRightDecoder(wanted, vocabulary), builder, GREEDY)
+            for name, builder in builders.items():
+                method = DrafterMethod(name, decoder_of(wanted, vocabulary), builder, GREEDY)
                 out = generate(session, method, prompt, GREEDY, new_tokens)
                 assert out.ids == wanted, name
                 assert out.rounds < len(wanted) - 1, f"{name}: no draft was accepted, so nothing was tested"
@@ -101,6 +135,13 @@ def test_tiny_targets(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).to(dtype).eval()
     check_all_trees(target, [[5, 6, 7, 8], [90, 3]], new_tokens=40)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_grown_trees(name: str) -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY[name]).eval()
+    check_all_trees(target, [[5, 6, 7, 8]], 40, HalfRightStepwiseDecoder, GROWERS)
 
 
 def test_eager_attention() -> None:

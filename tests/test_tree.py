@@ -8,9 +8,8 @@ import torch
 
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, tree_builder
+from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import MethodRecipe
 
 GREEDY = Sampling()
 
@@ -100,6 +99,9 @@ def test_best_first_respects_depth_and_branch() -> None:
     shallow = BestFirstBuilder(nodes=10, branch=2, max_depth=1).build(0, logits, GREEDY, None)
     assert shallow.tokens == [0, 0, 1]
     assert BestFirstBuilder(nodes=1, branch=2).build(0, logits, Sampling(0.7), None).q is None
+    # Outside a reduced draft vocabulary nothing is drafted, however wide the tree may be.
+    reduced = torch.tensor([[2.0, 1.0, -torch.inf]] * 2)
+    assert sorted(BestFirstBuilder(nodes=20, branch=3).build(0, reduced, GREEDY, None).tokens) == [0, 0, 0, 0, 1, 1, 1]
 
 
 def test_building_a_tree_is_fast() -> None:
@@ -151,9 +153,3 @@ def test_bad_static_paths(paths: list[list[int]], message: str) -> None:
 def test_static_tree_deeper_than_the_draft() -> None:
     with pytest.raises(UserError, match="2 deep and 1 wide, but the drafter drafts 1 tokens"):
         StaticBuilder([[0], [0, 0]]).build(0, torch.zeros(1, 4), GREEDY, None)
-
-
-def test_recipe_methods_become_builders() -> None:
-    assert isinstance(tree_builder(MethodRecipe(name="a")), ChainBuilder)
-    assert isinstance(tree_builder(MethodRecipe(name="b", tree="best_first")), BestFirstBuilder)
-    assert isinstance(tree_builder(MethodRecipe(name="c", tree="static", paths=[[0]])), StaticBuilder)
