@@ -16,6 +16,8 @@ n newly committed tokens, W tree nodes of one call.
 import difflib
 import importlib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +32,8 @@ from draftsmith.recipes.errors import UserError
 
 MODEL_TYPE_PREFIX = "draftsmith-"
 IGNORED_LABEL = -100
+# What a drafter's target must have in common with the one that it was made for.
+MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -107,6 +111,8 @@ class Drafter(PreTrainedModel):
     _attached: _Attached | None = None
     # Drafts a token from the tokens it drafted before (a StepwiseDecoder).
     stepwise = False
+    # Optimiser steps done; the trainer keeps it up to date.
+    training_step = 0
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -118,10 +124,32 @@ class Drafter(PreTrainedModel):
         """Whether its loss compares with the target's distribution, so that training hands it `teacher_features`."""
         return False
 
+    @property
+    def trains_target(self) -> bool:
+        """Whether the step at work also trains weights of this drafter inside the target (see `target_change`).
+
+        Training then hands it features that carry a gradient, and `teacher_features` of the target as it was.
+        """
+        return False
+
+    @property
+    def target_change(self) -> str | None:
+        """One plain sentence for the report, if attaching this drafter changes what the target says."""
+        return None
+
+    @contextmanager
+    def original_target(self) -> Iterator[None]:
+        """In here the target is as it was before the drafter changed it."""
+        yield
+
+    def learning_rate_factors(self) -> dict[str, float]:
+        """Factors on the recipe's learning rate, by the beginning of the parameters' names."""
+        return {}
+
     def attach(self, target: PreTrainedModel) -> "Drafter":
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
         expected, found = self.config.target_config, target.config
-        for key in ("model_type", "hidden_size", "vocab_size"):
+        for key in MATCHED_KEYS:
             if expected.get(key) != getattr(found, key, None):
                 raise UserError(
                     f"this drafter was made for a target with {key} {expected.get(key)} "
@@ -166,16 +194,29 @@ class Drafter(PreTrainedModel):
                 nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
                 hint = f"did you mean `{nearest[0]}`?" if nearest else f"valid keys there are {', '.join(valid)}"
                 raise UserError(f"unknown key `drafter.options.{key}`: {hint}")
+        # Under these names too where the architecture has others for them, as GPT-2 has.
+        matched = {key: getattr(target.config, key) for key in MATCHED_KEYS}
         config = cls.config_class(
-            target_config=target.config.to_dict(), target_name_or_path=target.config._name_or_path, **options
+            target_config={**target.config.to_dict(), **matched},
+            target_name_or_path=target.config._name_or_path,
+            **options,
         )
+        cls.complete_config(config, target)
         drafter = cls(config).to(target.device)
         drafter.attach(target)
         drafter.initialize_from_target(target)
         return drafter
 
+    @classmethod
+    def complete_config(cls, config: DrafterConfig, target: PreTrainedModel) -> None:
+        """Note down in the config what can only be read off the target."""
+
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start from the target's own weights where that helps."""
+
+    def freeze(self) -> "Drafter":
+        """Trained: from now on it only drafts, in eval mode and without gradients."""
+        return self.eval().requires_grad_(False)
 
 
 def load_drafter_class(kind: str) -> type[Drafter]:
@@ -209,7 +250,7 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
     drafter_class = load_drafter_class(model_type.removeprefix(MODEL_TYPE_PREFIX))
     drafter = drafter_class.from_pretrained(folder, dtype=target.dtype).to(target.device)
     drafter.attach(target)
-    return drafter.eval().requires_grad_(False)
+    return drafter.freeze()
 
 
 def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:

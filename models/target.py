@@ -123,16 +123,16 @@ def target_device(recipe: TargetRecipe) -> torch.device:
     return device
 
 
-@torch.no_grad()
 def target_features(
     target: PreTrainedModel,
     input_ids_bs: Tensor,
     attention_mask_bs: Tensor | None = None,
     position_ids_bs: Tensor | None = None,
     layers: tuple[int, ...] = (FINAL_FEATURES,),
+    with_gradient: bool = False,
 ) -> Tensor:
     """[B, S, F]: what the drafter reads of the target. One forward, no logits, no KV cache, no layer too many."""
-    with FeatureTap(target, layers, stop_early=True) as tap:
+    with torch.set_grad_enabled(with_gradient), FeatureTap(target, layers, stop_early=True) as tap:
         with contextlib.suppress(_AllTapped):
             target.base_model(
                 input_ids=input_ids_bs, attention_mask=attention_mask_bs, position_ids=position_ids_bs, use_cache=False

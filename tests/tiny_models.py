@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.drafter import Drafter, load_drafter_class
-from draftsmith.models.target import FINAL_FEATURES, target_features
+from draftsmith.models.target import target_features
+from draftsmith.train.trainer import training_features
 
 VOCABULARY, LENGTH = 61, 14
 
@@ -31,6 +32,7 @@ def tiny_drafter_of(kind: str, target: PreTrainedModel, **options: Any) -> Draft
         for parameter in drafter.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+    drafter.training_step = 10_000  # behind any warm-up
     return drafter.eval()
 
 
@@ -42,8 +44,8 @@ def random_batch(
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     mask = torch.zeros_like(ids)
     mask[:, 4:9], mask[:, 11:] = 1, 1
-    layers = (FINAL_FEATURES,) if drafter is None else drafter.feature_layers
-    rows = {"input_ids": ids, "features": target_features(target, ids, layers=layers), "loss_mask": mask}
-    if drafter is not None and drafter.needs_teacher:
-        rows["teacher_features"] = target_features(target, ids)
-    return rows
+    features, teacher = (
+        (target_features(target, ids), None) if drafter is None else training_features(drafter, target, ids)
+    )
+    rows = {"input_ids": ids, "features": features, "loss_mask": mask}
+    return rows if teacher is None else {**rows, "teacher_features": teacher}

@@ -90,7 +90,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if stop.requested:
         raise KeyboardInterrupt
     wall_time_s = time.perf_counter() - begin_s
-    if any(parameter.grad is not None for parameter in target.parameters()):
+    trained = set(drafter.parameters())  # which may lie inside the target
+    if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
     _save(trainer, run.drafter, args, settings, wall_time_s)
     return _read_report(run.drafter, was_finished=False)

@@ -44,8 +44,7 @@ class DrafterTrainer(Trainer):
     ) -> None:
         super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collate_right_padded, **kwargs)
         self.add_callback(LogLastStep())
-        self._target = target
-        self._feature_layers, self._needs_teacher = drafter.feature_layers, drafter.needs_teacher
+        self._drafter, self._target = drafter, target
         # Rows: loss sum, correct, labels of each depth; added up since the last log.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
@@ -60,23 +59,20 @@ class DrafterTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         ids = inputs["input_ids"]
+        self._drafter.training_step = self.state.global_step
         with torch.autocast(ids.device.type, enabled=False):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
-            features, teacher_features = self._features(ids)
+            features, teacher_features = training_features(self._drafter, self._target, ids)
         output: DrafterOutput = model(ids, features, inputs["loss_mask"], teacher_features=teacher_features)
         self._count(output, inputs["attention_mask"])
         return (output.loss, output) if return_outputs else output.loss
 
-    def _features(self, ids_bs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, S, F] for the drafter and, if its loss has a teacher, [B, S, D] final ones: from one forward."""
-        layers = self._feature_layers
-        if not self._needs_teacher:
-            return target_features(self._target, ids_bs, layers=layers), None
-        if FINAL_FEATURES not in layers:
-            layers = (*layers, FINAL_FEATURES)
-        parts = target_features(self._target, ids_bs, layers=layers).chunk(len(layers), dim=-1)
-        features = torch.cat(parts[: len(self._feature_layers)], dim=-1)
-        return features, parts[layers.index(FINAL_FEATURES)]
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        made_before = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        if not made_before:
+            apply_learning_rate_factors(optimizer, self._drafter)
+        return optimizer
 
     def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
         sums = [output.depth_loss_sum, output.depth_correct, output.depth_count]
@@ -105,6 +101,40 @@ class DrafterTrainer(Trainer):
         depth_logs["tokens_per_s"] = round(all_tokens / (now_s - self._last_log_s), 1)
         self._last_log_s = now_s
         return depth_logs
+
+
+def training_features(drafter: Drafter, target: PreTrainedModel, ids_bs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[B, S, F] for the drafter and, if its loss has a teacher, [B, S, D] final ones: from one forward if possible."""
+    layers, needs_teacher = drafter.feature_layers, drafter.needs_teacher
+    if drafter.trains_target:
+        teacher_features = None
+        if needs_teacher:
+            with drafter.original_target():
+                teacher_features = target_features(target, ids_bs)
+        return target_features(target, ids_bs, layers=layers, with_gradient=True), teacher_features
+    if not needs_teacher:
+        return target_features(target, ids_bs, layers=layers), None
+    wanted = layers if FINAL_FEATURES in layers else (*layers, FINAL_FEATURES)
+    parts = target_features(target, ids_bs, layers=wanted).chunk(len(wanted), dim=-1)
+    return torch.cat(parts[: len(layers)], dim=-1), parts[wanted.index(FINAL_FEATURES)]
+
+
+def apply_learning_rate_factors(optimizer: torch.optim.Optimizer, drafter: Drafter) -> None:
+    """Split a new optimizer's groups by `Drafter.learning_rate_factors`."""
+    factors = drafter.learning_rate_factors()
+    if not factors:
+        return
+    names = {parameter: name for name, parameter in drafter.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        by_factor: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            prefixes = [prefix for prefix in factors if names[parameter].startswith(prefix)]
+            by_factor.setdefault(factors[prefixes[0]] if prefixes else 1.0, []).append(parameter)
+        groups += [
+            {**group, "params": parameters, "lr": group["lr"] * factor} for factor, parameters in by_factor.items()
+        ]
+    optimizer.param_groups[:] = groups
 
 
 def last_whole_checkpoint(folder: Path) -> Path | None:
