@@ -1,0 +1,405 @@
+"""Losses against hand-derived numbers and plain autograd; the chunked head gives the same and never holds [N, V]."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.models import losses
+from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, chunk_rows, depth_loss, head_loss, lk_lambda, smooth_l1
+
+N, D, V, T = 7, 5, 11, 17  # rows, hidden, the head's vocabulary, a larger vocabulary of the teacher
+NAMES = tuple(LOSSES)
+TEACHER_NAMES = sorted(TEACHER_LOSSES)
+
+# p = (.5, .3, .2), q = (.2, .2, .6): alpha = .2 + .2 + .2, KL = .5 ln(5/2) + .3 ln(3/2) + .2 ln(1/3)
+P, Q, ALPHA = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6), 0.6
+KL = 0.5 * math.log(2.5) + 0.3 * math.log(1.5) - 0.2 * math.log(3.0)
+LAMBDA = math.exp(-3 * ALPHA)
+BY_HAND = {
+    "ce": -math.log(0.6),  # the label is token 2
+    "kl": KL,
+    "tv": 1 - ALPHA,
+    "lk_alpha": -math.log(ALPHA),
+    "lk_lambda": LAMBDA * KL + (1 - LAMBDA) * (1 - ALPHA),
+}
+
+
+def rows(seed: int = 0, vocabulary: int = V) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafter's logits, labels, teacher's logits."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, teacher_logits = 2 * torch.randn(2, N, vocabulary, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(vocabulary, (N,), generator=generator), teacher_logits
+
+
+def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    at = at.clone().requires_grad_()
+    return torch.autograd.grad(function(at).sum(), at)[0]
+
+
+# ---- rows ----
+
+
+def test_names() -> None:
+    assert set(LOSSES) == set(BY_HAND)
+    assert {"kl", "tv", "lk_alpha", "lk_lambda"} == TEACHER_LOSSES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_by_hand(name: str) -> None:
+    """Also: logits are only known up to a constant, and the other row does not interfere."""
+    logits = torch.tensor([Q, P], dtype=torch.float64).log() + torch.tensor([[3.0], [0.0]])
+    teacher_logits = torch.tensor([P, P], dtype=torch.float64).log() - 2.0
+    values = LOSSES[name](logits, torch.tensor([2, 0]), teacher_logits)
+    same = math.log(2) if name == "ce" else 0.0
+    torch.testing.assert_close(values, torch.tensor([BY_HAND[name], same], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_against_probabilities(name: str) -> None:
+    logits, labels, teacher_logits = rows()
+    q, p = logits.softmax(-1), teacher_logits.softmax(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    kl, weight = (p * (p / q).log()).sum(-1), torch.exp(-3 * alpha)
+    expected = {
+        "ce": -q[torch.arange(N), labels].log(),
+        "kl": kl,
+        "tv": 1 - alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": weight * kl + (1 - weight) * (1 - alpha),
+    }[name]
+    torch.testing.assert_close(LOSSES[name](logits, labels, teacher_logits), expected)
+
+
+def test_gradients_of_rows() -> None:
+    """ce: q - one-hot. kl: q - p. lk_alpha: that of TV over alpha. lk_lambda: a constant lambda mixes the two."""
+    logits, labels, teacher_logits = rows()
+    q, p = logits.softmax(-1), teacher_logits.softmax(-1)
+    grads = {}
+    for name, row_loss in LOSSES.items():
+        at = logits.clone().requires_grad_()
+        (grads[name],) = torch.autograd.grad(row_loss(at, labels, teacher_logits).sum(), at)
+    alpha = torch.minimum(p, q).sum(-1, keepdim=True)
+    weight = torch.exp(-3 * alpha)
+    # d TV / d q_v = -1 where q_v < p_v, else 0; through the softmax
+    slope = -(q < p).double()
+    torch.testing.assert_close(grads["ce"], q - F.one_hot(labels, V))
+    torch.testing.assert_close(grads["kl"], q - p)
+    torch.testing.assert_close(grads["tv"], q * (slope - (q * slope).sum(-1, keepdim=True)))
+    torch.testing.assert_close(grads["lk_alpha"], grads["tv"] / alpha)
+    torch.testing.assert_close(grads["lk_lambda"], weight * grads["kl"] + (1 - weight) * grads["tv"])
+
+
+def test_lk_lambda_between_kl_and_tv() -> None:
+    logits, labels, teacher_logits = rows()
+    kl, tv = (LOSSES[name](logits, labels, teacher_logits) for name in ("kl", "tv"))
+    torch.testing.assert_close(lk_lambda(logits, labels, teacher_logits, eta=0.0), kl)
+    torch.testing.assert_close(lk_lambda(logits, labels, teacher_logits, eta=1e4), tv)
+    middle = lk_lambda(logits, labels, teacher_logits)
+    assert ((middle > torch.minimum(kl, tv)) & (middle < torch.maximum(kl, tv))).all()
+
+
+@pytest.mark.parametrize("name", TEACHER_NAMES)
+def test_where_p_and_q_share_nothing(name: str) -> None:
+    """alpha = 2 exp(-400) is 0 in fp32. The loss stays finite, and all but TV pull towards the teacher's token."""
+    logits, labels, teacher_logits = torch.tensor([[400.0, 0.0]]), torch.tensor([1]), torch.tensor([[0.0, 400.0]])
+    expected, slope = {
+        "kl": (400.0, 1.0),
+        "tv": (1.0, 0.0),
+        "lk_alpha": (400.0 - math.log(2), 0.5),
+        "lk_lambda": (400.0, 1.0),
+    }[name]
+    torch.testing.assert_close(LOSSES[name](logits, labels, teacher_logits), torch.tensor([expected]))
+    grad = gradient(lambda z: LOSSES[name](z, labels, teacher_logits), logits)
+    torch.testing.assert_close(grad, torch.tensor([[slope, -slope]]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_softmax_is_in_fp32_at_least(name: str) -> None:
+    logits, labels, teacher_logits = rows()
+    half, half_teacher = logits.bfloat16(), teacher_logits.bfloat16()
+    value = LOSSES[name](half, labels, half_teacher)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, LOSSES[name](half.double(), labels, half_teacher.double()).float())
+    assert LOSSES[name](logits, labels, teacher_logits).dtype == torch.float64
+
+
+def test_smooth_l1() -> None:
+    """|d| = .5 costs .125, |d| = 2 costs 1.5, |d| = 1 costs .5; the mean of a row of 4 with one 0."""
+    features = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
+    teacher = torch.tensor([[1.5, 0.0, 4.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(smooth_l1(features, teacher), torch.tensor([(0.125 + 1.5 + 0.5) / 4, 0.0]))
+    torch.testing.assert_close(
+        gradient(lambda x: smooth_l1(x, teacher), features)[0] * 4, torch.tensor([-0.5, 1, -1, 0])
+    )
+    assert smooth_l1(features.bfloat16(), teacher).dtype == torch.float32
+
+
+# ---- through the head ----
+
+
+class Setting:
+    """Rows with weights, a head with a bias, a teacher with a larger vocabulary, all fp64."""
+
+    def __init__(self, trained: bool = True, reduced: bool = True) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.hidden_nd, self.teacher_nd = normal(N, D).requires_grad_(), normal(N, D)
+        self.head, self.teacher_head = nn.Linear(D, V).double(), nn.Linear(D, T if reduced else V).double()
+        with torch.no_grad():
+            for parameter in (*self.head.parameters(), *self.teacher_head.parameters()):
+                parameter.copy_(normal(*parameter.shape))
+        self.teacher_head.requires_grad_(False)
+        self.head.weight.requires_grad_(trained)
+        self.head.bias.requires_grad_(False)
+        self.labels_n = torch.randint(V, (N,), generator=generator)
+        self.weights_n = normal(N).abs()
+        self.columns = torch.randperm(T, generator=generator)[:V] if reduced else None
+
+    def run(self, loss: str, rows: slice = slice(None)) -> losses.HeadLoss:
+        return head_loss(
+            self.hidden_nd[rows], self.head, self.labels_n[rows], self.weights_n[rows], loss, self.teacher_nd[rows],
+            self.teacher_head, self.columns,
+        )  # fmt: skip
+
+    def reference(self, loss: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted sum, losses and logits by plain autograd."""
+        logits, teacher_logits = self.head(self.hidden_nd), self.teacher_head(self.teacher_nd)
+        teacher_logits = teacher_logits if self.columns is None else teacher_logits[:, self.columns]
+        losses_n = LOSSES[loss](logits, self.labels_n, teacher_logits)
+        return (losses_n * self.weights_n).sum(), losses_n, logits
+
+    def grads(self, loss: Tensor) -> list[Tensor | None]:
+        self.hidden_nd.grad = self.head.weight.grad = None
+        loss.backward()
+        return [self.hidden_nd.grad, self.head.weight.grad]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [1, 3, N, 100])
+@pytest.mark.parametrize("reduced", [True, False])
+def test_head_loss_equals_plain_autograd(name: str, chunk: int, reduced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk * V)
+    assert chunk_rows(V, D) == chunk
+    setting = Setting(reduced=reduced)
+    result = setting.run(name)
+    expected, losses_n, logits = setting.reference(name)
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(result.losses_n, losses_n.detach())
+    torch.testing.assert_close(
+        result.cross_entropy_n, F.cross_entropy(logits, setting.labels_n, reduction="none").detach()
+    )
+    assert result.correct_n.tolist() == (logits.argmax(-1) == setting.labels_n).tolist()
+    torch.testing.assert_close(setting.grads(2.5 * result.loss), setting.grads(2.5 * expected))
+    assert [part.requires_grad for part in result] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"lk_lambda"}))
+def test_gradcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 3 * V)
+    setting = Setting()
+
+    def loss(hidden_nd: Tensor, weight_vd: Tensor) -> Tensor:
+        del setting.head.weight
+        setting.hidden_nd, setting.head.weight = hidden_nd, weight_vd
+        return setting.run(name).loss
+
+    torch.autograd.gradcheck(loss, (setting.hidden_nd, setting.head.weight.detach().requires_grad_()))
+
+
+def test_gradient_of_lk_lambda() -> None:
+    """Not that of its value, as lambda is held: KL and TV, which pass gradcheck, with lambda moved into the weights."""
+    setting = Setting()
+    result, weights_n = setting.run("lk_lambda"), setting.weights_n
+    lambda_n = torch.exp(-3 * (1 - setting.run("tv").losses_n))
+    grads = setting.grads(result.loss)
+    setting.weights_n = lambda_n * weights_n
+    kl = setting.run("kl").loss
+    setting.weights_n = (1 - lambda_n) * weights_n
+    torch.testing.assert_close(grads, setting.grads(kl + setting.run("tv").loss))
+
+
+def test_correct_is_the_argmax() -> None:
+    head = nn.Linear(3, 3, bias=False).requires_grad_(False)
+    head.weight.copy_(torch.eye(3))
+    hidden = torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0], [0.0, 1.0, 5.0]])
+    result = head_loss(hidden, head, torch.tensor([0, 2, 2]), torch.ones(3))
+    assert result.correct_n.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frozen_head_and_no_grad(name: str) -> None:
+    """A frozen head gets no gradient, and neither that nor `no_grad` changes a value."""
+    trained, frozen = Setting(), Setting(trained=False)
+    torch.testing.assert_close(frozen.run(name), trained.run(name), atol=0, rtol=0)
+    hidden_grad, head_grad = frozen.grads(frozen.run(name).loss)
+    assert head_grad is None
+    torch.testing.assert_close(hidden_grad, trained.grads(trained.run(name).loss)[0], atol=0, rtol=0)
+    with torch.no_grad():
+        result = trained.run(name)
+    assert result.loss.grad_fn is None
+    torch.testing.assert_close(result, trained.run(name), atol=0, rtol=0)
+    trained.hidden_nd = trained.hidden_nd.detach()  # only the head is trained
+    assert trained.run(name).loss.requires_grad
+
+
+@pytest.mark.parametrize("name", TEACHER_NAMES)
+def test_the_teacher_has_the_same_head_by_default(name: str) -> None:
+    """And so a drafter whose hidden states are the target's loses nothing."""
+    setting = Setting(reduced=False)
+    result = head_loss(
+        setting.teacher_nd.clone(), setting.head, setting.labels_n, setting.weights_n, name, setting.teacher_nd
+    )
+    torch.testing.assert_close(result.losses_n, torch.zeros(N, dtype=torch.float64))
+    assert result.cross_entropy_n.min() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows(name: str) -> None:
+    setting = Setting()
+    result = setting.run(name, slice(0))
+    assert result.loss.item() == 0.0
+    assert [len(part) for part in result[1:]] == [0, 0, 0]
+    for grad, shape in zip(setting.grads(result.loss), [(N, D), (V, D)], strict=True):
+        torch.testing.assert_close(grad, torch.zeros(shape, dtype=torch.float64), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["ce", "lk_lambda"])
+def test_dtypes(name: str) -> None:
+    """Products in the head's dtype, or in autocast's; losses in fp32; gradients in their owner's dtype."""
+    setting = Setting(reduced=False)
+    hidden_nd, teacher_nd = setting.hidden_nd.detach().float(), setting.teacher_nd.float()
+
+    def run(head: nn.Linear, weight: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        head.requires_grad_(False).weight.requires_grad_()
+        hidden = hidden_nd.clone().requires_grad_()
+        result = head_loss(hidden, head, setting.labels_n, torch.full((N,), weight), name, teacher_nd)
+        grads = torch.autograd.grad(result.loss, (hidden, head.weight))
+        return result.losses_n, grads[0] / weight, grads[1].float() / weight
+
+    half, single = nn.Linear(D, V).bfloat16(), nn.Linear(D, V)
+    half.load_state_dict(setting.head.state_dict())
+    single.load_state_dict(half.state_dict())
+    in_half, in_single = run(half), run(single)
+    assert [part.dtype for part in in_half] == [torch.float32] * 3
+    torch.testing.assert_close(in_half, in_single, atol=0.05, rtol=0.05)
+    assert not torch.equal(in_half[0], in_single[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = run(single)
+    torch.testing.assert_close(under_autocast[:2], in_half[:2], atol=0, rtol=0)
+    # The head's gradient of a row is not rounded on its way into an fp32 head.
+    torch.testing.assert_close(under_autocast[2].bfloat16().float(), in_half[2], atol=0, rtol=0)
+    # A mean over very many labels: weights below fp16's smallest number.
+    small = run(nn.Linear(D, V).half().requires_grad_(False), 1e-9)
+    assert small[1].abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"teacher_nd": None}, "pass teacher_nd"),
+        ({"head": nn.Sequential(nn.Linear(D, V, bias=False))}, "not a Sequential"),
+        ({"head": nn.Linear(D, V)}, "bias=False"),
+        ({"teacher_head": nn.Identity()}, "not a Identity"),
+    ],
+)
+def test_misuse(change: dict[str, Any], message: str) -> None:
+    setting = Setting(reduced=False)
+    arguments: dict[str, Any] = {"head": setting.head, "teacher_nd": setting.teacher_nd, **change}
+    with pytest.raises(ValueError, match=message):
+        head_loss(setting.hidden_nd, labels_n=setting.labels_n, weights_n=setting.weights_n, loss="kl", **arguments)
+
+
+# ---- memory ----
+
+
+class LiveElements(TorchDispatchMode):
+    """The most elements that tensors made inside held after any one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._live = 0, dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() // tensor.element_size())
+        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(elements for _, elements in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times the rows take a few [D] and numbers more for each, far less than their logits [V] would."""
+    hidden_size, vocabulary, chunk = 4, 300, 10
+    head = nn.Linear(hidden_size, vocabulary, bias=False)
+
+    def peak(num_rows: int) -> int:
+        hidden_nd, teacher_nd = torch.randn(2, num_rows, hidden_size).unbind()
+        labels_n, weights_n = torch.arange(num_rows) % vocabulary, torch.rand(num_rows)
+        hidden_nd.requires_grad_()
+        with LiveElements() as live:
+            head_loss(hidden_nd, head, labels_n, weights_n, name, teacher_nd).loss.backward()
+        return live.peak
+
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk * vocabulary)
+    few, many = peak(100), peak(300)
+    assert few < 16 * chunk * vocabulary
+    assert many - few < 200 * 5 * hidden_size
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 10**9)
+    assert peak(300) > 300 * vocabulary  # the count sees them where they do exist
+
+
+def test_chunk_rows() -> None:
+    """Few rows for a large vocabulary, but never so few that the products wait for the head."""
+    assert chunk_rows(4096, 192) == 1024
+    assert chunk_rows(1 << 24, 8) == 1
+    assert chunk_rows(128_256, 4096) == 256
+
+
+# ---- depths ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_depth_loss(name: str) -> None:
+    """Means per depth, then weights; depth 2 of 4 has no rows. The log's sums are cross entropies whatever the loss."""
+    setting = Setting()
+    weights, depths = [0.4, 0.3, 0.2, 0.1], [0, 3, 1, 0, 0, 3, 1]
+    result: Any = depth_loss(
+        setting.hidden_nd, torch.tensor(depths), setting.labels_n, setting.head, weights, name, setting.teacher_nd,
+        setting.teacher_head, setting.columns,
+    )  # fmt: skip
+    assert result.depth_count.tolist() == [3, 2, 0, 2]
+    _, losses_n, logits = setting.reference(name)
+    cross_entropy_n = F.cross_entropy(logits, setting.labels_n, reduction="none")
+    correct_n = logits.argmax(-1) == setting.labels_n
+    expected = torch.zeros((), dtype=torch.float64)
+    for depth, weight in enumerate(weights):
+        mine = torch.tensor(depths) == depth
+        if mine.any():
+            expected = expected + weight * losses_n[mine].mean()
+        torch.testing.assert_close(result.depth_loss_sum[depth], cross_entropy_n[mine].sum().detach())
+        assert result.depth_correct[depth] == correct_n[mine].sum()
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(setting.grads(result.loss), setting.grads(expected))
+
+
+def test_depth_loss_without_rows() -> None:
+    setting = Setting()
+    none = torch.zeros(0, dtype=torch.long)
+    result: Any = depth_loss(setting.hidden_nd[:0], none, none, setting.head, torch.tensor([0.5, 0.5]))
+    assert result.loss.item() == 0.0
+    assert result.depth_count.tolist() == [0, 0]
+    assert result.depth_loss_sum.tolist() == result.depth_correct.tolist() == [0.0, 0.0]
