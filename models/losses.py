@@ -160,20 +160,25 @@ def depth_loss(
 
     Args:
         depth_n: [N] depth of each row, counted from 0.
+        labels_n: [N] rows of the head, or a negative number for a token that a reduced head does not have: `ce` then
+            ignores the row, the other losses use its teacher; it counts as wrong, with no cross entropy.
         depth_weights_g: [G], sum 1. A depth without rows adds nothing.
 
     The others are those of `head_loss`.
     """
     weight_g = torch.as_tensor(depth_weights_g, dtype=_softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
-    count_g = torch.bincount(depth_n, minlength=len(weight_g))
-    weights_n = (weight_g / count_g.clamp(min=1))[depth_n]
-    result = head_loss(hidden_nd, head, labels_n, weights_n, loss, teacher_nd, teacher_head, teacher_columns)
     zeros_g = torch.zeros_like(weight_g)
+    known_n = (labels_n >= 0).to(weight_g.dtype)
+    counts_n = known_n if loss == "ce" else torch.ones_like(known_n)
+    rows_g = zeros_g.index_add(0, depth_n, counts_n)
+    weights_n = (weight_g / rows_g.clamp(min=1))[depth_n] * counts_n
+    labels_n = labels_n.clamp(min=0)
+    result = head_loss(hidden_nd, head, labels_n, weights_n, loss, teacher_nd, teacher_head, teacher_columns)
     return DrafterOutput(
         loss=result.loss,
-        depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n),
-        depth_correct=zeros_g.index_add(0, depth_n, result.correct_n.to(zeros_g.dtype)),
-        depth_count=count_g,
+        depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
+        depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
+        depth_count=torch.bincount(depth_n, minlength=len(weight_g)),
     )
 
 
