@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -213,6 +214,9 @@ class Drafter(PreTrainedModel):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start from the target's own weights where that helps."""
+
+    def prepare(self, dataset: Dataset) -> None:
+        """Look at the tokens that it will be trained on (`input_ids`, `loss_mask`), once, before the first step."""
 
     def freeze(self) -> "Drafter":
         """Trained: from now on it only drafts, in eval mode and without gradients."""

@@ -77,6 +77,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     target, _ = load_target(recipe.target.model_copy(update={"device": str(args.device)}))
     torch.manual_seed(recipe.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
+    drafter.prepare(tokens)
     trainer, stop = DrafterTrainer(drafter, target, args, tokens), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
