@@ -12,7 +12,7 @@ size.
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,13 @@ def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
     skeleton = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.get_default_dtype())
     return TargetLayers(skeleton.layers, skeleton.norm)
+
+
+class RememberedAttention(Protocol):
+    """Attention to rows of earlier forwards, whose keys and values it keeps for every layer."""
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[1, R, H, Dh] for queries [1, H, R, Dh]; keeps the new keys and values [1, Hkv, R, Dh]."""
 
 
 class CachedAttention:
@@ -149,7 +156,7 @@ def _attend(
     scaling: float | None = None,
     group_rows: GroupRows | None = None,
     group_backend: str = "folded",
-    cached_attention: CachedAttention | None = None,
+    cached_attention: RememberedAttention | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, N, Dh] -> ([1, N, H, Dh], no weights)."""
