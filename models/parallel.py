@@ -25,7 +25,9 @@ from draftsmith.models.drafter import (
     MODEL_TYPE_PREFIX,
     Drafter,
     DrafterConfig,
+    DrafterDecoder,
     DrafterOutput,
+    StepwiseDecoder,
     depth_labels,
 )
 from draftsmith.models.drafter_options import normalized_weights, number, one_of, whole_number
@@ -99,7 +101,7 @@ class ParallelDrafter(Drafter):
     (`build`, `run_layers`) or the loss (`label_loss`), never the groups.
     """
 
-    config_class = ParallelDrafterConfig
+    config_class: type[DrafterConfig] = ParallelDrafterConfig
     base_model_prefix = "drafter"
     _no_split_modules: list[str] = []  # noqa: RUF012
 
@@ -266,7 +268,7 @@ class ParallelDrafter(Drafter):
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return rotary(hidden, position_ids)
 
-    def decoder(self, max_length_tokens: int) -> ParallelDecoder:
+    def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         return ParallelDecoder(self, max_length_tokens)
 
 
