@@ -17,9 +17,9 @@ import torch
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.spec_bench import SpecBench
-from draftsmith.eval.stage import make_arms
+from draftsmith.eval.stage import load_drafters, make_arms
 from draftsmith.eval.summary import summarize_timing
-from draftsmith.models.drafter import load_drafter, load_drafter_class
+from draftsmith.models.drafter import load_drafter_class
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
@@ -40,14 +40,14 @@ def main() -> None:
     folder = RunFolder(recipe)
     trained = (folder.drafter / "config.json").is_file()
     if trained:
-        drafter = load_drafter(folder.drafter, target)
+        drafters = load_drafters(recipe, target)
     else:
         torch.manual_seed(recipe.seed)
         kind = load_drafter_class(recipe.drafter.kind)
-        drafter = kind.from_target(target, recipe.drafter.options).to(target.device).eval()
+        drafters = {folder.drafter: kind.from_target(target, recipe.drafter.options).to(target.device).eval()}
     questions = load_questions(recipe.eval.questions, arguments.questions_per_category)
     bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
-    bench.arms = make_arms(recipe, drafter, bench.session.max_length_tokens, target.device)
+    bench.arms = make_arms(recipe, drafters, bench.session.max_length_tokens, target.device)
     with tempfile.TemporaryDirectory() as scratch:
         log = JsonlLog(Path(scratch) / "records.jsonl")
         bench.run(log, arguments.repeats, warmup_questions=2)

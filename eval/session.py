@@ -74,6 +74,7 @@ class TargetSession:
         self._bias_of: dict[TreeShape, Tensor] = {}
         takes = inspect.signature(target.forward).parameters
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._feature_layers = feature_layers
         self._tap = FeatureTap(target, feature_layers)
         if target not in _probed:
             self._probe()
@@ -90,6 +91,12 @@ class TargetSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def read_layers(self, feature_layers: tuple[int, ...]) -> None:
+        """Give other features from now on: before a sequence, for the method that will decode it."""
+        if feature_layers != self._feature_layers:
+            self._tap.close()
+            self._feature_layers, self._tap = feature_layers, FeatureTap(self._target, feature_layers)
 
     @property
     def length_tokens(self) -> int:

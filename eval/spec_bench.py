@@ -40,11 +40,12 @@ PROCESS = uuid.uuid4().hex
 
 @dataclass
 class Arm:
-    """One method at one temperature: one row of the table."""
+    """One method at one temperature: one row of the table. `feature_layers`: what its drafter reads of the target."""
 
     method: Method
     sampling: Sampling
     generator: torch.Generator
+    feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
 
     @property
     def key(self) -> str:
@@ -61,7 +62,6 @@ class SpecBench:
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, arm) has its own stream, whatever was resumed.
-        feature_layers: What the drafter reads of the target.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class SpecBench:
         questions: list[Question],
         max_new_tokens: int,
         seed: int = 0,
-        feature_layers: tuple[int, ...] = (FINAL_FEATURES,),
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
@@ -86,7 +85,7 @@ class SpecBench:
                 "use shorter questions in eval.questions"
             )
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
-        self.session = TargetSession(target, length, feature_layers)
+        self.session = TargetSession(target, length)
 
     def run(self, log: JsonlLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet."""
@@ -126,6 +125,7 @@ class SpecBench:
 
     def _ask(self, arm: Arm, question: Question, max_new_tokens: int) -> dict[str, Any]:
         """All turns of a question, with the method's own answers as history."""
+        self.session.read_layers(arm.feature_layers)
         history: list[Turn] = []
         answer: dict[str, Any] = {
             "method": arm.method.name,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.eval.charts import draw_charts
@@ -21,7 +23,7 @@ from draftsmith.models.drafter import Drafter, load_drafter
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import MethodRecipe, Recipe
 
 WEIGHTS = "model.safetensors"
 
@@ -33,22 +35,27 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
         UserError: No trained drafter, bad questions, or records of other settings in the way.
     """
     folder = RunFolder(recipe)
-    if not (folder.drafter / "config.json").is_file():
-        raise UserError(f"no trained drafter in {folder.drafter}: run `draftsmith train` with this recipe first")
+    for drafter_folder in _drafter_folders(recipe):
+        if not (drafter_folder / "config.json").is_file():
+            raise UserError(f"no trained drafter in {drafter_folder}: run `draftsmith train` with its recipe first")
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
-    check_settings(folder.eval / "settings.json", _settings(recipe, folder))
+    check_settings(folder.eval / "settings.json", _settings(recipe))
     target, tokenizer = load_target(recipe.target)
-    drafter = load_drafter(folder.drafter, target)
-    wanted, layers = recipe.eval.max_new_tokens, drafter.feature_layers
-    bench = SpecBench(target, tokenizer, [], questions, wanted, recipe.seed, layers)
-    bench.arms = make_arms(recipe, drafter, bench.session.max_length_tokens, target.device)
+    drafters = load_drafters(recipe, target)
+    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    bench.arms = make_arms(recipe, drafters, bench.session.max_length_tokens, target.device)
     try:
         bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)
     finally:
         bench.session.close()
-    notes = {"questions": len(bench.questions), "left_out": bench.left_out, "device": _device_name(target.device)}
+    notes = {
+        "questions": len(bench.questions),
+        "left_out": bench.left_out,
+        "device": _device_name(target.device),
+        "target_change": next((d.target_change for d in drafters.values() if d.target_change), None),
+    }
     write_atomically(folder.eval / "notes.json", json.dumps(notes, indent=2) + "\n")
-    weights = {"drafter": folder.drafter / WEIGHTS} if (folder.drafter / WEIGHTS).is_file() else {}
+    weights = {str(part): part / WEIGHTS for part in drafters if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(recipe.eval.questions), **weights})
     return report_again(recipe)
 
@@ -60,7 +67,9 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     if not log_file.is_file() or not notes_file.is_file():
         raise UserError(f"{folder.eval} holds no finished measurement: run `draftsmith eval` with this recipe first")
     records = [record for record in JsonlLog(log_file) if record["run"] < recipe.eval.runs]
-    summary, timing = summarize(records), summarize_timing(records)
+    notes = {"target_change": None, **json.loads(notes_file.read_text(encoding="utf-8"))}
+    summary = [row | {"target_change": notes["target_change"]} for row in summarize(records)]
+    timing = summarize_timing(records)
     write_answers(records, folder.eval / "answers", recipe.name)
     write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(folder.eval / "timing.json", json.dumps(timing, indent=2) + "\n")
@@ -72,24 +81,38 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
         "provenance": json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"],
         "turns_left_out": sum(_turns_left_out(record) for record in records if record["run"] == 0),
         "command": f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}",
-        **json.loads(notes_file.read_text(encoding="utf-8")),
+        **notes,
     }
     write_report(folder.root, facts, pictures)
     print_table(summary)
     return summary
 
 
-def make_arms(recipe: Recipe, drafter: Drafter, max_length_tokens: int, device: torch.device) -> list[Arm]:
-    """The baseline and every method of the recipe, at every temperature. The drafter's memory is shared by all."""
-    decoder = drafter.decoder(max_length_tokens)
+def load_drafters(recipe: Recipe, target: PreTrainedModel) -> dict[Path, Drafter]:
+    """The drafters that the recipe's methods use, by folder.
+
+    Raises:
+        UserError: One of several drafters changes the target, which the others were not made for.
+    """
+    drafters = {folder: load_drafter(folder, target) for folder in _drafter_folders(recipe)}
+    for folder, drafter in drafters.items():
+        if drafter.target_change and len(drafters) > 1:
+            raise UserError(f"{folder} changes the target: measure it in a run of its own, not beside other drafters")
+    return drafters
+
+
+def make_arms(recipe: Recipe, drafters: dict[Path, Drafter], max_length_tokens: int, device: torch.device) -> list[Arm]:
+    """The baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory."""
+    decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
     arms = []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
         arms.append(Arm(Autoregressive(), sampling, torch.Generator(device)))
         for method in recipe.eval.methods:
-            generator = torch.Generator(device)
+            folder = _drafter_folder(recipe, method)
+            decoder, generator = decoders[folder], torch.Generator(device)
             drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
-            arms.append(Arm(drafting, sampling, generator))
+            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers))
     keys = [arm.key for arm in arms]
     for key in keys:
         if keys.count(key) > 1:
@@ -97,14 +120,24 @@ def make_arms(recipe: Recipe, drafter: Drafter, max_length_tokens: int, device: 
     return arms
 
 
-def _settings(recipe: Recipe, folder: RunFolder) -> dict[str, Any]:
+def _drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
+    """Where the method's drafter lies: the run's own, unless it names another."""
+    return RunFolder(recipe).drafter if method.drafter is None else Path(method.drafter).expanduser()
+
+
+def _drafter_folders(recipe: Recipe) -> list[Path]:
+    """Each once, in the order of the methods."""
+    return list(dict.fromkeys(_drafter_folder(recipe, method) for method in recipe.eval.methods))
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
     """What a measurement depends on. More runs may be added later, so their number is not part of it."""
-    weights = folder.drafter / WEIGHTS
+    weights = [part / WEIGHTS for part in _drafter_folders(recipe)]
     return {
         "eval": recipe.eval.model_dump(exclude={"runs"}),
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
-        "drafter_weights": sha256_of(weights) if weights.is_file() else None,
+        "drafter_weights": [sha256_of(file) if file.is_file() else None for file in weights],
         "questions_file": sha256_of(questions_file(recipe.eval.questions)),
     }
 

@@ -72,6 +72,7 @@ class MethodRecipe(Section):
     nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
     branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")
     paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
+    drafter: str | None = Field(None, description="folder of another trained drafter; by default the run's own")
 
     @model_validator(mode="after")
     def _static_needs_paths(self) -> "MethodRecipe":

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.jsonl_log import JsonlLog
@@ -79,10 +80,28 @@ def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBenc
     return SpecBench(target, LetterTokenizer(), arms, QUESTIONS, max_new_tokens=12, seed=3)
 
 
-def test_the_drafters_layers_reach_the_session(target: LlamaForCausalLM, bench: SpecBench) -> None:
-    deep = SpecBench(target, LetterTokenizer(), bench.arms, QUESTIONS, max_new_tokens=12, feature_layers=(0, -1))
-    assert deep.session.prefill([1, 2]).features.shape == (2, 2 * 16)
-    assert bench.session.prefill([1, 2]).features.shape == (2, 16)
+def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> None:
+    """Drafters of different kinds side by side: each is handed the features that it asked for, every time."""
+    widths: dict[str, set[int]] = {"deep": set(), "plain": set()}
+
+    class Watching(FixedDecoder):
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+            widths[self._name].add(features.shape[-1])
+
+        def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+            widths[self._name].add(features.shape[-1])
+
+    greedy = Sampling()
+    bench.arms = [
+        Arm(Autoregressive(), greedy, torch.Generator()),
+        Arm(DrafterMethod("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)),
+        Arm(DrafterMethod("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
+    ]
+    bench.run(JsonlLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
+    assert widths == {"deep": {3 * 16}, "plain": {16}}
 
 
 def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
