@@ -5,7 +5,6 @@ asked for in decoding? `draftsmith.train.parity`).
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,12 +26,11 @@ from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.arguments import training_arguments
 from draftsmith.train.collate import collate_right_padded
-from draftsmith.train.parity import ROW_TOKENS, check_parity
+from draftsmith.train.parity import check_parity
 from draftsmith.train.stage import load_tokens
 
 STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}
 PREVIEW_TOKENS = 400
-SHORTEST_ROW_TOKENS = 8
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Diagnosis:
 
     def show(self, console: Console, preview_rows: int) -> None:
         """The preview, then the checklist, so that the result is what stands last."""
-        rows = next((part.rows for part in reversed(self.parts) if part.rows), [])[:preview_rows]
+        rows = rows_of(self.parts)[:preview_rows]
         if rows:
             console.print(_legend(console))
         for number, row in enumerate(rows, start=1):
@@ -85,7 +83,7 @@ def examine(recipe: Recipe) -> Diagnosis:
     """
     target, tokenizer = load_target(recipe.target)
     parts = _data(recipe, target, tokenizer)
-    rows = [row for part in reversed(parts) for row in part.rows]
+    rows = rows_of(parts)
     parts.append(Checked("target", [_draft_trees(target)]))
     parts.append(
         Checked(f"drafter ({recipe.drafter.kind})", [_training_arguments(recipe), _drafter(recipe, target, rows)])
@@ -93,12 +91,18 @@ def examine(recipe: Recipe) -> Diagnosis:
     return Diagnosis(recipe.name, parts, tokenizer)
 
 
+def rows_of(parts: list[Checked]) -> list[TokenizedConversation]:
+    """Those nearest to training: of the distilled tokens if there are any, else of the source."""
+    return next((part.rows for part in reversed(parts) if part.rows), [])
+
+
 def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
     """The row's text: what carries loss in colour, the rest dim; `marks` puts it between « and » too."""
     text = Text()
     shown = list(zip(row.input_ids, row.loss_mask, strict=True))[:PREVIEW_TOKENS]
     for carries_loss, run in groupby(shown, key=lambda pair: bool(pair[1])):
-        piece = tokenizer.decode([token_id for token_id, _ in run], skip_special_tokens=False)
+        # A negative id is a defect of the data that is told elsewhere; decode() would raise.
+        piece = tokenizer.decode([max(0, token_id) for token_id, _ in run], skip_special_tokens=False)
         text.append(f"«{piece}»" if marks and carries_loss else piece, "bold green" if carries_loss else "dim")
     if len(row.input_ids) > PREVIEW_TOKENS:
         text.append(f" ... and {len(row.input_ids) - PREVIEW_TOKENS} more tokens", "italic")
@@ -147,22 +151,10 @@ def _training_arguments(recipe: Recipe) -> Finding:
 
 
 def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Finding:
-    row_ids = _row_for_parity(rows, target.get_input_embeddings().weight.shape[0])
     try:
-        return check_parity(recipe.drafter.kind, recipe.drafter.options, target, row_ids)
+        return check_parity(recipe.drafter.kind, recipe.drafter.options, target, rows)
     except UserError as error:
         return Finding("drafter", "defect", str(error))
     except torch.OutOfMemoryError:
         sentence = "not checked: the target in fp32 does not fit into the GPU's memory; try target.device=cpu"
         return Finding("train = decode", "warning", sentence)
-
-
-def _row_for_parity(rows: list[TokenizedConversation], vocabulary_size: int) -> list[int]:
-    """The row whose length is nearest to what the check reads; ids counting upwards where the data has none."""
-    usable: Iterator[list[int]] = (
-        row.input_ids
-        for row in rows
-        if len(row.input_ids) >= SHORTEST_ROW_TOKENS and 0 <= min(row.input_ids) <= max(row.input_ids) < vocabulary_size
-    )
-    made_up = [token_id % vocabulary_size for token_id in range(ROW_TOKENS // 2)]
-    return min(usable, key=lambda ids: abs(len(ids) - ROW_TOKENS), default=made_up)

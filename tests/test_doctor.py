@@ -170,6 +170,17 @@ def test_ids_outside_the_vocabulary_are_counted(tmp_path: Path) -> None:
     assert figures["tokens_outside"] == sum(token >= 60 for row in case.rows() for token in row.input_ids) > 0
 
 
+def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
+    """-100, as labels have it, is no token: it is told, and neither the preview nor the parity check stumbles."""
+    case = clinic(tmp_path)
+    row = case.rows()[0]
+    case.distilled([TokenizedConversation([*row.input_ids, -100, -100], [*row.loss_mask, 0, 0])])
+    code, findings, _ = case.examine(rows=1)
+    assert code == 1
+    assert findings["tokens/vocabulary"]["sentence"].startswith("2 tokens (ids -100) are outside")
+    assert findings["drafter/train = decode"]["severity"] == "ok"
+
+
 def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
     """Skipping was asked for; a third of the conversations is cut; the tokenizer knows tokens that no row has."""
     case = clinic(

@@ -15,14 +15,17 @@ from math import isfinite
 from typing import Any, cast
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.data.chat_tokens import TokenizedConversation
 from draftsmith.data.finding import Finding
 from draftsmith.models.drafter import Drafter, DrafterDecoder, StepwiseDecoder, load_drafter_class
 from draftsmith.models.target import target_features
 
 TOLERANCE = 1e-4  # of the logits' standard deviation, in fp32
+SHORTEST_ROW_TOKENS = 8
 ROW_TOKENS = 128  # more would cost memory (G * S * V logits) and find nothing else
 SEED = 0
 NOISE_FRAC = 0.1  # of a parameter's root mean square
@@ -104,8 +107,16 @@ def perturb(drafter: Drafter, seed: int = SEED) -> None:
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
-def check_parity(kind: str, options: dict[str, Any], target: PreTrainedModel, row_ids: list[int]) -> Finding:
-    """Train = decode for a new drafter of this kind on one row of data. Turns a half-precision target to fp32.
+def check_parity(
+    kind: str, options: dict[str, Any], target: PreTrainedModel, rows: list[TokenizedConversation]
+) -> Finding:
+    """Train = decode for a new drafter of this kind on one of the rows. Turns a half-precision target to fp32.
+
+    Args:
+        kind: `drafter.kind` of the recipe.
+        options: `drafter.options` of the recipe.
+        target: Any; a drafter may change it.
+        rows: A sample of the data; ids counting upwards do where no row of it can be used.
 
     Raises:
         UserError: The kind or an option is wrong, or the target is not supported.
@@ -117,8 +128,12 @@ def check_parity(kind: str, options: dict[str, Any], target: PreTrainedModel, ro
     with torch.random.fork_rng(devices):
         torch.manual_seed(SEED)
         drafter = drafter_class.from_target(target, options).eval()
+    usable = _usable(rows, target.get_input_embeddings().weight.shape[0])
+    columns = {"input_ids": [row.input_ids for row in usable], "loss_mask": [row.loss_mask for row in usable]}
+    drafter.prepare(Dataset.from_dict(columns))
     perturb(drafter)
-    ids_s = torch.tensor(row_ids[:ROW_TOKENS], device=target.device)
+    row = min(usable, key=lambda row: abs(len(row.input_ids) - ROW_TOKENS))
+    ids_s = torch.tensor(row.input_ids[:ROW_TOKENS], device=target.device)
     prefixes = loop_like_prefixes(len(ids_s))
     worst = worst_difference(drafter, target, ids_s, None, prefixes)
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
@@ -144,6 +159,18 @@ def check_parity(kind: str, options: dict[str, Any], target: PreTrainedModel, ro
         "and the feature at t-1, and depth d predicts x_(t+d)",
         figures,
     )
+
+
+def _usable(rows: list[TokenizedConversation], vocabulary: int) -> list[TokenizedConversation]:
+    """Rows that are long enough and that the target can read; a made-up one if there is none."""
+    usable = [
+        row
+        for row in rows
+        if len(row.input_ids) >= SHORTEST_ROW_TOKENS and 0 <= min(row.input_ids) <= max(row.input_ids) < vocabulary
+    ]
+    half = ROW_TOKENS // 4
+    made_up = TokenizedConversation([token % vocabulary for token in range(2 * half)], [0] * half + [1] * half)
+    return usable or [made_up]
 
 
 def loop_like_prefixes(length: int) -> list[int]:
