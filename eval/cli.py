@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.eval.pipeline import console, run_all, run_distill, run_doctor, run_eval, run_report, run_train
+from draftsmith.eval.pipeline import (
+    console,
+    run_all,
+    run_compare,
+    run_distill,
+    run_doctor,
+    run_eval,
+    run_plan,
+    run_report,
+    run_train,
+)
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -88,6 +98,53 @@ def doctor(
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
     _next(f"draftsmith {'train' if is_distilled else 'distill'} {_again(recipe, overrides)}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    memory_gib: Annotated[float | None, typer.Option(help="The device's memory: say whether training fits.")] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="The device's peak, in the recipe's dtype; measured here by default.")
+    ] = None,
+    utilisation: Annotated[float, typer.Option(help="Share of that rate that a training step reaches.")] = 0.4,
+    labelled_share: Annotated[
+        float | None, typer.Option(help="Plan for full rows with this share of labels, not for the data there is.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
+) -> None:
+    """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
+    loaded = load_recipe(recipe, overrides)
+    run_plan(
+        loaded,
+        json_file,
+        memory_gib=memory_gib,
+        peak_tflops=peak_tflops,
+        utilisation=utilisation,
+        labelled_share=labelled_share,
+    )
+
+
+@app.command()
+@exit_with_one_sentence()
+def compare(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE ... [section.key=value ...]", help="Recipes, and values for all."),
+    ],
+    name: Annotated[str, typer.Option(help="The folder of the common table under runs_dir.")] = "comparison",
+    vary: Annotated[
+        str | None, typer.Option(help="section.key=value,value,...: one variant of a single recipe for each value.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table's rows to this file too.")] = None,
+) -> None:
+    """Train several drafters on the same data and measure them side by side in one process."""
+    files = [argument for argument in recipes if "=" not in argument]
+    overrides = [argument for argument in recipes if "=" in argument]
+    loaded = run_compare(files, overrides, vary, name, json_file)
+    _where_to_go_next(loaded)
 
 
 def _where_to_go_next(recipe: Recipe) -> None:

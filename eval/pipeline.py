@@ -3,11 +3,15 @@
 Each stage imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 
 console = Console(highlight=False, soft_wrap=True)
@@ -62,8 +66,40 @@ def run_doctor(recipe: Recipe, preview_rows: int, json_file: Path | None) -> boo
     return diagnosis.healthy
 
 
+def run_plan(recipe: Recipe, json_file: Path | None, **options: Any) -> None:
+    """Say what training will need, from configs alone. `options` are those of `PlanOptions`."""
+    from draftsmith.train.plan import PlanOptions, make_plan
+    from draftsmith.train.plan_table import show_plan
+
+    console.rule(f"[bold]plan[/bold]  {recipe.name}: {recipe.drafter.kind} drafter for {recipe.target.model}")
+    plan = make_plan(recipe, PlanOptions(**options))
+    show_plan(plan, console)
+    if json_file is not None:
+        plan.write_json(json_file)
+
+
 def run_all(recipe: Recipe) -> None:
     """Everything, in one process."""
     run_distill(recipe)
     run_train(recipe)
     run_eval(recipe)
+
+
+def run_compare(
+    recipe_files: list[str], overrides: list[str], vary: str | None, name: str, json_file: Path | None
+) -> Recipe:
+    """Train every recipe, or every variant of one, and measure all in one process. Returns the common recipe."""
+    from draftsmith.eval.compare import compare, expand_variants, joint_recipe
+
+    if vary is not None and len(recipe_files) != 1:
+        raise UserError(f"--vary needs exactly one recipe, not {len(recipe_files)}")
+    if vary is not None:
+        recipes = expand_variants(recipe_files[0], overrides, vary)
+    else:
+        recipes = [load_recipe(file, overrides) for file in recipe_files]
+    if not recipes:
+        raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
+    rows = compare(recipes, name)
+    if json_file is not None:
+        write_atomically(json_file, json.dumps(rows, indent=2) + "\n")
+    return joint_recipe(recipes, name)

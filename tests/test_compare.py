@@ -1,0 +1,70 @@
+"""Several recipes in one table: one baseline, one process, data made once."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from draftsmith.eval.cli import app
+from draftsmith.eval.compare import _changes_target, compare, expand_variants, joint_recipe
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+
+
+def test_variants_of_one_key() -> None:
+    variants = expand_variants("quickstart", ["train.max_steps=3"], "drafter.options.num_masks=1,3")
+    assert [(v.name, v.drafter.options["num_masks"], v.train["max_steps"]) for v in variants] == [
+        ("quickstart-num_masks-1", 1, 3),
+        ("quickstart-num_masks-3", 3, 3),
+    ]
+    with pytest.raises(UserError, match=r"must look like section\.key=value,value"):
+        expand_variants("quickstart", [], "drafter.options.num_masks=1,,3")
+
+
+def test_the_joint_recipe_names_every_drafter() -> None:
+    variants = expand_variants("quickstart", ["runs_dir=elsewhere"], "drafter.options.inputs=hidden,both")
+    joint = joint_recipe(variants, "table")
+    assert joint.name == "table"
+    assert [(method.name, method.drafter) for method in joint.eval.methods] == [
+        (f"quickstart-inputs-{inputs}/parallel-{tree}", f"elsewhere/quickstart-inputs-{inputs}/drafter")
+        for inputs in ("hidden", "both")
+        for tree in ("chain", "tree")
+    ]
+    kept = joint_recipe([load_recipe("quickstart"), load_recipe("embedded-medusa")], "table")
+    assert [method.name for method in kept.eval.methods] == [
+        "parallel-chain", "parallel-tree", "medusa-chain", "medusa-tree",
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_compared() -> None:
+    with pytest.raises(UserError, match=r"as eval\.max_new_tokens differ"):
+        compare([load_recipe("quickstart"), load_recipe("embedded-medusa", ["eval.max_new_tokens=64"])], "table")
+    with pytest.raises(UserError, match="as target differ"):
+        compare([load_recipe("quickstart"), load_recipe("embedded-medusa", ["target.dtype=float64"])], "table")
+    with pytest.raises(UserError, match="give each a `name` of its own"):
+        compare([load_recipe("quickstart"), load_recipe("quickstart")], "table")
+
+
+def test_a_drafter_that_changes_its_target_is_measured_alone() -> None:
+    assert _changes_target(load_recipe("embedded-medusa2"))
+    assert not _changes_target(load_recipe("embedded-medusa"))
+
+
+@pytest.mark.slow
+def test_a_whole_comparison(tmp_path: Path) -> None:
+    """Two kinds of drafters; the second takes over the first one's conversations."""
+    overrides = [
+        f"runs_dir={tmp_path}", "data.conversations.limit=6", "data.distill.max_new_tokens=32", "train.max_steps=2",
+        "eval.limit_per_category=1", "eval.runs=1", "eval.max_new_tokens=16", "eval.warmup_questions=0",
+    ]  # fmt: skip
+    command = ["compare", "quickstart", "embedded-medusa", *overrides, "--name", "table"]
+    result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "rows.json")])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    overall = {row["method"]: row for row in rows if row["category"] == "overall"}
+    assert list(overall) == ["autoregressive", "parallel-chain", "parallel-tree", "medusa-chain", "medusa-tree"]
+    assert all(row["greedy_identical"] for row in overall.values())
+    first, second = (tmp_path / name / "data" / "distilled.jsonl" for name in ("quickstart", "embedded-medusa"))
+    assert first.read_text() == second.read_text()
+    assert (tmp_path / "table" / "report.md").is_file()
