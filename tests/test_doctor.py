@@ -368,3 +368,10 @@ def test_the_quickstart_on_the_embedded_target_is_healthy(tmp_path: Path) -> Non
     assert {entry["severity"] for entry in findings} == {"ok"}
     assert 0 < findings[-1]["figures"]["largest_difference"] < 1e-4
     assert result.stdout.count("<|end|>»") >= 2
+
+
+def test_a_target_that_cannot_be_loaded_is_no_diagnosis(tmp_path: Path) -> None:
+    clinic(tmp_path)
+    result = CliRunner().invoke(cli.app, ["doctor", str(tmp_path / "mine.yaml"), f"target.model={tmp_path}/gone"])
+    assert result.exit_code == 2
+    assert "gone is not a folder" in result.stderr
