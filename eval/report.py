@@ -38,9 +38,10 @@ def headline(summary: list[dict[str, Any]]) -> str:
     identical = [row["greedy_identical"] for row in rows if row["greedy_identical"] is not None]
     if not identical:
         return sentence + "."
+    whose = "the changed target's" if best.get("target_change") else "the target's"
     if all(identical):
-        return sentence + "; every greedy answer is identical to the target's."
-    return sentence + "; NOT LOSSLESS: some greedy answers differ from the target's."
+        return sentence + f"; every greedy answer is identical to {whose}."
+    return sentence + f"; NOT LOSSLESS: some greedy answers differ from {whose}."
 
 
 def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) -> list[Path]:
@@ -49,7 +50,7 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`.
+            `turns_left_out`, `command`, and `target_change` if the drafter comes with another target.
         pictures: PNG files below `root`.
     """
     environment = jinja2.Environment(
@@ -65,6 +66,7 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
     values = {
         **facts,
         "headline": headline(summary),
+        "target_change": facts.get("target_change"),
         "tau_definition": TAU_DEFINITION,
         "overall": [row for row in summary if row["category"] == OVERALL],
         "by_category": _by_category(summary),
@@ -136,6 +138,8 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
     console = console or Console()
     console.print(table)
     console.print(TAU_DEFINITION, style="italic")
+    for sentence in {row["target_change"] for row in summary if row.get("target_change")}:
+        console.print(sentence, style="bold")
 
 
 def _by_method(summary: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
