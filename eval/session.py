@@ -187,10 +187,13 @@ class TargetSession:
             self.prefill(prompt)
             tree = DraftTree([root, elder, younger], TreeShape.of((-1, 0, 0)))
             seen = self.forward_tree(tree).logits[2]
+            # What a target gives that does not see the mask: the younger at its place, looking at the elder.
             self._cache.reset()
-            # What the younger sibling must give, and what it gives where the mask is ignored.
+            self.prefill(prompt)
+            positions = torch.tensor([[2, 3, 3]], device=self.device)
+            wrong = self._forward(tree.tokens, positions, self._tree_mask(TreeShape.chain(2), 2)).logits[2]
+            self._cache.reset()
             right = self._logits_after([*prompt, root, younger])
-            wrong = self._logits_after([*prompt, root, elder, younger])
         except UserError:
             self.close()
             raise

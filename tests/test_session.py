@@ -168,9 +168,13 @@ def test_a_sliding_window_limits_the_session() -> None:
     assert longest_sequence_tokens(model) == 16
 
 
-def test_a_target_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a model would give wrong answers silently; the probe compares siblings with separate runs."""
-    model = tiny("llama")
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config).eval()
     forward = model.forward
 
     def deaf(*args: Any, attention_mask: Any = None, **options: Any) -> Any:
