@@ -25,6 +25,8 @@ from draftsmith.recipes.schema import MethodRecipe
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "eagle": [{"loss": "lk_lambda", "attention": "dense"}],
+    "eagle_parallel": [{"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce"}],
     "medusa": [{"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"}],
     "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce"}],
     "parallel": [{"inputs": "embedding", "num_layers": 2}],
