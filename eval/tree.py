@@ -54,10 +54,13 @@ class TreeShape:
     @cached_property
     def attention_mask(self) -> Tensor:
         """[N, N] bool: row u is true at u and at u's ancestors."""
-        mask = torch.eye(len(self.parents), dtype=torch.bool)
-        for node in range(1, len(self.parents)):
-            mask[node] |= mask[self.parents[node]]
-        return mask
+        # Bytes instead of tensors: best-first trees have a new shape nearly every round.
+        nodes = len(self.parents)
+        rows: list[bytearray] = []
+        for node, parent in enumerate(self.parents):
+            rows.append(bytearray(rows[parent]) if node else bytearray(nodes))
+            rows[node][node] = 1
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(nodes, nodes)
 
     @cached_property
     def depths_tensor(self) -> Tensor:

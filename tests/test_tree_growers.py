@@ -254,6 +254,7 @@ SAMPLED: dict[str, TreeBuilder] = {
     "static chain": StaticGrower([[0], [0, 0]]),
     "static": StaticGrower([[0], [1], [0, 0], [1, 0], [1, 1]]),
     "all siblings": StaticGrower([[0], [1], [2], [2, 0], [1, 0]]),
+    "gaps in the ranks": StaticGrower([[0], [2], [2, 1]]),
     "best first": BestFirstGrower(nodes=6, branch=2),
 }
 
@@ -314,8 +315,9 @@ def test_sampled_trees_keep_the_distribution(
 def test_q_is_the_distribution_of_a_nodes_own_children() -> None:
     table = random_table(5, 4, 3)
     generator = torch.Generator().manual_seed(0)
-    for grower in (ChainGrower(), StaticGrower([[0], [1], [0, 0], [1, 0], [1, 0, 0]])):
-        for sampling in (Sampling(0.8), Sampling(1.0, top_k=1)):
+    paths = [[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [1, 0, 0]]
+    for grower in (ChainGrower(), StaticGrower(paths)):
+        for sampling in (Sampling(0.8), Sampling(1.0, top_k=2)):
             decoder = TableDecoder(table, 3)
             tree = grower.propose(3, decoder, sampling, generator)
             assert tree.q is not None
@@ -323,9 +325,9 @@ def test_q_is_the_distribution_of_a_nodes_own_children() -> None:
             for node, path in enumerate([(), *paths_in(tree)]):
                 if tree.children(node):
                     torch.testing.assert_close(tree.q[node], sampling.probabilities(table[path]), atol=0, rtol=0)
-    # With top-k 1 there is one child a node: of the static tree the chain [0], [0, 0] is left.
-    assert tree.parents == (-1, 0, 1)
-    assert decoder.widths == [1]
+    # With top-k 2 there is no third sibling and nothing below it: neither [2] nor [0, 2] is drawn or expanded.
+    assert tree.parents == (-1, 0, 0, 1, 1, 2, 3, 4, 5)
+    assert decoder.widths == [2, 3]
 
 
 def test_draws_without_replacement() -> None:
