@@ -54,6 +54,8 @@ def group_attention(
         UserError: Unknown backend, or one that this device cannot run.
     """
     scale = q_bhqsd.shape[-1] ** -0.5 if scale is None else scale
+    # Under autocast RoPE leaves queries and keys in fp32 beside values in half precision; kernels want one dtype.
+    q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
         return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale)
     if backend == "dense":

@@ -53,6 +53,17 @@ def test_folded_equals_dense(shape: tuple[int, ...], dtype: torch.dtype, contigu
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
+def test_rope_under_autocast_leaves_queries_and_keys_in_fp32(backend: str) -> None:
+    """`train.bf16`: the result is that of all three in bf16, and each gradient has its input's dtype."""
+    q, k, v = random_qkv(SHAPES[1], torch.float32)
+    expected = group_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), backend=backend)
+    out = group_attention(q, k, v.bfloat16(), backend=backend)
+    out.float().sum().backward()
+    assert torch.equal(out, expected)
+    assert all(part.grad is not None and part.grad.dtype == torch.float32 for part in (q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["folded", "dense"])
 @pytest.mark.parametrize(("shape", "query_streams"), [(SHAPES[1], 1), (SHAPES[1], 4), (SHAPES[2], 2), (SHAPES[4], 1)])
 def test_queries_of_the_last_streams_are_a_slice_of_all(
     backend: str, shape: tuple[int, ...], query_streams: int
