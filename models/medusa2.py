@@ -109,6 +109,14 @@ class Medusa2Drafter(MedusaDrafter):
         """Borrow the embedding and the LM head, and lend the LoRA to the target in place of an earlier one."""
         super().attach(target)
         config = self.config
+        remove(target)
+        there = linear_shapes(target, ALL_LINEAR)
+        for name, shape in config.lora_shapes.items():
+            if there.get(name) != shape:
+                raise UserError(
+                    f"this drafter changes layer {name} {shape} of its target ({config.target_name_or_path}), and this "
+                    f"target has {there.get(name, 'no such layer')}: use it with that target, or train one for this"
+                )
         inject(target, self.lora, config.lora_shapes, config.lora_rank, config.lora_alpha)
         self.__dict__["_target"] = target  # hidden from torch, which would take it for a part of the drafter
         return self

@@ -4,7 +4,7 @@ The drafter owns one `LoraPair` for each linear layer that it changes, in a tree
 so that they are trained, saved and resumed with it; `inject` lends these very modules to peft's layers in the target.
 In its file they are named `<prefix>.model.layers.0.self_attn.q_proj.lora_A.weight`, as in peft's own checkpoints.
 
-A target holds one such adapter at a time: `inject` takes an earlier one out first.
+A target holds one such adapter at a time: `remove` takes an earlier one out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -83,8 +83,7 @@ def linear_shapes(target: PreTrainedModel, wanted: str | list[str]) -> dict[str,
 
 
 def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank: int, alpha: float) -> None:
-    """Let the target compute with the pairs of this tree; an adapter of ours that it already has is taken out first."""
-    remove(target)
+    """Let the target, which has no adapter, compute with the pairs of this tree."""
     names = list(names)
     config = LoraConfig(
         r=rank,

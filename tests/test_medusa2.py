@@ -373,6 +373,14 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         Medusa2Drafter.from_target(tiny_target(), options)
 
 
+def test_a_target_with_other_layers_is_refused() -> None:
+    drafter = tiny_medusa2(tiny_target(intermediate_size=40), lora_targets=["down_proj"])
+    with pytest.raises(UserError, match=r"changes layer model.layers.0.mlp.down_proj \[40, 32\].*has \[48, 32\]"):
+        drafter.attach(tiny_target())
+    with pytest.raises(UserError, match=r"changes layer model.layers.1.mlp.down_proj \[40, 32\].*has no such layer"):
+        drafter.attach(tiny_target(intermediate_size=40, num_hidden_layers=1))
+
+
 def test_a_target_with_an_adapter_of_its_own_is_refused() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
