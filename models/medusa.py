@@ -184,9 +184,11 @@ class MedusaDrafter(Drafter):
 
     def logits_of(self, previous: Tensor) -> Tensor:
         """h_{t-1} [..., D] -> [G, ..., V] of all heads."""
-        head_dtype = self.attached.lm_head.weight.dtype if self.config.lm_heads == "shared" else self.dtype
-        hidden = previous.to(self.dtype)
-        return torch.stack([self.lm_head_of(j)(blocks(hidden).to(head_dtype)) for j, blocks in enumerate(self.blocks)])
+        hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
+        if self.config.lm_heads == "shared":
+            lm_head: Any = self.attached.lm_head
+            return lm_head(hidden.to(lm_head.weight.dtype))  # one product
+        return torch.stack([lm_head(part) for lm_head, part in zip(self.lm_heads, hidden, strict=True)])
 
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":
         return MedusaDecoder(self)
