@@ -125,6 +125,7 @@ def plan(
         utilisation=utilisation,
         labelled_share=labelled_share,
     )
+    _next(f"draftsmith doctor {_again(recipe, overrides)}")
 
 
 @app.command()

@@ -1,0 +1,135 @@
+"""One training step of a recipe on tensors without values (`DryRun`): what it allocates and computes, from configs.
+
+The same calls in the same order as `DrafterTrainer`: the target's features, the drafter's forward and loss, backward,
+clipping, the optimiser. So it holds for every drafter in `models/`, and for one that does not exist yet.
+
+Shapes: B batch, S sequence.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from draftsmith.models.drafter import load_drafter_class
+from draftsmith.models.target import target_without_weights
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.dry_run import DryRun, Phase
+from draftsmith.train.trainer import training_features
+
+# A drafter that warms up is planned as it is afterwards.
+LATE_STEP = 1 << 40
+KINDS = ("target", "drafter", "gradients", "optimiser", "features", "activations", "logits")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one optimiser step of one process needs. Phases in their order."""
+
+    phases: dict[str, Phase]
+    tokens: int  # real ones, padding left out
+
+    @property
+    def peak(self) -> tuple[str, Phase]:
+        """The phase that needs most, and its needs."""
+        return max(self.phases.items(), key=lambda item: item[1].peak_bytes)
+
+    def flops(self) -> dict[str, int]:
+        """FLOPs by part of the step."""
+        total: Counter[str] = Counter()
+        for name, phase in self.phases.items():
+            total[name] += phase.flops["layers"]
+            total["LM head"] += phase.flops["head"]
+        return {name: flops for name, flops in total.items() if flops}
+
+
+class DryTraining:
+    """A recipe's target and drafter without values, ready for steps.
+
+    Args:
+        recipe: Its target's config must be within reach, weights are not needed.
+        args: Of the recipe's `train` section.
+
+    Raises:
+        UserError: As `load_target` and `Drafter.from_target`, or the optimiser cannot be had.
+    """
+
+    def __init__(self, recipe: Recipe, args: TrainingArguments) -> None:
+        self._args = args
+        self._run = run = DryRun()
+        with run.building():
+            self.target = target_without_weights(recipe.target)
+            self.drafter = load_drafter_class(recipe.drafter.kind).from_target(self.target, recipe.drafter.options)
+        run.adopt(self.target, "target")
+        run.adopt(self.drafter, "drafter")
+        run.logits_widths = _vocabulary_sizes(self.target.config, self.drafter.config)
+        head = self.target.get_output_embeddings()
+        run.count_products_as_head(head.weight)
+        self.drafter.train()
+        self.drafter.training_step = LATE_STEP
+        if args.gradient_checkpointing:
+            if not self.drafter.supports_gradient_checkpointing:
+                raise UserError(
+                    f"key `train.gradient_checkpointing`: drafter {recipe.drafter.kind} has none; leave it out"
+                )
+            self.drafter.gradient_checkpointing_enable()
+        self.trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(lambda p: run.count_as("gradients", p.grad))
+        self._optimizer = self._make_optimizer()
+
+    def step(self, inputs: dict[str, Tensor]) -> StepCost:
+        """The cost of a step on this batch: `input_ids`, `loss_mask`, `attention_mask` [B, S], as collated."""
+        run, args = self._run, self._args
+        run.phases = {}
+        ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
+        run.count_as("features", inputs)
+        with run.phase("target forward"):
+            if args.gradient_accumulation_steps > 1:
+                self._allocate_gradients()  # left by the batch before
+            features = training_features(self.drafter, self.target, ids)
+            run.count_as("features", features)
+        with run.phase("drafter forward"), self._autocast():
+            loss = self.drafter(ids, features[0], loss_mask, teacher_features=features[1]).loss
+        with run.phase("backward"):
+            loss.backward()
+        del loss, features
+        with run.phase("optimiser step"):
+            if args.max_grad_norm:
+                nn.utils.clip_grad_norm_(self.trained, args.max_grad_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return StepCost(run.phases, int(inputs["attention_mask"].sum()))
+
+    def _make_optimizer(self) -> Any:
+        """With the state that its first step makes."""
+        try:
+            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(self._args, self.drafter)
+            optimizer = optimizer_class(self.trained, **options)
+        except (ImportError, ValueError, TypeError) as error:
+            raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
+        with self._run:
+            self._allocate_gradients()
+            optimizer.step()
+            self._run.count_as("optimiser", list(optimizer.state.values()))
+            optimizer.zero_grad()
+        return optimizer
+
+    def _allocate_gradients(self) -> None:
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
+            self._run.count_as("gradients", parameter.grad)
+
+    def _autocast(self) -> torch.autocast:
+        dtype = torch.float16 if self._args.fp16 else torch.bfloat16
+        return torch.autocast("cpu", dtype=dtype, enabled=self._args.bf16 or self._args.fp16)
+
+
+def _vocabulary_sizes(*configs: Any) -> tuple[int, ...]:
+    """Of the target, and of a drafter that has a smaller one."""
+    values = {key: value for config in configs for key, value in vars(config).items() if key.endswith("vocab_size")}
+    return tuple({value for value in values.values() if isinstance(value, int)})
