@@ -162,14 +162,12 @@ class FeatureTap:
         self._caught: dict[int, Tensor] = {}
         self._stop_after = None if not stop_early or FINAL_FEATURES in layers else max(layers)
         self._hooks = []
+        residual = sorted({layer for layer in layers if layer != FINAL_FEATURES})
+        blocks = decoder_layers(target) if residual else nn.ModuleList()
+        if residual and (residual[0] < 0 or residual[-1] > len(blocks)):
+            raise UserError(f"feature layers {list(layers)} do not exist: the target has layers 0 to {len(blocks)}")
         if FINAL_FEATURES in layers:
             self._hooks.append(target.base_model.register_forward_hook(self._catch_output(FINAL_FEATURES)))
-        residual = sorted({layer for layer in layers if layer != FINAL_FEATURES})
-        if not residual:
-            return
-        blocks = decoder_layers(target)
-        if residual[0] < 0 or residual[-1] > len(blocks):
-            raise UserError(f"feature layers {list(layers)} do not exist: the target has layers 0 to {len(blocks)}")
         for layer in residual:
             if layer == 0:
                 self._hooks.append(blocks[0].register_forward_pre_hook(self._catch_input, with_kwargs=True))

@@ -53,5 +53,7 @@ def test_no_layer_too_many_and_no_hook_left() -> None:
 
 
 def test_a_layer_that_does_not_exist() -> None:
+    target = tiny_model("llama")
     with pytest.raises(UserError, match="layers 0 to 3"):
-        FeatureTap(tiny_model("llama"), (1, 4))
+        FeatureTap(target, (FINAL_FEATURES, 4))
+    assert not target.base_model._forward_hooks

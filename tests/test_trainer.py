@@ -202,3 +202,9 @@ def test_no_tokens_says_distill_first(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "there").model_copy(update={"name": "nowhere"})
     with pytest.raises(UserError, match="run `draftsmith distill`"):
         train_drafter(recipe)
+
+
+def test_gradient_checkpointing_is_refused_where_there_is_none(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "checkpointing", gradient_checkpointing=True)
+    with pytest.raises(UserError, match=r"`train\.gradient_checkpointing`: drafter parallel has none"):
+        train_drafter(recipe)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.recipes.errors import UserError
 
@@ -34,6 +34,20 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         return TrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
+
+
+def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedModel) -> None:
+    """Where the recipe asks for it.
+
+    Raises:
+        UserError: This kind of drafter has none.
+    """
+    if not args.gradient_checkpointing:
+        return
+    if not drafter.supports_gradient_checkpointing:
+        kind = drafter.config.model_type.rpartition("-")[2]
+        raise UserError(f"key `train.gradient_checkpointing`: drafter {kind} has none; leave it out")
+    drafter.gradient_checkpointing_enable()
 
 
 def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from draftsmith.models.drafter import load_drafter_class
 from draftsmith.models.target import target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.arguments import enable_gradient_checkpointing
 from draftsmith.train.dry_run import DryRun, Phase
 from draftsmith.train.trainer import training_features
 
@@ -71,12 +72,7 @@ class DryTraining:
         run.count_products_as_head(head.weight)
         self.drafter.train()
         self.drafter.training_step = LATE_STEP
-        if args.gradient_checkpointing:
-            if not self.drafter.supports_gradient_checkpointing:
-                raise UserError(
-                    f"key `train.gradient_checkpointing`: drafter {recipe.drafter.kind} has none; leave it out"
-                )
-            self.drafter.gradient_checkpointing_enable()
+        enable_gradient_checkpointing(args, self.drafter)
         self.trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(lambda p: run.count_as("gradients", p.grad))

@@ -20,7 +20,7 @@ from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.arguments import training_arguments
+from draftsmith.train.arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.interrupt import StopOnInterrupt
 from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
 
@@ -78,6 +78,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     torch.manual_seed(recipe.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
     drafter.prepare(tokens)
+    enable_gradient_checkpointing(args, drafter)
     trainer, stop = DrafterTrainer(drafter, target, args, tokens), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
