@@ -186,8 +186,8 @@ Measured on held-out modules, greedy, at most {max_new_tokens} new tokens, over 
 | answers cut by the length limit | {truncated:.1%} |
 
 Share of answers that are exactly the reference. `docstring` and `source` ask for text from memory about modules that
-were never seen, so about nothing can be right there; the others could be read off the prompt, which a model this small learns only
-in part.
+were never seen, so about nothing can be right there; the others could be read off the prompt, which a model this small
+learns only in part.
 
 | category | exact |
 |---|---|
