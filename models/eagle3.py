@@ -30,7 +30,8 @@ class Eagle3Config(Eagle3ShapeConfig):
     """Options of EAGLE-3, the keys of `drafter.options` in a recipe.
 
     Args:
-        ttt_steps: Depths that are trained, each on the outputs of the one before, and the longest path drafted.
+        ttt_steps: Depths that are trained, each on the outputs of the one before; 1 is no training-time test.
+        draft_depth: The longest path that is drafted, one forward of the layer a level; `ttt_steps` by default.
         feature_layers: Layers of the target whose residual streams are fused.
         draft_vocab_size: Draft this many of the most frequent tokens only.
         attention: Training backend: `folded`, `dense` or `flex`.
@@ -46,6 +47,7 @@ class Eagle3Config(Eagle3ShapeConfig):
         target_config: dict[str, Any] | None = None,
         target_name_or_path: str = "",
         ttt_steps: int = 5,
+        draft_depth: int | None = None,
         feature_layers: list[int] | None = None,
         draft_vocab_size: int | None = None,
         attention: str = "folded",
@@ -55,6 +57,9 @@ class Eagle3Config(Eagle3ShapeConfig):
         **kwargs: Any,
     ) -> None:
         self.ttt_steps = whole_number("ttt_steps", ttt_steps, at_least=1)
+        self.draft_depth = ttt_steps
+        if draft_depth is not None:
+            self.draft_depth = whole_number("draft_depth", draft_depth, at_least=1)
         kwargs["num_masks"] = ttt_steps - 1
         super().__init__(
             target_config,
@@ -113,7 +118,7 @@ class Eagle3Drafter(Eagle3Shape):
         return self.fc.weight.new_empty(0, 2 * self.fc.out_features)
 
     def decoder(self, max_length_tokens: int) -> StepwiseDecoder:
-        return TreeDecoder(self, max_length_tokens, self.config.num_depths)
+        return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
 
 
 class EarlierStreams:

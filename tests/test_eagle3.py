@@ -149,6 +149,13 @@ def test_it_starts_from_the_targets_last_layer() -> None:
     assert torch.equal(mine.hidden_norm.weight, theirs.input_layernorm.weight)
 
 
+def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
+    _, drafter = target_and_drafter()
+    assert drafter.decoder(LENGTH).num_depths == drafter.config.num_depths == STEPS
+    _, drafter = target_and_drafter(draft_depth=7)
+    assert (drafter.decoder(LENGTH).num_depths, drafter.config.num_depths) == (7, STEPS)
+
+
 @pytest.mark.parametrize(
     ("num_layers", "expected"),
     [
@@ -171,6 +178,7 @@ def test_default_feature_layers(num_layers: int, expected: list[int]) -> None:
         ({"feature_layers": []}, "ascending"),
         ({"feature_layers": 3}, "ascending"),
         ({"ttt_steps": 0}, "ttt_steps` must be a whole number of at least 1"),
+        ({"draft_depth": 0}, "draft_depth` must be a whole number of at least 1"),
         ({"num_masks": 2}, "unknown key `drafter.options.num_masks`"),
         ({"draft_vocab_size": 62}, "draft_vocab_size` 62 is more than the target's vocabulary of 61"),
         ({"draft_vocab_size": 0}, "draft_vocab_size` must be a whole number of at least 1"),
