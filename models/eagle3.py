@@ -106,7 +106,8 @@ class Eagle3Drafter(Eagle3Shape):
             memory.begin_stream(stream)
             outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
             places.append(place_n)
-            feedback_bsd = torch.zeros_like(feedback_bsd).index_copy(0, stream.index_n, self.feedback_of(outputs[-1]))
+            feedback_nd = self.feedback_of(outputs[-1])
+            feedback_bsd = feedback_nd.new_zeros(feedback_bsd.shape).index_copy(0, stream.index_n, feedback_nd)
         return torch.cat(outputs)[torch.cat(places).argsort()]
 
     def feedback_of(self, hidden: Tensor) -> Tensor:

@@ -149,6 +149,24 @@ def test_it_starts_from_the_targets_last_layer() -> None:
     assert torch.equal(mine.hidden_norm.weight, theirs.input_layernorm.weight)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_bf16(kind: str) -> None:
+    """Trained in fp32 or in autocast beside a bf16 target, then drafting in bf16: near the fp32 loss."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
+    drafter = tiny_drafter_of(kind, target, draft_vocab_size=REDUCED)
+    batch = random_batch(target, drafter=drafter)
+    plain = drafter(**batch).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = drafter(**batch).loss
+    mixed.backward()
+    torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
+    decoder = drafter.bfloat16().decoder(LENGTH)
+    decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
+    drafted = decoder.begin() if drafter.stepwise else decoder.draft()
+    assert drafted.dtype == torch.float32
+    assert torch.isfinite(drafted).sum(-1).tolist() == [REDUCED] * len(drafted)
+
+
 def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
     _, drafter = target_and_drafter()
     assert drafter.decoder(LENGTH).num_depths == drafter.config.num_depths == STEPS
