@@ -49,17 +49,15 @@ class HydraDecoder:
         if max(depths) >= self.num_depths:
             raise ValueError(f"a node at depth {max(depths)} has no children: there are {self.num_depths} heads")
         embedded_wd = self._drafter.embedded(torch.tensor(tokens, device=self._drafter.device))
-        rows: list[Tensor] = [embedded_wd] * len(tokens)
-        logits: list[Tensor] = [embedded_wd] * len(tokens)
-        for depth in set(depths):
-            nodes = [node for node, its_depth in enumerate(depths) if its_depth == depth]
-            above = torch.stack([self._rows[parents[node]] for node in nodes])
-            inputs = torch.cat([above, embedded_wd[nodes]], dim=-1)
-            for node, row, row_logits in zip(nodes, inputs, self._drafter.logits_of(inputs, depth), strict=True):
-                rows[node], logits[node] = row, row_logits
+        rows = [
+            torch.cat([self._rows[parent], embedded]) for parent, embedded in zip(parents, embedded_wd, strict=True)
+        ]
         self._rows += rows
         self._depths += depths
-        return torch.stack(logits).float()
+        if len(set(depths)) == 1:  # a level of the tree, as trees are grown
+            return self._drafter.logits_of(torch.stack(rows), depths[0]).float()
+        one_by_one = (self._drafter.logits_of(row, depth) for row, depth in zip(rows, depths, strict=True))
+        return torch.stack(list(one_by_one)).float()
 
 
 class _Newest:
