@@ -96,7 +96,8 @@ def test_no_leak(kind: str, options: dict[str, Any]) -> None:
         first_group = u - j if drafter.stepwise else u
         assert torch.equal(before[:, j, :first_group], token_changed[:, j, :first_group])
         assert torch.equal(before[:, j, : u + 1], feature_changed[:, j, : u + 1])
-    assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1]) or kind == "pass_embeddings"
+    if kind != "pass_embeddings" and options.get("inputs") != "embedding":  # those read no features
+        assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1])
 
 
 @every_drafter
