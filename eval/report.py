@@ -117,8 +117,9 @@ def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], reci
 def print_table(summary: list[dict[str, Any]], console: Console | None = None) -> None:
     """The summary in the terminal."""
     table = Table(title="acceptance and speedup", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("method", "category"):
-        table.add_column(name, no_wrap=True)
+    # A long method wraps; figures never do.
+    table.add_column("method", overflow="fold")
+    table.add_column("category", no_wrap=True)
     for name in ("tau", "no bonus", "speedup", "same greedy"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, rows in _by_method(summary).items():

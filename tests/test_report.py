@@ -133,3 +133,12 @@ def test_terminal_table() -> None:
     assert "1234" not in text, "a cell without a heading"
     assert "including the one token that the target itself contributes" in text
     assert "autoregressive" not in text
+
+
+def test_a_long_method_name_hides_no_figure() -> None:
+    console = Console(width=80, record=True, force_terminal=False, no_color=True)
+    long = [row("a-recipe-with-a-rather-long-name/its-method-has-one-too", "overall", tau=2.71)]
+    print_table([*SUMMARY, *long], console)
+    text = console.export_text()
+    assert "2.71" in text
+    assert "no bonus" in text
