@@ -1,11 +1,13 @@
 """The reduced draft vocabulary: its tokens, its map in the checkpoint, its losses, and drafting without the rest."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from test_trainer import make_recipe, target_folder  # noqa: F401 a fixture
 from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import nn
 
@@ -19,7 +21,9 @@ from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.eagle3_layer import Eagle3Shape
 from draftsmith.models.losses import depth_loss
 from draftsmith.models.peagle import PEagleDrafter
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.train.stage import load_tokens, train_drafter
 
 TARGET_LAYERS = 4
 # Supervised: 7 three times, 5 and 9 twice, 4 once; 11 is in the data, but never supervised.
@@ -50,6 +54,21 @@ def test_the_most_frequent_tokens_are_taken(size: int, tmp_path: Path) -> None:
     assert saved["t2d"].dtype == torch.bool
     assert saved["t2d"].nonzero().squeeze(1).tolist() == expected
     assert torch.equal(saved["lm_head.weight"], target.get_output_embeddings().weight[expected])
+
+
+def test_the_train_stage_takes_the_tokens_of_its_data(target_folder: Path) -> None:  # noqa: F811
+    recipe = make_recipe(target_folder, "reduced", max_steps=1)
+    recipe.drafter.kind, recipe.drafter.options = "eagle3", {"draft_vocab_size": 12, "ttt_steps": 2}
+    folder = train_drafter(recipe).folder
+    counts: Counter[int] = Counter()
+    for row in load_tokens(RunFolder(recipe), recipe.name):
+        counts.update(
+            token for token, carries_loss in zip(row["input_ids"], row["loss_mask"], strict=True) if carries_loss
+        )
+    expected = sorted(sorted(counts, key=lambda token: (-counts[token], token))[:12])
+    assert expected != list(range(12))
+    saved = load_file(folder / "model.safetensors")
+    assert (saved["d2t"] + torch.arange(12)).tolist() == expected
 
 
 def test_without_the_option_nothing_is_prepared_or_saved() -> None:
