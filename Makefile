@@ -13,11 +13,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPE ?= recipes/quickstart.yaml
 
-.PHONY: help setup quickstart embedded test lint format unit target bench clean
+.PHONY: help setup quickstart embedded table ablations test lint format unit target bench clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
 	@echo "make embedded     the same, longer: recipes/embedded.yaml"
+	@echo "make table        every drafter on the same data, side by side at T=0 and T=1: runs/table/ (hours)"
+	@echo "make ablations    the number of masks, and distilled against original answers: runs/masks, runs/answers (hours)"
 	@echo "make test         lint, types and every test"
 	@echo "make unit         the fast tests only"
 	@echo "make lint         ruff and mypy"
@@ -41,6 +43,13 @@ quickstart: $(READY)
 embedded: $(READY)
 	$(BIN)/draftsmith run recipes/embedded.yaml
 
+table: $(READY)
+	$(BIN)/draftsmith compare quickstart embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-pass --name table 'eval.temperatures=[0.0, 1.0]'
+
+ablations: $(READY)
+	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
+	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
+
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -63,6 +72,7 @@ bench: $(READY)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/group_attention.py --json benchmarks/results/group_attention.json
 	$(BIN)/python benchmarks/autoregressive_vs_generate.py --json benchmarks/results/autoregressive_vs_generate.json
+	$(BIN)/python benchmarks/training_step.py --json benchmarks/results/training_step.json --picture benchmarks/results/training_step.png
 	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json
 
 clean:
