@@ -31,6 +31,19 @@ def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
+def layer_numbers(value: Any, num_layers: int, final: int | None = None) -> list[int]:
+    """`value`, if it lists layers of the target in ascending order; `final` may stand at the end for its last norm."""
+    layers = value[:-1] if isinstance(value, list) and value and value[-1] == final else value
+    good = isinstance(layers, list) and value and all(isinstance(layer, int) for layer in layers)
+    if not good or layers != sorted(set(layers)) or not all(0 <= layer < num_layers for layer in layers):
+        end = "" if final is None else f" (and {final} at the end for the final hidden states)"
+        raise UserError(
+            f"key `drafter.options.feature_layers` must be a list of ascending layer numbers from 0 to "
+            f"{num_layers - 1}{end}, not {value!r}"
+        )
+    return list(value)
+
+
 def normalized_weights(key: str, value: float | list[float], num_depths: int) -> list[float]:
     """Depth weights that sum to 1, from `num_depths` numbers, or from one number d that stands for d**0, d**1, ..."""
     weights = [float(value) ** j for j in range(num_depths)] if isinstance(value, int | float) else value

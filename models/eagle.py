@@ -31,6 +31,7 @@ from draftsmith.models.group_attention import BACKENDS
 from draftsmith.models.group_rows import GroupRows
 from draftsmith.models.losses import LOSSES, depth_loss, smooth_l1
 from draftsmith.models.parallel import ParallelDrafter
+from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.models.target_layers import build_target_layers, layers_config
 
 
@@ -109,6 +110,10 @@ class EagleLayer(ParallelDrafter):
         self.layers[0].input_layernorm, self.norm = nn.Identity(), nn.Identity()
         hidden_size = self.layers_config.hidden_size
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (FINAL_FEATURES,)
 
     @property
     def needs_teacher(self) -> bool:

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.draft_vocabulary import DraftVocabulary
 from draftsmith.models.drafter import DrafterOutput
-from draftsmith.models.drafter_options import whole_number
+from draftsmith.models.drafter_options import layer_numbers, whole_number
 from draftsmith.models.parallel import ParallelDrafter, ParallelDrafterConfig
 from draftsmith.models.target_layers import build_target_layers, layers_config
-from draftsmith.recipes.errors import UserError
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
@@ -47,7 +46,7 @@ class Eagle3ShapeConfig(ParallelDrafterConfig):
         num_layers = self.target_config.get("num_hidden_layers", 1)
         self.feature_layers = default_feature_layers(num_layers)
         if feature_layers is not None:
-            self.feature_layers = _checked_layers(feature_layers, num_layers)
+            self.feature_layers = layer_numbers(feature_layers, num_layers)
         self.draft_vocab_size = draft_vocab_size
         if draft_vocab_size is not None:
             whole_number("draft_vocab_size", draft_vocab_size, at_least=1)
@@ -58,16 +57,6 @@ def default_feature_layers(num_layers: int) -> list[int]:
     middle = max(num_layers // 2, 1)
     low, high = min(2, middle - 1), max(num_layers - 3, middle + 1)
     return [layer for layer in (low, middle, high) if layer < num_layers]
-
-
-def _checked_layers(layers: Any, num_layers: int) -> list[int]:
-    ascending = isinstance(layers, list) and layers == sorted(set(layers)) and layers
-    if not ascending or not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in layers):
-        raise UserError(
-            f"key `drafter.options.feature_layers` must be a list of ascending layer numbers from 0 to "
-            f"{num_layers - 1}, not {layers!r}"
-        )
-    return layers
 
 
 class Eagle3Layer(nn.Module):

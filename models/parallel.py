@@ -30,10 +30,11 @@ from draftsmith.models.drafter import (
     StepwiseDecoder,
     depth_labels,
 )
-from draftsmith.models.drafter_options import normalized_weights, number, one_of, whole_number
+from draftsmith.models.drafter_options import layer_numbers, normalized_weights, number, one_of, whole_number
 from draftsmith.models.group_attention import BACKENDS
 from draftsmith.models.group_rows import GroupRows
 from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, depth_loss
+from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.models.target_layers import build_target_layers, layers_config
 
 INPUTS = ("embedding", "hidden", "both")
@@ -52,6 +53,8 @@ class ParallelDrafterConfig(DrafterConfig):
         depth_weights: lambda_j, K+1 numbers; or one number d for lambda_j = d**j (Medusa's 0.8).
         keep_ratio: Train [MASK]_j at a random keep_ratio**j of its positions (P-EAGLE's conditional drop); 1 keeps all.
         mask_residual: Add the newest token's input to each of its masks (not in the paper).
+        feature_layers: Layers of the target whose hidden states are the feature, side by side: k = after k layers, -1 =
+            after the final norm. EAGLE-3's idea; [-1] is what the LM head reads.
         init: Start the layers and the norm from the target's last ones (`target`) or at random (`random`).
     """
 
@@ -70,9 +73,12 @@ class ParallelDrafterConfig(DrafterConfig):
         keep_ratio: float = 1.0,
         mask_residual: bool = False,
         init: str = "target",
+        feature_layers: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(target_config=target_config, target_name_or_path=target_name_or_path, **kwargs)
+        chosen = [FINAL_FEATURES] if feature_layers is None else feature_layers
+        self.feature_layers = layer_numbers(chosen, self.target_config.get("num_hidden_layers", 1), FINAL_FEATURES)
         self.num_masks = whole_number("num_masks", num_masks, at_least=0)
         self.num_layers = whole_number("num_layers", num_layers, at_least=1)
         self.inputs = one_of("inputs", inputs, INPUTS)
@@ -119,14 +125,19 @@ class ParallelDrafter(Drafter):
         self.layers, self.norm = built.layers, built.norm
         self.masks = nn.Parameter(torch.randn(config.num_masks, hidden_size))
         if config.inputs != "embedding":
+            parts = len(config.feature_layers)
             self.feature_norm = nn.RMSNorm(hidden_size, eps=1e-6)
-            self.fuse = nn.Linear(hidden_size * (2 if config.inputs == "both" else 1), hidden_size, bias=False)
+            self.fuse = nn.Linear(hidden_size * (parts + (config.inputs == "both")), hidden_size, bias=False)
         if config.inputs == "both":
             self.embedding_norm = nn.RMSNorm(hidden_size, eps=1e-6)
 
     @property
     def needs_teacher(self) -> bool:
         return self.config.loss in TEACHER_LOSSES
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.config.feature_layers)
 
     def attach(self, target: PreTrainedModel) -> "ParallelDrafter":
         super().attach(target)
@@ -237,14 +248,14 @@ class ParallelDrafter(Drafter):
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., E] inputs of stream 0 from x_t [...] and h_{t-1} [..., F]."""
         dtype = self.masks.dtype
-        if self.config.inputs == "hidden":
-            return self.fuse(self.feature_norm(previous_features.to(dtype)))
-        embedded = self.attached.embedding(input_ids).to(dtype)
         if self.config.inputs == "embedding":
-            return embedded
-        return self.fuse(
-            torch.cat([self.embedding_norm(embedded), self.feature_norm(previous_features.to(dtype))], dim=-1)
-        )
+            return self.attached.embedding(input_ids).to(dtype)
+        # Each layer's own part is normalised by itself: residual streams grow from layer to layer.
+        parts = previous_features.to(dtype).unflatten(-1, (len(self.config.feature_layers), -1))
+        read = self.feature_norm(parts).flatten(-2)
+        if self.config.inputs == "both":
+            read = torch.cat([self.embedding_norm(self.attached.embedding(input_ids).to(dtype)), read], dim=-1)
+        return self.fuse(read)
 
     def mask_inputs(self) -> Tensor:
         """[K, E] inputs of [MASK]_1..K."""

@@ -31,7 +31,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "hydra": [{"prefix_attention": True}, {"num_layers": 2, "lm_heads": "shared", "loss": "kl"}],
     "medusa": [{"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"}],
     "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce"}],
-    "parallel": [{"inputs": "embedding", "num_layers": 2}],
+    "parallel": [{"inputs": "embedding", "num_layers": 2}, {"feature_layers": [0, 2, -1]}],
     "peagle": [{"num_layers": 2}, {"draft_vocab_size": 40, "keep_ratio": 0.8, "loss": "ce"}],
 }
 CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]]

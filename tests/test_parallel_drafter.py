@@ -223,6 +223,20 @@ def test_a_bf16_drafter_with_a_bf16_target_decodes() -> None:
     assert decoder.draft().dtype == torch.float32
 
 
+def test_every_feature_layer_is_normalised_by_itself() -> None:
+    """A residual stream that is a hundred times larger than the others says neither more nor less."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, feature_layers=[0, 1, -1])
+    ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    features = target_features(target, ids, layers=drafter.feature_layers)
+    assert features.shape[-1] == 3 * target.config.hidden_size
+    louder = features.unflatten(-1, (3, -1)) * torch.tensor([100.0, 1.0, 3.0])[:, None]
+    logits, same = (drafter.group_logits(ids, f) for f in (features, louder.flatten(-2)))
+    torch.testing.assert_close(same, logits, atol=1e-4, rtol=0)
+    swapped = features.unflatten(-1, (3, -1))[..., [1, 0, 2], :].flatten(-2)
+    assert (drafter.group_logits(ids, swapped) - logits).abs().max() > 1e-2
+
+
 def test_unsupported_architecture_names_those_that_work() -> None:
     config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2)
     with pytest.raises(UserError, match=r"`gpt2` is not supported.*llama, mistral"):
@@ -235,6 +249,9 @@ def test_unsupported_architecture_names_those_that_work() -> None:
         ({"num_mask": 4}, "did you mean `num_masks`"),
         ({"inputs": "hiden"}, "drafter.options.inputs` must be one of embedding, hidden, both"),
         ({"num_masks": "four"}, "must be a whole number"),
+        ({"feature_layers": [1, 0]}, r"ascending layer numbers from 0 to 1 \(and -1 at the end .*not \[1, 0\]"),
+        ({"feature_layers": [-1, 0]}, "ascending layer numbers"),
+        ({"feature_layers": []}, "ascending layer numbers"),
         ({"depth_weights": [1.0]}, r"5 of them \(one for each depth\)"),
     ],
 )
