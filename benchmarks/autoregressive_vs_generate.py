@@ -18,7 +18,7 @@ import torch
 from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
 from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods import Autoregressive
+from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession

@@ -17,9 +17,10 @@ import torch
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.spec_bench import SpecBench
-from draftsmith.eval.stage import load_drafters, make_arms
+from draftsmith.eval.stage import load_models, make_arms
 from draftsmith.eval.summary import summarize_timing
 from draftsmith.models.drafter import load_drafter_class
+from draftsmith.models.packed_head import pack_heads
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
@@ -36,18 +37,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    target, tokenizer = load_target(recipe.target)
     folder = RunFolder(recipe)
     trained = (folder.drafter / "config.json").is_file()
     if trained:
-        drafters = load_drafters(recipe, target)
+        target, tokenizer, drafters = load_models(recipe)
     else:
+        target, tokenizer = load_target(recipe.target)
+        pack_heads(target, target.config.vocab_size)
         torch.manual_seed(recipe.seed)
         kind = load_drafter_class(recipe.drafter.kind)
         drafters = {folder.drafter: kind.from_target(target, recipe.drafter.options).to(target.device).eval()}
     questions = load_questions(recipe.eval.questions, arguments.questions_per_category)
     bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
-    bench.arms = make_arms(recipe, drafters, bench.session.max_length_tokens, target.device)
+    bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         log = JsonlLog(Path(scratch) / "records.jsonl")
         bench.run(log, arguments.repeats, warmup_questions=2)

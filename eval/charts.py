@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from draftsmith.eval.methods import AUTOREGRESSIVE
+from draftsmith.eval.methods.method import AUTOREGRESSIVE
 from draftsmith.eval.summary import OVERALL
 
 # Okabe and Ito: told apart by colour-blind readers too.

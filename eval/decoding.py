@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftsmith.eval.methods import Method
+from draftsmith.eval.methods.method import Method, ReadsLogits
 from draftsmith.eval.sampling import Sampling, first_token
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.verify import verify
@@ -73,6 +73,7 @@ def generate(
     method.observe([newest], step.features[-1:])
     out = Generation([newest])
     out.prefill_s = clock() - began
+    reader = method if isinstance(method, ReadsLogits) else None
     while len(out.ids) < max_new_tokens and newest not in eos_ids:
         # 1. Draft. What is deeper than the tokens that are still wanted could not be kept.
         started = clock()
@@ -84,6 +85,8 @@ def generate(
         out.verify_s += clock() - drafted
         out.draft_s += drafted - started
         verdict = verify(tree, step.logits, sampling, generator)
+        if reader is not None:
+            reader.read_logits(tree, step.logits)
         # 3. Commit the accepted path and the target's own token.
         path = verdict.path
         session.commit(path)

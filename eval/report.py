@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.eval.charts import series_name
-from draftsmith.eval.methods import AUTOREGRESSIVE
+from draftsmith.eval.methods.method import AUTOREGRESSIVE
 from draftsmith.eval.summary import OVERALL
 from draftsmith.recipes.run_folder import write_atomically
 

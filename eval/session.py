@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.eval.kv_cache import TreeCache
 from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.models.kv_cache import TreeCache
 from draftsmith.models.target import FINAL_FEATURES, FeatureTap
 from draftsmith.recipes.errors import UserError
 

@@ -25,7 +25,7 @@ from draftsmith.data.conversations import Turn
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods import Method
+from draftsmith.eval.methods.method import Method
 from draftsmith.eval.question_list import Question
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.eval.charts import draw_charts
-from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.method import Autoregressive, MethodSetting, make_method
 from draftsmith.eval.question_list import load_questions, questions_file
 from draftsmith.eval.report import print_table, write_report
 from draftsmith.eval.sampling import Sampling
@@ -20,10 +21,11 @@ from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_ans
 from draftsmith.eval.summary import summarize, summarize_timing
 from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.drafter import Drafter, load_drafter
+from draftsmith.models.packed_head import pack_heads
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 WEIGHTS = "model.safetensors"
 
@@ -40,10 +42,9 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
             raise UserError(f"no trained drafter in {drafter_folder}: run `draftsmith train` with its recipe first")
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
     check_settings(folder.eval / "settings.json", _settings(recipe))
-    target, tokenizer = load_target(recipe.target)
-    drafters = load_drafters(recipe, target)
+    target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
-    bench.arms = make_arms(recipe, drafters, bench.session.max_length_tokens, target.device)
+    bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
         bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)
     finally:
@@ -88,6 +89,21 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     return summary
 
 
+def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafter]]:
+    """The target, its tokenizer and the recipe's trained drafters by folder, ready to decode.
+
+    Raises:
+        UserError: One of them cannot be loaded.
+    """
+    target, tokenizer = load_target(recipe.target)
+    vocab_size = target.config.get_text_config().vocab_size
+    pack_heads(target, vocab_size)  # before drafters borrow the head
+    drafters = load_drafters(recipe, target)
+    for drafter in drafters.values():
+        pack_heads(drafter, vocab_size)
+    return target, tokenizer, drafters
+
+
 def load_drafters(recipe: Recipe, target: PreTrainedModel) -> dict[Path, Drafter]:
     """The drafters that the recipe's methods use, by folder.
 
@@ -101,16 +117,30 @@ def load_drafters(recipe: Recipe, target: PreTrainedModel) -> dict[Path, Drafter
     return drafters
 
 
-def make_arms(recipe: Recipe, drafters: dict[Path, Drafter], max_length_tokens: int, device: torch.device) -> list[Arm]:
-    """The baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory."""
+def make_arms(
+    recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
+) -> list[Arm]:
+    """The baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
+
+    Raises:
+        UserError: Two methods have one name, or a method's kind or options are wrong.
+    """
     decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
     arms = []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
-        arms.append(Arm(Autoregressive(), sampling, torch.Generator(device)))
+        arms.append(Arm(Autoregressive(), sampling, torch.Generator(target.device)))
         for method in recipe.eval.methods:
+            generator = torch.Generator(target.device)
+            if method.kind != DRAFTER_KIND:
+                tokens_folder = _drafter_folder(recipe, method).parent / "data" / "tokens"
+                setting = MethodSetting(
+                    method, target, tokenizer, tokens_folder, max_length_tokens, sampling, generator
+                )
+                arms.append(Arm(make_method(setting), sampling, generator))
+                continue
             folder = _drafter_folder(recipe, method)
-            decoder, generator = decoders[folder], torch.Generator(device)
+            decoder = decoders[folder]
             drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
             arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers))
     keys = [arm.key for arm in arms]
@@ -127,7 +157,8 @@ def _drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
 
 def _drafter_folders(recipe: Recipe) -> list[Path]:
     """Each once, in the order of the methods."""
-    return list(dict.fromkeys(_drafter_folder(recipe, method) for method in recipe.eval.methods))
+    drafted = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND)
+    return list(dict.fromkeys(_drafter_folder(recipe, method) for method in drafted))
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

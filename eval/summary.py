@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from draftsmith.eval.methods import AUTOREGRESSIVE
+from draftsmith.eval.methods.method import AUTOREGRESSIVE
 from draftsmith.recipes.errors import UserError
 
 OVERALL = "overall"

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+DRAFTER_KIND = "drafter"  # of an `eval.methods` entry: the run's trained drafter
+
 
 class Section(BaseModel):
     """A part of the recipe that refuses keys it does not know."""
@@ -64,20 +66,29 @@ class DrafterRecipe(Section):
 
 
 class MethodRecipe(Section):
-    """One row of the table: a tree shape for the drafter. The autoregressive baseline always runs beside it."""
+    """One row of the table. The autoregressive baseline always runs beside it.
+
+    By default a tree shape for the run's drafter; `kind` names another way of drafting, a file in `eval/methods/`.
+    """
 
     name: str
+    kind: str = Field(
+        DRAFTER_KIND, description="`drafter`, or a method that needs no training: prompt_lookup, ngram, ..."
+    )
+    options: dict[str, Any] = Field({}, description="of that kind; not for `drafter`")
     tree: Literal["chain", "static", "best_first"] = "chain"
     max_depth: int | None = Field(None, ge=1, description="drafted tokens along one path; by default all K+1")
     nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
     branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")
     paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
-    drafter: str | None = Field(None, description="folder of another trained drafter; by default the run's own")
+    drafter: str | None = Field(None, description="folder of another run's drafter; by default the run's own")
 
     @model_validator(mode="after")
     def _static_needs_paths(self) -> "MethodRecipe":
         if (self.tree == "static") != (self.paths is not None):
             raise ValueError("`paths` goes with `tree: static` and with no other tree")
+        if self.kind == DRAFTER_KIND and self.options:
+            raise ValueError("`options` are of methods of another `kind`; a drafter's lie with its weights")
         return self
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.eval.decoding import Generation, generate
-from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree import DraftTree, TreeShape

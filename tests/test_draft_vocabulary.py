@@ -12,7 +12,8 @@ from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_
 from torch import nn
 
 from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import tree_builder

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import tree_builder
@@ -25,6 +26,7 @@ from draftsmith.recipes.schema import MethodRecipe
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}],
     "eagle": [{"loss": "lk_lambda", "attention": "dense"}],
     "eagle_parallel": [{"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce"}],
     "eagle3": [{"draft_vocab_size": 40, "feature_layers": [0, 3]}],
@@ -96,7 +98,7 @@ def test_no_leak(kind: str, options: dict[str, Any]) -> None:
         first_group = u - j if drafter.stepwise else u
         assert torch.equal(before[:, j, :first_group], token_changed[:, j, :first_group])
         assert torch.equal(before[:, j, : u + 1], feature_changed[:, j, : u + 1])
-    if kind != "pass_embeddings" and options.get("inputs") != "embedding":  # those read no features
+    if kind != "pass_embeddings" and getattr(drafter.config, "inputs", "") != "embedding":  # those read no features
         assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1])
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods import Autoregressive, DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import ChainBuilder

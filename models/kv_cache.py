@@ -17,11 +17,16 @@ from draftsmith.recipes.errors import UserError
 
 
 class TreeCache(Cache):
-    """The cache of one target. `committed` tokens are kept; whatever a forward wrote behind them is a proposal."""
+    """The cache of one model. `committed` tokens are kept; whatever a forward wrote behind them is a proposal.
+
+    `ahead` rows behind the committed ones are part of the proposal too: the next forward writes after them. Zero where
+    a tree is run in one forward.
+    """
 
     def __init__(self, num_layers: int, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
         self.committed = 0
+        self.ahead = 0
         # [L, B, H, S, D], made when the first forward shows the sizes.
         self.all_keys: Tensor | None = None
         self.all_values: Tensor | None = None
@@ -46,11 +51,11 @@ class TreeCache(Cache):
             count = len(path) - settled
             for slab in (self.all_keys, self.all_values):
                 slab.narrow(3, start + settled, count).copy_(slab.index_select(3, source))
-        self.committed = start + len(path)
+        self.committed, self.ahead = start + len(path), 0
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
-        self.committed = 0
+        self.committed = self.ahead = 0
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -82,10 +87,10 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write n tokens behind the committed ones; returns views of both together, [B, H, committed + n, D]."""
+        """Write n tokens behind what is there; returns views of both together, [B, H, committed + ahead + n, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, count = self._cache.committed, key_states.shape[2]
+        start, count = self._cache.committed + self._cache.ahead, key_states.shape[2]
         assert self.keys is not None
         assert self.values is not None
         self.keys.narrow(2, start, count).copy_(key_states)
@@ -93,10 +98,10 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.keys.narrow(2, 0, start + count), self.values.narrow(2, 0, start + count)
 
     def get_seq_length(self) -> int:
-        return self._cache.committed
+        return self._cache.committed + self._cache.ahead
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.committed + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return self._cache.capacity_tokens

@@ -1,0 +1,1 @@
+"""Ways of proposing tokens: trained drafters and methods that need no training, one file each."""

@@ -1,0 +1,185 @@
+"""Speculative sampling with a draft model that somebody else trained (arXiv 2211.17192, 2302.01318).
+
+Any causal language model with the target's vocabulary. It keeps its own KV cache: drafted tokens that were accepted are
+not read again, the others are overwritten. Any tree, any temperature. (One that we train: `models/draft_model.py`.)
+
+Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, P prompt, n newly committed tokens.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.method import MethodSetting
+from draftsmith.eval.session import LONGEST_TREE_TOKENS, longest_sequence_tokens
+from draftsmith.eval.tree_builders import tree_builder
+from draftsmith.models.kv_cache import TreeCache
+from draftsmith.models.packed_head import pack_heads
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Section
+
+
+class DraftModelDecoder:
+    """A language model at work on a sequence, see `draftsmith.models.drafter.StepwiseDecoder`.
+
+    Args:
+        model: In eval mode.
+        num_depths: gamma, the longest path worth drafting.
+        max_length_tokens: Committed tokens that fit, the prompt included.
+        vocab_size: V; what the model has beyond it is never drafted, what it lacks has no probability.
+    """
+
+    def __init__(self, model: Any, num_depths: int, max_length_tokens: int, vocab_size: int) -> None:
+        self.num_depths = num_depths
+        self._model, self._vocab_size, self._device = model, vocab_size, model.device
+        layers = model.config.get_text_config().num_hidden_layers
+        self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_TOKENS)
+        self._pending: list[int] = []
+        # Node i > 0 has row i - 1 behind the committed ones. Node 0 is the newest committed token.
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        # Which rows a node sees of those before it: itself and its ancestors.
+        self._ancestors = torch.zeros(LONGEST_TREE_TOKENS, LONGEST_TREE_TOKENS, dtype=torch.bool)
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        self._cache.reset()
+        self._pending = prompt_ids.tolist()
+        self._forget_tree()
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        ids = committed_ids.tolist()
+        kept = self._rows_of(ids)
+        self._cache.keep(kept)
+        self._pending += ids[len(kept) :]
+        self._forget_tree()
+
+    def begin(self) -> Tensor:
+        """fp32 logits [1, V] of the children of the newest committed token."""
+        if not self._pending:
+            raise ValueError("nothing was observed since the last tree")
+        begin, count = self._cache.committed, len(self._pending)
+        logits = self._forward(self._pending, torch.arange(begin, begin + count), self._causal_mask(count))[-1:]
+        self._cache.committed += count
+        self._pending = []
+        self._tokens, self._parents, self._depths = [-1], [-1], [0]
+        return logits
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        first, end = len(self._depths), len(self._depths) + len(tokens)
+        if not self._depths or max(parents) >= first:
+            raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
+        if end > LONGEST_TREE_TOKENS:
+            raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_TOKENS}")
+        for node, parent in enumerate(parents, start=first):
+            row = self._ancestors[node - 1]
+            row.zero_() if parent == 0 else row.copy_(self._ancestors[parent - 1])
+            row[node - 1] = True
+            self._depths.append(self._depths[parent] + 1)
+        self._tokens += tokens
+        self._parents += parents
+        self._cache.ahead = first - 1
+        positions = torch.tensor(self._depths[first:]) + (self._cache.committed - 1)
+        logits = self._forward(tokens, positions, self._tree_mask(first - 1, end - 1))
+        self._cache.ahead = 0
+        return logits
+
+    def _forward(self, ids: list[int], positions: Tensor, mask: Tensor | None) -> Tensor:
+        """fp32 logits [R, V]."""
+        output = self._model(
+            input_ids=torch.tensor([ids], device=self._device),
+            position_ids=positions[None].to(self._device),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        logits = output.logits[0, :, : self._vocab_size].float()
+        missing = self._vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def _causal_mask(self, count: int) -> Tensor | None:
+        """[1, 1, R, S] of rows behind the committed ones; None where the model's own causal mask is right."""
+        if count == 1 or self._cache.committed == 0:
+            return None
+        return self._additive(torch.ones(count, count, dtype=torch.bool).tril())
+
+    def _tree_mask(self, begin: int, end: int) -> Tensor | None:
+        seen = self._ancestors[begin:end, :end]
+        # A single row that sees all others needs no mask, and fast kernels apply.
+        return None if end - begin == 1 and bool(seen.all()) else self._additive(seen)
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        """[1, 1, R, committed + columns] from [R, columns] bool; everything committed is seen."""
+        dtype = self._model.dtype
+        mask = torch.zeros(len(seen), self._cache.committed + seen.shape[1], dtype=dtype)
+        mask[:, self._cache.committed :].masked_fill_(~seen, torch.finfo(dtype).min)
+        return mask[None, None].to(self._device)
+
+    def _rows_of(self, ids: list[int]) -> list[int]:
+        """Rows of the longest path of drafted nodes, below the root, that was committed."""
+        rows: list[int] = []
+        node = 0
+        for token in ids:
+            children = (i for i in range(node + 1, len(self._tokens)) if self._parents[i] == node)
+            found = next((child for child in children if self._tokens[child] == token), None)
+            if found is None:
+                break
+            rows.append(found - 1)
+            node = found
+        return rows
+
+    def _forget_tree(self) -> None:
+        self._tokens, self._parents, self._depths = [], [], []
+
+
+class DraftModelMethod:
+    """Makes the method from a recipe."""
+
+    class Options(Section):
+        """`model`: a Hub id or local folder; `num_tokens`: gamma, the longest path that is drafted."""
+
+        model: str
+        num_tokens: int = Field(4, ge=1)
+
+    @classmethod
+    def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
+        model = _load(options.model, setting.target, setting.tokenizer)
+        limit = longest_sequence_tokens(model)
+        if limit is not None and limit < setting.max_length_tokens:
+            raise UserError(
+                f"method {setting.recipe.name}: {options.model} has {limit} positions, but a sequence may grow to "
+                f"{setting.max_length_tokens} tokens: lower eval.max_new_tokens or use another draft model"
+            )
+        vocab_size = setting.target.config.get_text_config().vocab_size
+        decoder = DraftModelDecoder(model, options.num_tokens, setting.max_length_tokens, vocab_size)
+        builder = tree_builder(setting.recipe, decoder)
+        return DrafterMethod(setting.recipe.name, decoder, builder, setting.sampling, setting.generator)
+
+
+@lru_cache(maxsize=2)
+def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(location).get_vocab()
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=target.dtype)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"draft model {location} cannot be loaded ({reason}): give a folder or a Hub id") from None
+    if vocabulary != tokenizer.get_vocab():
+        raise UserError(
+            f"draft model {location} has another vocabulary than the target: speculative sampling compares tokens, so "
+            "use a model of the same family"
+        )
+    model = model.to(target.device).eval().requires_grad_(False)
+    pack_heads(model, model.config.get_text_config().vocab_size)
+    return model
+
+
+METHOD = DraftModelMethod

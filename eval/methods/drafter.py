@@ -1,0 +1,48 @@
+"""A drafter, trained or fitted, and the trees that are made of what it drafts.
+
+Shapes: P prompt, n newly committed tokens, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.tree import DraftTree
+from draftsmith.eval.tree_builders import TreeBuilder
+from draftsmith.models.drafter import SequenceDecoder
+
+
+class DrafterMethod:
+    """See the module's docstring.
+
+    Args:
+        name: The row of the table.
+        decoder: The drafter at work on a sequence.
+        builder: The tree's form, for a decoder of this kind (see `tree_builders.tree_builder`).
+        sampling: the target's, applied to q too.
+        generator: for sampled trees.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decoder: SequenceDecoder,
+        builder: TreeBuilder,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.name = name
+        self._decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
+        self._newest = -1
+
+    def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        self._decoder.start(torch.tensor(prompt_ids, device=features.device), features)
+
+    def propose(self) -> DraftTree:
+        return self._builder.propose(self._newest, self._decoder, self._sampling, self._generator)
+
+    def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        self._newest = committed_ids[-1]
+        self._decoder.observe(torch.tensor(committed_ids, device=features.device), features)

@@ -1,0 +1,116 @@
+"""Lookahead decoding (arXiv 2402.02057): Jacobi iterations beside the answer feed a pool of n-grams, no drafter at all.
+
+One forward a round runs two things, here as one draft tree under the newest token:
+* the lookahead branch, W columns of N-1 levels of guesses. Level 0 is a chain below the root, of which column 0 is the
+  root itself; the further levels of a column hang off its token in that chain. The target's argmax at the last level
+  is the next level, and a column with it an n-gram for the pool; the first level is dropped.
+* the verification branch, up to G n-grams of the pool that begin with the newest token.
+
+All nodes are verified alike, so that a guess of the window may be accepted too. Equal continuations share their nodes.
+
+Shapes: W columns, N the n-gram's length ("level"), G guesses, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.eval.methods.method import MethodSetting
+from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.recipes.schema import Section
+
+
+class Lookahead:
+    """See the module's docstring.
+
+    Args:
+        name: The row of the table.
+        level: N.
+        window: W.
+        guesses: G, n-grams of one first token: that many are kept, and verified.
+        from_prompt: Whether the prompt's n-grams go into the pool first.
+    """
+
+    class Options(Section):
+        """Defaults are Spec-Bench's setting."""
+
+        level: int = Field(5, ge=2)
+        window: int = Field(7, ge=1)
+        guesses: int = Field(7, ge=1)
+        from_prompt: bool = True
+
+    def __init__(self, name: str, level: int = 5, window: int = 7, guesses: int = 7, from_prompt: bool = True) -> None:
+        self.name = name
+        self._level, self._window, self._guesses, self._from_prompt = level, window, guesses, from_prompt
+        self._newest = -1
+        self._levels: list[list[int]] = []  # N-1 times W guesses
+        # From a token to what followed it, N-1 tokens, the most recent last.
+        self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
+        self._last_nodes: list[int] = []  # of each column
+        self._proposed = 0
+
+    @classmethod
+    def make(cls, options: Options, setting: MethodSetting) -> Lookahead:
+        return cls(setting.recipe.name, options.level, options.window, options.guesses, options.from_prompt)
+
+    def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        guess = random.Random(0)
+        self._levels = [[guess.choice(prompt_ids) for _ in range(self._window)] for _ in range(self._level - 1)]
+        self._pool = {}
+        if self._from_prompt:
+            for begin in range(len(prompt_ids) - self._level + 1):
+                self._remember(prompt_ids[begin : begin + self._level])
+
+    def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        self._newest = committed_ids[-1]
+
+    def propose(self) -> DraftTree:
+        tokens, parents = [self._newest], [-1]
+        children: dict[tuple[int, int], int] = {}
+
+        def add(parent: int, token: int) -> int:
+            node = children.setdefault((parent, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(parent)
+            return node
+
+        for guess in self._pool.get(self._newest, ()):
+            node = 0
+            for token in guess:
+                node = add(node, token)
+        column = 0
+        self._last_nodes = []
+        for index in range(self._window):
+            column = add(column, self._levels[0][index]) if index > 0 else 0
+            node = column
+            for level in self._levels[1:]:
+                node = add(node, level[index])
+            self._last_nodes.append(node)
+        self._proposed = len(tokens)
+        return DraftTree(tokens, TreeShape.of(tuple(parents)))
+
+    def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
+        """The next level, and an n-gram of every column for the pool."""
+        if len(tree) < self._proposed:
+            return  # cut, at the end of the answer
+        following = logits[self._last_nodes].argmax(-1).tolist()
+        for index, token in enumerate(following):
+            first = self._newest if index == 0 else self._levels[0][index]
+            self._remember([first, *(level[index] for level in self._levels[1:]), token])
+        self._levels = [*self._levels[1:], following]
+
+    def _remember(self, ngram: list[int]) -> None:
+        known = self._pool.setdefault(ngram[0], OrderedDict())
+        continuation = tuple(ngram[1:])
+        known[continuation] = None
+        known.move_to_end(continuation)
+        if len(known) > self._guesses:
+            known.popitem(last=False)
+
+
+METHOD = Lookahead

@@ -1,0 +1,141 @@
+"""An n-gram model as the drafter: drafting at no cost (Leviathan et al., arXiv 2211.17192, sections 3.6 and 4.1).
+
+Fitted on the target's own answers, which the run has distilled: the counts of the tokens that followed the last
+`order - 1`; where those were never seen, of the last `order - 2`, and so on. Any tree, any temperature.
+
+Shapes: W tree nodes of a call, V vocabulary, P prompt, n newly committed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.method import MethodSetting
+from draftsmith.eval.tree_builders import tree_builder
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Section
+
+
+class NgramModel:
+    """Counts of which token follows which context, for contexts of 0 to order-1 tokens.
+
+    Args:
+        rows: (token ids, loss mask) of conversations; only tokens with a one in the mask count as followers.
+        order: 1 = unigram, 2 = bigram, 3 = trigram.
+        vocab_size: V; V**order must fit into 63 bits.
+
+    Raises:
+        ValueError: It does not, or no token is counted.
+    """
+
+    def __init__(self, rows: Iterable[tuple[np.ndarray, np.ndarray]], order: int, vocab_size: int) -> None:
+        if vocab_size**order >= 2**63:
+            raise ValueError(f"{order}-grams over {vocab_size} tokens are too many to number")
+        self.order, self.vocab_size = order, vocab_size
+        keys: list[list[np.ndarray]] = [[] for _ in range(order)]
+        for ids, mask in rows:
+            ids = ids.astype(np.int64)
+            for size in range(order):  # tokens of context
+                key = np.zeros(max(len(ids) - size, 0), dtype=np.int64)
+                for offset in range(size + 1):
+                    key = key * vocab_size + ids[offset : len(ids) - size + offset]
+                keys[size].append(key[mask[size:].astype(bool)])
+        self._tables = [self._table(np.concatenate(found) if found else np.zeros(0, np.int64)) for found in keys]
+        if not len(self._tables[0]):
+            raise ValueError("no token to count")
+
+    def _table(self, keys: np.ndarray) -> dict[int, tuple[Tensor, Tensor]]:
+        """From a context's number to its followers' ids and log counts."""
+        pairs, counts = np.unique(keys, return_counts=True)
+        contexts, followers = pairs // self.vocab_size, torch.from_numpy(pairs % self.vocab_size)
+        log_counts = torch.from_numpy(np.log(counts)).float()
+        found, first = np.unique(contexts, return_index=True)
+        bounds = [*first.tolist(), len(pairs)]
+        return {
+            context: (followers[begin:end], log_counts[begin:end])
+            for context, begin, end in zip(found.tolist(), bounds, bounds[1:], strict=False)
+        }
+
+    def logits(self, context: list[int]) -> Tensor:
+        """fp32 [V]: log counts after the longest suffix of `context` that was seen; -inf for what never followed."""
+        logits = torch.full((self.vocab_size,), -torch.inf)
+        for size in range(min(self.order - 1, len(context)), -1, -1):
+            number = 0
+            for token in context[len(context) - size :]:
+                number = number * self.vocab_size + token
+            if number in self._tables[size]:
+                followers, log_counts = self._tables[size][number]
+                logits[followers] = log_counts
+                break
+        return logits
+
+
+class NgramDecoder:
+    """The model at work on a sequence, see `draftsmith.models.drafter.StepwiseDecoder`."""
+
+    def __init__(self, model: NgramModel, num_depths: int, device: torch.device) -> None:
+        self.num_depths = num_depths
+        self._model, self._device = model, device
+        self._newest: list[int] = []
+        self._contexts: list[list[int]] = []  # of every node
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        self._newest = self._kept(prompt_ids.tolist())
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        self._newest = self._kept([*self._newest, *committed_ids.tolist()])
+
+    def begin(self) -> Tensor:
+        """fp32 logits [1, V] of the children of the newest committed token."""
+        self._contexts = [self._newest]
+        return self._model.logits(self._newest)[None].to(self._device)
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        new = [self._kept([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
+        self._contexts += new
+        return torch.stack([self._model.logits(context) for context in new]).to(self._device)
+
+    def _kept(self, ids: list[int]) -> list[int]:
+        return ids[max(len(ids) - self._model.order + 1, 0) :]
+
+
+class Ngram:
+    """Makes the method from a recipe."""
+
+    class Options(Section):
+        """`order`: 1 to 3 and more; `num_tokens`: the longest path that is drafted."""
+
+        order: int = Field(3, ge=1, le=4)
+        num_tokens: int = Field(4, ge=1)
+
+    @classmethod
+    def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
+        vocab_size = setting.target.config.get_text_config().vocab_size
+        model = _fitted(setting.tokens_folder, options.order, vocab_size)
+        decoder = NgramDecoder(model, options.num_tokens, setting.target.device)
+        builder = tree_builder(setting.recipe, decoder)
+        return DrafterMethod(setting.recipe.name, decoder, builder, setting.sampling, setting.generator)
+
+
+@lru_cache(maxsize=4)
+def _fitted(tokens_folder: Path, order: int, vocab_size: int) -> NgramModel:
+    if not tokens_folder.is_dir():
+        raise UserError(f"{tokens_folder} holds no tokens to count n-grams in: run `draftsmith distill RECIPE` first")
+    dataset = datasets.load_from_disk(str(tokens_folder)).with_format("numpy")
+    try:
+        return NgramModel(((row["input_ids"], row["loss_mask"]) for row in dataset), order, vocab_size)
+    except ValueError as error:
+        raise UserError(f"an n-gram drafter on {tokens_folder}: {error}; lower options.order") from None
+
+
+METHOD = Ngram
