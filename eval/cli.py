@@ -16,6 +16,7 @@ from draftsmith.eval.pipeline import (
     run_doctor,
     run_eval,
     run_plan,
+    run_prove,
     run_report,
     run_train,
 )
@@ -98,6 +99,22 @@ def doctor(
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
     _next(f"draftsmith {'train' if is_distilled else 'distill'} {_again(recipe, overrides)}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def prove(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="First turns of that many questions.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Sampled answers to each of them.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 48,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the evidence to this file too.")] = None,
+) -> None:
+    """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
+    loaded = load_recipe(recipe, overrides)
+    if not run_prove(loaded, json_file, prompts=prompts, samples=samples, new_tokens=new_tokens):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -66,6 +66,18 @@ def run_doctor(recipe: Recipe, preview_rows: int, json_file: Path | None) -> boo
     return diagnosis.healthy
 
 
+def run_prove(recipe: Recipe, json_file: Path | None, **options: int) -> bool:
+    """Collect evidence that the methods change nothing but the speed; True if it holds. `options`: `prove`'s."""
+    from draftsmith.eval.prove import prove
+
+    console.rule(f"[bold]prove[/bold]  {recipe.name}: {recipe.target.model}")
+    proof = prove(recipe, **options)
+    proof.show(console)
+    if json_file is not None:
+        write_atomically(json_file, json.dumps(proof.as_json(), indent=2) + "\n")
+    return proof.holds
+
+
 def run_plan(recipe: Recipe, json_file: Path | None, **options: Any) -> None:
     """Say what training will need, from configs alone. `options` are those of `PlanOptions`."""
     from draftsmith.train.plan import PlanOptions, make_plan

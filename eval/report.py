@@ -50,7 +50,8 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, and `target_change` if the drafter comes with another target.
+            `turns_left_out`, `command`, `target_change` if the drafter comes with another target, and `proof` if
+            there is one.
         pictures: PNG files below `root`.
     """
     environment = jinja2.Environment(
@@ -67,6 +68,7 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
         **facts,
         "headline": headline(summary),
         "target_change": facts.get("target_change"),
+        "proof": proof_sentence(facts.get("proof")),
         "tau_definition": TAU_DEFINITION,
         "overall": [row for row in summary if row["category"] == OVERALL],
         "by_category": _by_category(summary),
@@ -79,6 +81,24 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
         files.append(root / f"report.{form}")
         write_atomically(files[-1], text)
     return files
+
+
+def proof_sentence(proof: dict[str, Any] | None) -> str | None:
+    """What `draftsmith prove` found, from its JSON."""
+    if proof is None:
+        return None
+    greedy, sampled = proof["greedy"], proof["distribution"]
+    different = sum(len(row["divergences"]) for row in greedy)
+    ties = sum(row["ties"] for row in greedy)
+    lowest = min((row["p_value"] for row in sampled), default=1.0)
+    impossible = sum(row["impossible"] for row in sampled)
+    return (
+        f"{'Proved' if proof['holds'] else 'NOT PROVED'}: {sum(row['tokens'] for row in greedy)} greedy tokens of "
+        f"{len(greedy)} method(s), {different} different answer(s), of which {ties} at a numerical tie; "
+        f"{sum(row['tokens'] for row in sampled)} sampled tokens, {impossible} impossible, smallest p-value "
+        f"{lowest:.3f} (a test fails below {proof['significance']:.0e}); verifier by enumeration: error "
+        f"{proof['enumeration_error']:.0e}."
+    )
 
 
 def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], recipe: dict[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 WEIGHTS = "model.safetensors"
+PROOF = "proof.json"  # what `draftsmith prove` leaves in the eval folder
 
 
 def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
@@ -76,6 +77,7 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     write_atomically(folder.eval / "timing.json", json.dumps(timing, indent=2) + "\n")
     pictures = draw_charts(summary, folder.eval, recipe.name)
     facts = {
+        "proof": _proof(recipe),
         "summary": summary,
         "timing": timing,
         "recipe": recipe.model_dump(),
@@ -163,14 +165,28 @@ def _drafter_folders(recipe: Recipe) -> list[Path]:
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """What a measurement depends on. More runs may be added later, so their number is not part of it."""
-    weights = [part / WEIGHTS for part in _drafter_folders(recipe)]
     return {
         "eval": recipe.eval.model_dump(exclude={"runs"}),
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
-        "drafter_weights": [sha256_of(file) if file.is_file() else None for file in weights],
+        "drafter_weights": drafter_weights(recipe),
         "questions_file": sha256_of(questions_file(recipe.eval.questions)),
     }
+
+
+def drafter_weights(recipe: Recipe) -> list[str | None]:
+    """SHA-256 of the weights of the drafters that are measured."""
+    files = [folder / WEIGHTS for folder in _drafter_folders(recipe)]
+    return [sha256_of(file) if file.is_file() else None for file in files]
+
+
+def _proof(recipe: Recipe) -> dict[str, Any] | None:
+    """What `draftsmith prove` found out about these very drafters, if it was run."""
+    file = RunFolder(recipe).eval / PROOF
+    if not file.is_file():
+        return None
+    proof = json.loads(file.read_text(encoding="utf-8"))
+    return proof if proof["drafter_weights"] == drafter_weights(recipe) else None
 
 
 def _turns_left_out(record: dict[str, Any]) -> int:

@@ -4,158 +4,54 @@
 every way that the drafter can draw them. Nothing is estimated, so the tolerance is 1e-9.
 """
 
-import itertools
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor
 
+from draftsmith.eval.enumeration import (
+    DETERMINISTIC_TREES,
+    SAMPLED_TREES,
+    V,
+    can_be_drawn,
+    every_verdict,
+    joint_distribution,
+    largest_error,
+    target_and_draft,
+    wanted_joint,
+)
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.verify import Verdict, verify, walk
+from draftsmith.eval.verify import verify
 
-V = 4
-
-
-class Outcomes:
-    """A `Chooser` that replays one outcome and notes which other outcomes there are."""
-
-    def __init__(self, script: list[int]) -> None:
-        self.script, self.position, self.probability = script, 0, 1.0
-        self.branches: list[list[int]] = []
-
-    def _choose(self, probabilities: list[float]) -> int:
-        if self.position == len(self.script):
-            options = [option for option, probability in enumerate(probabilities) if probability > 0]
-            self.branches += [[*self.script, option] for option in options[1:]]
-            self.script = [*self.script, options[0]]
-        option = self.script[self.position]
-        self.position += 1
-        self.probability *= probabilities[option]
-        return option
-
-    def accept(self, probability: float) -> bool:
-        return self._choose([1 - probability, probability]) == 1
-
-    def draw(self, probabilities: Tensor) -> int:
-        return self._choose(probabilities.tolist())
-
-
-def every_verdict(tree: DraftTree, logits: Tensor, sampling: Sampling) -> Iterator[tuple[float, Verdict]]:
-    scripts: list[list[int]] = [[]]
-    while scripts:
-        chooser = Outcomes(scripts.pop())
-        verdict = walk(tree, logits, sampling, chooser)
-        scripts += chooser.branches
-        yield chooser.probability, verdict
-
-
-def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Every ordered draw of `count` tokens from q [V] without replacement."""
-    for tokens in itertools.permutations(range(len(q)), count):
-        probability, left = 1.0, 1.0
-        for token in tokens:
-            probability *= float(q[token]) / left if left > 1e-15 else 0.0
-            left -= float(q[token])
-        if probability > 0:
-            yield probability, tokens
-
-
-def joint_distribution(
-    parents: tuple[int, ...],
-    target_of: dict[tuple[int, ...], Tensor],
-    q_of_depth: list[Tensor] | None,
-    fixed_tokens: list[int] | None,
-    sampling: Sampling,
-) -> Tensor:
-    """[V, V]: the exact distribution of the first two tokens, later ones being sampled from the target itself."""
-    shape = TreeShape.of(parents)
-    joint = torch.zeros(V, V, dtype=torch.float64)
-    families = [node for node in range(len(shape)) if shape.children[node]]
-    if q_of_depth is None:
-        assert fixed_tokens is not None
-        drawn_trees = [(1.0, fixed_tokens)]
-        q_rows = None
-    else:
-        q_rows = torch.stack([q_of_depth[min(depth, len(q_of_depth) - 1)] for depth in shape.depths])
-        drawn_trees = []
-        for combination in itertools.product(*(draws(q_rows[node], len(shape.children[node])) for node in families)):
-            tokens = [0] * len(shape)
-            weight = 1.0
-            for node, (probability, values) in zip(families, combination, strict=True):
-                weight *= probability
-                for child, value in zip(shape.children[node], values, strict=True):
-                    tokens[child] = value
-            drawn_trees.append((weight, tokens))
-    for weight, tokens in drawn_trees:
-        tree = DraftTree(tokens, shape, q_rows)
-        contexts = [tuple(tokens[step] for step in shape.path_to(node)[1:]) for node in range(len(shape))]
-        logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
-        for probability, verdict in every_verdict(tree, logits, sampling):
-            committed = [tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
-            if len(committed) == 1:
-                joint[committed[0]] += weight * probability * sampling.probabilities(target_of[committed[0],])
-            else:
-                joint[committed[0], committed[1]] += weight * probability
-    return joint
-
-
-TREES = {
-    "chain of 1": (-1, 0),
-    "chain of 2": (-1, 0, 1),
-    "two siblings": (-1, 0, 0),
-    "all siblings": (-1, 0, 0, 0, 0),
-    "two levels": (-1, 0, 0, 1, 1, 2),
-    "three and two": (-1, 0, 0, 0, 2, 2),
-}
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)]
 
 
-def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Tensor]]:
-    """The target's logits after the empty and every one-token context, and the drafter's at two depths."""
-    generator = torch.Generator().manual_seed(seed)
-    target_of = {(): torch.randn(V, generator=generator, dtype=torch.float64) * 1.5}
-    for token in range(V):
-        target_of[token,] = torch.randn(V, generator=generator, dtype=torch.float64) * 1.5
-    return target_of, list(torch.randn(2, V, generator=generator, dtype=torch.float64) * 1.5)
-
-
-def wanted_joint(target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
-    second = torch.stack([sampling.probabilities(target_of[token,]) for token in range(V)])
-    return sampling.probabilities(target_of[()])[:, None] * second
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("parents", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("parents", SAMPLED_TREES.values(), ids=SAMPLED_TREES.keys())
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sampled_trees_keep_the_distribution(parents: tuple[int, ...], sampling: Sampling, seed: int) -> None:
     target_of, draft_logits = target_and_draft(seed)
     q_of_depth = [sampling.probabilities(logits) for logits in draft_logits]
-    support = min(int((q > 0).sum()) for q in q_of_depth)
-    shape = TreeShape.of(parents)
-    if max(len(children) for children in shape.children) > support:
+    if not can_be_drawn(parents, q_of_depth):
         pytest.skip("the builders never draw more siblings than q has tokens")
     joint = joint_distribution(parents, target_of, q_of_depth, None, sampling)
     torch.testing.assert_close(joint, wanted_joint(target_of, sampling), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize(
-    ("parents", "tokens"),
-    [
-        ((-1, 0), [0, 2]),
-        ((-1, 0, 0, 0), [0, 2, 0, 3]),
-        ((-1, 0, 0, 1, 1, 2), [0, 3, 1, 0, 2, 2]),
-        ((-1, 0, 0, 0, 0), [0, 0, 1, 2, 3]),
-    ],
-)
+@pytest.mark.parametrize(("parents", "tokens"), DETERMINISTIC_TREES)
 def test_deterministic_trees_keep_the_distribution(
     parents: tuple[int, ...], tokens: list[int], sampling: Sampling
 ) -> None:
     target_of, _ = target_and_draft(2)
     joint = joint_distribution(parents, target_of, None, tokens, sampling)
     torch.testing.assert_close(joint, wanted_joint(target_of, sampling), atol=1e-9, rtol=0)
+
+
+def test_the_largest_error_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `draftsmith prove` reports; and it would report a verifier that forgets what siblings have covered."""
+    assert largest_error(SAMPLINGS[:2]) <= 1e-9
+    monkeypatch.setattr("draftsmith.eval.verify._residual", lambda p, q, token: p)
+    assert largest_error(SAMPLINGS[:1]) > 1e-2
 
 
 def test_a_perfect_drafter_is_always_accepted() -> None:
