@@ -6,7 +6,10 @@ speedup of a run     (tokens / s of the method) / (tokens / s of the autoregress
                      process, prefill included on both sides; mean and standard deviation are over the runs
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): what is lost
                      in the loop's own Python; decoding = without the prefill
-cost ratio c         t_draft / t_target_step
+cost ratio c         t_draft / t_target_step, of a whole round
+alpha, tau (iid)     mean acceptance rate, and Leviathan's equation 1 with it: what the measured tau has above that is
+                     due to rounds being alike, as easy text comes in stretches
+theorem 3.8          tau (iid) / (c + 1): as if acceptances were independent and verification cost a single step
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from draftsmith.eval.methods.method import AUTOREGRESSIVE
+from draftsmith.eval.theory import acceptance_rate, expected_tokens
 from draftsmith.recipes.errors import UserError
 
 OVERALL = "overall"
@@ -120,6 +124,9 @@ def _timing_row(pairs: list[Pair], rounds: int) -> dict[str, Any]:
     t_draft_s = _median_per_round(answers, "draft_s")
     t_verify_s = _median_per_round(answers, "verify_s")
     draft_lengths = [length for answer in answers for length in answer["draft_lengths"]]
+    gamma = max(draft_lengths, default=0)  # the deepest token ever kept
+    alpha = acceptance_rate(draft_lengths, gamma)
+    tau_iid = expected_tokens(alpha, gamma)
     tau = sum(sum(answer["accept_lengths"]) for answer in answers) / rounds
     predicted = tau * t_target_s / (t_draft_s + t_verify_s)
     decoding_speedup = _decoding_speed(answers) / _decoding_speed(baselines)
@@ -139,7 +146,9 @@ def _timing_row(pairs: list[Pair], rounds: int) -> dict[str, Any]:
         "loop_efficiency": decoding_speedup / predicted,
         "loop_efficiency_with_prefill": speedup / predicted,
         "acceptance_by_depth": acceptance_by_depth(draft_lengths),
-        "tau_predicted_iid": tau_of_constant_rate(draft_lengths),
+        "alpha": alpha,
+        "tau_predicted_iid": tau_iid,
+        "speedup_predicted_iid": tau_iid / (t_draft_s / t_target_s + 1),
     }
 
 
@@ -152,18 +161,6 @@ def acceptance_by_depth(draft_lengths: list[int]) -> list[float]:
         shares.append(kept / reached)
         reached = kept
     return shares
-
-
-def tau_of_constant_rate(draft_lengths: list[int]) -> float:
-    """Leviathan et al. (2211.17192) equation 1, (1 - a^(g+1)) / (1 - a), with the mean acceptance rate as a.
-
-    g is the deepest token ever kept. What the measured tau has above this is due to rounds being alike: easy text
-    comes in stretches.
-    """
-    g = max(draft_lengths, default=0)
-    tried = sum(min(length + 1, g) for length in draft_lengths)
-    rate = sum(draft_lengths) / tried if tried else 0.0
-    return float(g + 1) if rate == 1 else (1 - rate ** (g + 1)) / (1 - rate)
 
 
 def _median_per_round(answers: list[Answer], key: str) -> float:

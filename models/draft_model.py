@@ -10,6 +10,7 @@ has trained needs no training here: `kind: draft_model` in `eval.methods` takes 
 Shapes: N labelled rows, D hidden, E = D input width of the layers, W tree nodes of a call.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -74,6 +75,22 @@ class DraftModel(ParallelDrafter):
         for layer, index in zip(self.layers, chosen, strict=True):
             layer.load_state_dict(source.layers[index].state_dict())
         self.norm.load_state_dict(source.norm.state_dict())
+
+    def causal_lm(self, target: PreTrainedModel) -> PreTrainedModel:
+        """The draft model as a model of its own, with a copy of the target's embedding and LM head.
+
+        For transformers' assisted generation, and for serving engines: `save_pretrained` it beside the tokenizer.
+        """
+        config = copy.deepcopy(target.config)
+        config.num_hidden_layers = len(self.layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: len(self.layers)]
+        model = type(target)(config).to(dtype=target.dtype, device=target.device)
+        model.get_input_embeddings().load_state_dict(target.get_input_embeddings().state_dict())
+        model.get_output_embeddings().load_state_dict(target.get_output_embeddings().state_dict())
+        model.base_model.layers.load_state_dict(self.layers.state_dict())
+        model.base_model.norm.load_state_dict(self.norm.state_dict())
+        return model.eval().requires_grad_(False)
 
     def feedback_of(self, hidden: Tensor) -> Tensor:
         """[R, D]; nothing is fed back but the token."""

@@ -50,7 +50,9 @@ TIMING = [
         "loop_efficiency": 0.95,
         "loop_efficiency_with_prefill": 0.9,
         "acceptance_by_depth": [0.5, 0.4],
+        "alpha": 0.71,
         "tau_predicted_iid": 2.4,
+        "speedup_predicted_iid": 1.92,
     }
 ]
 

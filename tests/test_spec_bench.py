@@ -16,7 +16,8 @@ from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.question_list import Question, load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
-from draftsmith.eval.summary import acceptance_by_depth, summarize, summarize_timing, tau_of_constant_rate
+from draftsmith.eval.summary import acceptance_by_depth, summarize, summarize_timing
+from draftsmith.eval.theory import acceptance_rate, expected_tokens
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder
 from draftsmith.recipes.errors import UserError
 
@@ -240,7 +241,7 @@ def test_timing_by_hand() -> None:
     assert row["cost_ratio"] == pytest.approx(0.5)
     assert acceptance_by_depth([0, 1, 2, 2]) == [0.75, pytest.approx(2 / 3)]
     # a = 5 accepted of 7 tried (g = 2): 1 + a + a^2.
-    assert tau_of_constant_rate([0, 1, 2, 2]) == pytest.approx(1 + 5 / 7 + 25 / 49)
+    assert expected_tokens(acceptance_rate([0, 1, 2, 2], 2), 2) == pytest.approx(1 + 5 / 7 + 25 / 49)
 
 
 def test_times_of_two_processes_are_never_compared() -> None:
