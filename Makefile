@@ -44,7 +44,7 @@ embedded: $(READY)
 	$(BIN)/draftsmith run recipes/embedded.yaml
 
 table: $(READY)
-	$(BIN)/draftsmith compare quickstart embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-pass --name table 'eval.temperatures=[0.0, 1.0]'
+	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-pass embedded-draft_model --name table 'eval.temperatures=[0.0, 1.0]'
 
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
@@ -72,6 +72,7 @@ bench: $(READY)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/group_attention.py --json benchmarks/results/group_attention.json
 	$(BIN)/python benchmarks/autoregressive_vs_generate.py --json benchmarks/results/autoregressive_vs_generate.json
+	$(BIN)/python benchmarks/against_transformers.py --json benchmarks/results/against_transformers.json
 	$(BIN)/python benchmarks/training_step.py --json benchmarks/results/training_step.json --picture benchmarks/results/training_step.png
 	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json
 

@@ -9,11 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from draftsmith.eval.decoding import generate
+from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive
+from draftsmith.eval.methods.lookahead import Lookahead
+from draftsmith.eval.methods.method import Autoregressive, Method
+from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
@@ -50,6 +64,13 @@ TINY = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral with a window": MistralConfig(**SIZES, sliding_window=64),  # longer than the sequences: must not matter
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=64),
+    "phi": PhiConfig(**SIZES),
+    "gpt_neox": GPTNeoXConfig(**{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}),
+    "tied llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3),
 }
 MATERIAL = Path(__file__).parents[2] / "shared" / "material" / "models"
@@ -136,6 +157,24 @@ def test_tiny_targets(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).to(dtype).eval()
     check_all_trees(target, [[5, 6, 7, 8], [90, 3]], new_tokens=40)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_methods_without_training(name: str) -> None:
+    """A draft model here is the target with other weights: its own cache must be right for its architecture too."""
+    torch.manual_seed(0)
+    target, draft = (AutoModelForCausalLM.from_config(TINY[name]).double().eval() for _ in range(2))
+    with torch.no_grad():
+        for mine, theirs in zip(draft.parameters(), target.parameters(), strict=True):
+            mine.copy_(0.3 * mine + 0.7 * theirs)
+    prompt, new_tokens = [5, 6, 7, 8, 5, 6], 40
+    wanted = greedy_reference(target, prompt, new_tokens)
+    decoder = DraftModelDecoder(draft, 4, 50, 97)
+    methods: list[Method] = [PromptLookup("prompt_lookup"), Lookahead("lookahead")]
+    methods += [DrafterMethod(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
+    with TargetSession(target, len(prompt) + new_tokens) as session:
+        for method in methods:
+            assert generate(session, method, prompt, GREEDY, new_tokens).ids == wanted, method.name
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
