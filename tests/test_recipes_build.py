@@ -21,7 +21,7 @@ TARGET_KIND = {"qwen3-8b-parallel": "qwen3"}  # the others are for a Llama
 def small_target(model_type: str) -> PreTrainedModel:
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
