@@ -19,6 +19,7 @@ from draftsmith.eval.pipeline import (
     run_prove,
     run_report,
     run_train,
+    run_tune,
 )
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
@@ -99,6 +100,21 @@ def doctor(
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
     _next(f"draftsmith {'train' if is_distilled else 'distill'} {_again(recipe, overrides)}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def tune(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    questions: Annotated[int, typer.Option(min=1, help="Traced and measured.")] = 14,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="Measurements of each tree that is left at the end.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file too.")] = None,
+) -> None:
+    """Find the draft tree that pays best with this drafter on this machine; `tree: tuned` uses it afterwards."""
+    loaded = load_recipe(recipe, overrides)
+    run_tune(loaded, json_file, questions=questions, new_tokens=new_tokens, turns=turns)
 
 
 @app.command()

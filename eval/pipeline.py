@@ -66,6 +66,17 @@ def run_doctor(recipe: Recipe, preview_rows: int, json_file: Path | None) -> boo
     return diagnosis.healthy
 
 
+def run_tune(recipe: Recipe, json_file: Path | None, **options: int) -> None:
+    """Find the tree that pays best here, and write it into the drafter's config. `options`: `tune`'s."""
+    from draftsmith.eval.tune import tune
+
+    console.rule(f"[bold]tune[/bold]  {recipe.name}: {recipe.target.model}")
+    tuned = tune(recipe, **options)
+    tuned.show(console)
+    if json_file is not None:
+        write_atomically(json_file, json.dumps(tuned.as_json(), indent=2) + "\n")
+
+
 def run_prove(recipe: Recipe, json_file: Path | None, **options: int) -> bool:
     """Collect evidence that the methods change nothing but the speed; True if it holds. `options`: `prove`'s."""
     from draftsmith.eval.prove import prove

@@ -36,7 +36,7 @@ from draftsmith.eval.question_list import Question, load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.spec_bench import Arm
-from draftsmith.eval.stage import PROOF, drafter_weights, load_models, make_arms
+from draftsmith.eval.stage import PROOF, drafter_weights, load_models, make_arms, with_tuned_trees
 from draftsmith.eval.tree import root_only
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -167,6 +167,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     Raises:
         UserError: There is no trained drafter, or no question fits the target.
     """
+    recipe = with_tuned_trees(recipe)
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
     asked = _prompts(load_questions(recipe.eval.questions), tokenizer, prompts, new_tokens, limit)

@@ -28,6 +28,7 @@ from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 WEIGHTS = "model.safetensors"
+TUNED_TREE = "tuned_tree"  # the key of a drafter's config that `draftsmith tune` writes
 PROOF = "proof.json"  # what `draftsmith prove` leaves in the eval folder
 
 
@@ -37,6 +38,7 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     Raises:
         UserError: No trained drafter, bad questions, or records of other settings in the way.
     """
+    recipe = with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     for drafter_folder in _drafter_folders(recipe):
         if not (drafter_folder / "config.json").is_file():
@@ -64,6 +66,7 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     """Write tables, pictures and report from the records alone. Returns the summary."""
+    recipe = with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     log_file, notes_file = folder.eval / "records.jsonl", folder.eval / "notes.json"
     if not log_file.is_file() or not notes_file.is_file():
@@ -150,6 +153,24 @@ def make_arms(
         if keys.count(key) > 1:
             raise UserError(f"eval.methods and eval.temperatures give {key} twice: each method needs a name of its own")
     return arms
+
+
+def with_tuned_trees(recipe: Recipe) -> Recipe:
+    """The recipe with every `tree: tuned` replaced by the tree that its drafter was tuned to."""
+    methods = [
+        resolve_tuned(method, _drafter_folder(recipe, method)) if method.tree == "tuned" else method
+        for method in recipe.eval.methods
+    ]
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
+
+
+def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
+    """The tree in the drafter's config; best-first where it was never tuned."""
+    if method.tree != "tuned":
+        return method
+    file = drafter_folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return method.model_copy(update=config.get(TUNED_TREE, {"tree": "best_first"}))
 
 
 def _drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:

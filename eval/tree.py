@@ -84,11 +84,14 @@ class DraftTree:
         shape: The parents, from which everything else follows.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
+        log_confidence: [N], or None. The drafter's log probability of the path to each node, where a builder knows it:
+            the N' best nodes are the best tree of N' nodes.
     """
 
     tokens: list[int]
     shape: TreeShape
     q: Tensor | None = None
+    log_confidence: list[float] | None = None
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.shape):

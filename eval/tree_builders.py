@@ -117,7 +117,7 @@ class BestFirstBuilder(MarginalBuilder):
         """logits: [G, V]."""
         candidates, log_q = most_likely(logits[: self._max_depth].float(), self._branch, sampling)
         depths, width = len(log_q), len(log_q[0])
-        tokens, parents = [root_token], [-1]
+        tokens, parents, log_confidence = [root_token], [-1], [0.0]
         # Entries: (-log probability of the path, order of arrival, parent node, depth from 0, rank).
         heap = [(-log_q[0][0], 0, 0, 0, 0)]
         arrivals = 1
@@ -125,6 +125,7 @@ class BestFirstBuilder(MarginalBuilder):
             cost, _, parent, depth, rank = heapq.heappop(heap)
             tokens.append(candidates[depth][rank])
             parents.append(parent)
+            log_confidence.append(-cost)
             # A reduced draft vocabulary leaves tokens without any probability.
             if rank + 1 < width and log_q[depth][rank + 1] > -math.inf:
                 sibling_cost = cost + log_q[depth][rank] - log_q[depth][rank + 1]
@@ -134,7 +135,7 @@ class BestFirstBuilder(MarginalBuilder):
                 child = (cost - log_q[depth + 1][0], arrivals, len(tokens) - 1, depth + 1, 0)
                 heapq.heappush(heap, child)
                 arrivals += 1
-        return DraftTree(tokens, TreeShape.of(tuple(parents)))
+        return DraftTree(tokens, TreeShape.of(tuple(parents)), log_confidence=log_confidence)
 
 
 @runtime_checkable

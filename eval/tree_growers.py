@@ -141,15 +141,15 @@ class BestFirstGrower:
             frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._branch]
             if not frontier:
                 break
-        return _tree_of(best, tokens, parents)
+        return _tree_of(best, tokens, parents, costs)
 
 
-def _tree_of(drafted: list[int], tokens: list[int], parents: list[int]) -> DraftTree:
+def _tree_of(drafted: list[int], tokens: list[int], parents: list[int], costs: list[float]) -> DraftTree:
     """The root and the candidates `drafted`, in the order of arrival: level by level, so that shapes recur."""
     kept = [0, *sorted(drafted)]
     new_index = {-1: -1} | {node: index for index, node in enumerate(kept)}
     shape = TreeShape.of(tuple(new_index[parents[node]] for node in kept))
-    return DraftTree([tokens[node] for node in kept], shape)
+    return DraftTree([tokens[node] for node in kept], shape, log_confidence=[-costs[node] for node in kept])
 
 
 def _depths(decoder: StepwiseDecoder, max_depth: int | None) -> int:

@@ -76,7 +76,9 @@ class MethodRecipe(Section):
         DRAFTER_KIND, description="`drafter`, or a method that needs no training: prompt_lookup, ngram, ..."
     )
     options: dict[str, Any] = Field({}, description="of that kind; not for `drafter`")
-    tree: Literal["chain", "static", "best_first"] = "chain"
+    tree: Literal["chain", "static", "best_first", "tuned"] = Field(
+        "chain", description="`tuned`: what `draftsmith tune` found for this drafter on this machine"
+    )
     max_depth: int | None = Field(None, ge=1, description="drafted tokens along one path; by default all K+1")
     nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
     branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")

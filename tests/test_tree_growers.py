@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_verify import Outcomes, every_verdict
 from torch import Tensor
 
 from draftsmith.eval import tree_growers
+from draftsmith.eval.enumeration import Outcomes, every_verdict
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tree import DraftTree
 from draftsmith.eval.tree_builders import (
