@@ -77,10 +77,19 @@ def measure_memory(backend: str, length: int, num_masks: int) -> float:
 def _peak_growth(sender: Any, backend: str, length: int, num_masks: int) -> None:
     step = TrainingStep(backend, num_masks)
     step.run(16)  # optimiser state and thread pools belong to the base
-    unit = 1 if sys.platform == "darwin" else 1024
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak_bytes()
     step.run(length)
-    sender.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit / 2**20)
+    sender.send((_peak_bytes() - before) / 2**20)
+
+
+def _peak_bytes() -> int:
+    """Largest resident set of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # on Linux ru_maxrss begins with that of the parent process
+        lines = status.read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -207,6 +208,7 @@ def describe(method: MethodRecipe) -> str:
     return f"{method.tree}{size}{depth}"
 
 
+@torch.inference_mode()
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
     """Find the tree, and write it into the drafter's config.
 

@@ -1,0 +1,79 @@
+"""`eval`, `tune` and `prove` one after the other, on the embedded target and a drafter fresh from it."""
+
+import json
+
+import pytest
+import torch
+
+from draftsmith.eval.prove import prove
+from draftsmith.eval.stage import evaluate
+from draftsmith.eval.tune import tune
+from draftsmith.models.drafter import load_drafter_class
+from draftsmith.models.target import EMBEDDED_TARGET, load_target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    if not (EMBEDDED_TARGET / "config.json").exists():
+        pytest.skip("needs the embedded target")
+    overrides = [
+        f"runs_dir={tmp_path_factory.mktemp('runs')}",
+        "eval.limit_per_category=1",
+        "eval.max_new_tokens=24",
+        "eval.runs=1",
+        "eval.warmup_questions=0",
+        "eval.methods=[{name: tuned, tree: tuned}, {name: lookup, kind: prompt_lookup}]",
+    ]
+    recipe = load_recipe("quickstart", overrides)
+    torch.manual_seed(0)
+    target, _ = load_target(recipe.target)
+    drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
+    drafter.save_pretrained(RunFolder(recipe).drafter)
+    return recipe
+
+
+def test_one_after_the_other(recipe: Recipe) -> None:
+    folder = RunFolder(recipe)
+    tuned = tune(recipe, questions=2, new_tokens=24, turns=1)
+    speeds = {id(method): speed for method, speed in tuned.measured}
+    assert speeds[id(tuned.chosen)] == max(speeds.values())
+    assert any(method is tuned.default for method, _ in tuned.measured)
+    tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
+    assert tree["tree"] == tuned.chosen.tree
+
+    proof = prove(recipe, prompts=3, samples=2, new_tokens=16)
+    assert proof.holds
+    assert {row.method for row in proof.greedy} == {"tuned", "lookup"}
+    assert {row.method for row in proof.distribution} == {"autoregressive", "tuned", "lookup"}
+    assert all(row.tokens >= 20 for row in proof.distribution)
+
+    summary = evaluate(recipe)
+    overall = {row["method"]: row for row in summary if row["category"] == "overall"}
+    assert set(overall) == {"autoregressive", "tuned", "lookup"}
+    assert all(row["greedy_identical"] for row in overall.values())
+    assert "## Is it lossless?\n\nProved: " in (folder.root / "report.md").read_text()
+    # The measurement names the tree that it was made with, so that another tuning is not mixed into it.
+    settings = json.loads((folder.eval / "settings.json").read_text())
+    assert settings["eval"]["methods"][0]["tree"] == tuned.chosen.tree
+
+
+def test_a_proof_of_another_drafter_is_not_shown(recipe: Recipe) -> None:
+    from draftsmith.eval.stage import PROOF, report_again
+
+    folder = RunFolder(recipe)
+    file = folder.eval / PROOF
+    proof = json.loads(file.read_text())
+    file.write_text(json.dumps({**proof, "drafter_weights": ["something else"]}))
+    report_again(recipe)
+    assert "Is it lossless?" not in (folder.root / "report.md").read_text()
+
+
+@pytest.mark.parametrize("stage", [tune, prove, evaluate])
+def test_without_a_drafter(stage: object, recipe: Recipe) -> None:
+    assert callable(stage)
+    with pytest.raises(UserError, match="no trained drafter"):
+        stage(recipe.model_copy(update={"name": "nothing-trained"}))
