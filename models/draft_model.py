@@ -71,9 +71,9 @@ class DraftModel(ParallelDrafter):
         if self.config.init != "target":
             return
         source = target.base_model
-        chosen = torch.linspace(0, len(source.layers) - 1, len(self.layers)).round().int().tolist()
-        for layer, index in zip(self.layers, chosen, strict=True):
-            layer.load_state_dict(source.layers[index].state_dict())
+        step = (len(source.layers) - 1) / max(1, len(self.layers) - 1)
+        for index, layer in enumerate(self.layers):
+            layer.load_state_dict(source.layers[round(index * step)].state_dict())
         self.norm.load_state_dict(source.norm.state_dict())
 
     def causal_lm(self, target: PreTrainedModel) -> PreTrainedModel:

@@ -134,6 +134,11 @@ def test_save_load_gives_the_same_logits_without_the_targets_weights(
     with torch.no_grad():
         expected = drafter.group_logits(batch["input_ids"], batch["features"])
         loaded = load_drafter(tmp_path, target)
+        found = loaded.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in drafter.state_dict().items())
+        # A file's memory may be aligned otherwise, and on some processors that changes how products round.
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.clone()
         assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
 
 
