@@ -71,7 +71,6 @@ target: $(READY)
 bench: $(READY)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/group_attention.py --json benchmarks/results/group_attention.json
-	$(BIN)/python benchmarks/autoregressive_vs_generate.py --json benchmarks/results/autoregressive_vs_generate.json
 	$(BIN)/python benchmarks/against_transformers.py --json benchmarks/results/against_transformers.json
 	$(BIN)/python benchmarks/training_step.py --json benchmarks/results/training_step.json --picture benchmarks/results/training_step.png
 	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.models.growing_tree import LONGEST_TREE_NODES
 from draftsmith.models.kv_cache import TreeCache
 from draftsmith.models.target import FINAL_FEATURES, FeatureTap
 from draftsmith.recipes.errors import UserError
 
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
-LONGEST_TREE_TOKENS = 256  # room in the cache behind the longest sequence
 MOST_SHAPES = 4096  # whose masks are remembered
 
 _probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -66,7 +66,7 @@ class TargetSession:
         self.device = target.device
         self._target = target
         self._cache = TreeCache(target.config.get_text_config().num_hidden_layers, max_length_tokens + 1)
-        self._cache.capacity_tokens += LONGEST_TREE_TOKENS
+        self._cache.capacity_tokens += LONGEST_TREE_NODES
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
         # The additive mask [1, 1, N, S]: zero where a node may look. Committed columns are zero for every node.
         self._mask = torch.zeros(1, 1, 1, self._cache.capacity_tokens, dtype=target.dtype, device=self.device)
@@ -123,7 +123,7 @@ class TargetSession:
         """Run all nodes at once. Nothing is kept until `commit`."""
         start, nodes = self._cache.committed, len(tree)
         if start + nodes > self._cache.capacity_tokens:
-            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_TOKENS}")
+            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}")
         if nodes == 1:
             # One token looks at the whole cache: without a mask the fastest attention kernels apply.
             return self._forward(tree.tokens, self._positions[:, start : start + 1], None)

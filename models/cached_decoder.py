@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.models.growing_tree import LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.target_layers import STATIC_ROPE_TYPES, CachedAttention
 
 # Pending tokens up to this many use masks that were made beforehand.
 SMALL_STEP_TOKENS = 16
-LONGEST_TREE_NODES = 256
 
 
 class CachedDecoder:
@@ -118,10 +118,8 @@ class TreeDecoder(CachedDecoder):
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
         self.num_depths = num_depths
-        # Row and column i: node i+1. Node 0 is a committed token, which every node sees.
-        self._ancestors = torch.zeros(LONGEST_TREE_NODES, LONGEST_TREE_NODES, dtype=torch.bool)
+        self._tree = GrowingTree()
         self._feedback_md = torch.empty(0)
-        self._depths: list[int] = []
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
@@ -130,27 +128,18 @@ class TreeDecoder(CachedDecoder):
         newest_1d = self._causal_forward(self._drafter.real_inputs(ids, features))[-1:]
         self._cache.length += len(ids)
         self._feedback_md = self._drafter.feedback_of(newest_1d)
-        self._depths = [0]
+        self._tree.begin()
         return self._drafter.logits_of(newest_1d).float()
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        first, end = len(self._depths), len(self._depths) + len(tokens)
-        if not self._depths or max(parents) >= first:
-            raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
-        if end > LONGEST_TREE_NODES:
-            raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
-        for node, parent in enumerate(parents, start=first):
-            row = self._ancestors[node - 1]
-            row.zero_() if parent == 0 else row.copy_(self._ancestors[parent - 1])
-            row[node - 1] = True
-            self._depths.append(self._depths[parent] + 1)
+        seen = self._tree.add(parents)
         ids = torch.tensor(tokens, device=self._device)
         above = self._feedback_md[torch.tensor(parents, device=self._device)]
         hidden = self._drafter.drafted_inputs(ids, above).unsqueeze(0)
-        places = torch.tensor(self._depths[first:], device=self._device) + (self._cache.length - 1)
-        self._cache.begin_tree_step(self._ancestors[first - 1 : end - 1, : end - 1])
+        places = torch.tensor(self._tree.depths[-len(tokens) :], device=self._device) + (self._cache.length - 1)
+        self._cache.begin_tree_step(seen)
         rotary = self._rotary_of(hidden, places)
         hidden_wd = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
         self._feedback_md = torch.cat([self._feedback_md, self._drafter.feedback_of(hidden_wd)])

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import MethodSetting
-from draftsmith.eval.session import LONGEST_TREE_TOKENS, longest_sequence_tokens
+from draftsmith.eval.session import longest_sequence_tokens
 from draftsmith.eval.tree_builders import tree_builder
+from draftsmith.models.growing_tree import LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.kv_cache import TreeCache
 from draftsmith.models.packed_head import pack_heads
 from draftsmith.recipes.errors import UserError
@@ -40,14 +41,12 @@ class DraftModelDecoder:
         self.num_depths = num_depths
         self._model, self._vocab_size, self._device = model, vocab_size, model.device
         layers = model.config.get_text_config().num_hidden_layers
-        self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_TOKENS)
+        self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_NODES)
         self._pending: list[int] = []
         # Node i > 0 has row i - 1 behind the committed ones. Node 0 is the newest committed token.
         self._tokens: list[int] = []
         self._parents: list[int] = []
-        self._depths: list[int] = []
-        # Which rows a node sees of those before it: itself and its ancestors.
-        self._ancestors = torch.zeros(LONGEST_TREE_TOKENS, LONGEST_TREE_TOKENS, dtype=torch.bool)
+        self._tree = GrowingTree()
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._cache.reset()
@@ -69,26 +68,18 @@ class DraftModelDecoder:
         logits = self._forward(self._pending, torch.arange(begin, begin + count), self._causal_mask(count))[-1:]
         self._cache.committed += count
         self._pending = []
-        self._tokens, self._parents, self._depths = [-1], [-1], [0]
+        self._tokens, self._parents = [-1], [-1]
+        self._tree.begin()
         return logits
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        first, end = len(self._depths), len(self._depths) + len(tokens)
-        if not self._depths or max(parents) >= first:
-            raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
-        if end > LONGEST_TREE_TOKENS:
-            raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_TOKENS}")
-        for node, parent in enumerate(parents, start=first):
-            row = self._ancestors[node - 1]
-            row.zero_() if parent == 0 else row.copy_(self._ancestors[parent - 1])
-            row[node - 1] = True
-            self._depths.append(self._depths[parent] + 1)
+        seen = self._tree.add(parents)
+        self._cache.ahead = len(self._tokens) - 1
         self._tokens += tokens
         self._parents += parents
-        self._cache.ahead = first - 1
-        positions = torch.tensor(self._depths[first:]) + (self._cache.committed - 1)
-        logits = self._forward(tokens, positions, self._tree_mask(first - 1, end - 1))
+        positions = torch.tensor(self._tree.depths[-len(tokens) :]) + (self._cache.committed - 1)
+        logits = self._forward(tokens, positions, self._tree_mask(seen))
         self._cache.ahead = 0
         return logits
 
@@ -111,10 +102,9 @@ class DraftModelDecoder:
             return None
         return self._additive(torch.ones(count, count, dtype=torch.bool).tril())
 
-    def _tree_mask(self, begin: int, end: int) -> Tensor | None:
-        seen = self._ancestors[begin:end, :end]
+    def _tree_mask(self, seen: Tensor) -> Tensor | None:
         # A single row that sees all others needs no mask, and fast kernels apply.
-        return None if end - begin == 1 and bool(seen.all()) else self._additive(seen)
+        return None if len(seen) == 1 and bool(seen.all()) else self._additive(seen)
 
     def _additive(self, seen: Tensor) -> Tensor:
         """[1, 1, R, committed + columns] from [R, columns] bool; everything committed is seen."""
@@ -137,7 +127,8 @@ class DraftModelDecoder:
         return rows
 
     def _forget_tree(self) -> None:
-        self._tokens, self._parents, self._depths = [], [], []
+        self._tokens, self._parents = [], []
+        self._tree.forget()
 
 
 class DraftModelMethod:
