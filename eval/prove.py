@@ -26,19 +26,16 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.data.chat_tokens import prompt_token_ids
-from draftsmith.data.conversations import Turn
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.enumeration import largest_error
 from draftsmith.eval.methods.method import AUTOREGRESSIVE
-from draftsmith.eval.question_list import Question, load_questions
+from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
-from draftsmith.eval.spec_bench import Arm
+from draftsmith.eval.spec_bench import Arm, first_turn_prompts
 from draftsmith.eval.stage import PROOF, drafter_weights, load_models, make_arms, with_tuned_trees
 from draftsmith.eval.tree import root_only
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 
@@ -170,7 +167,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     recipe = with_tuned_trees(recipe)
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
-    asked = _prompts(load_questions(recipe.eval.questions), tokenizer, prompts, new_tokens, limit)
+    asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
     eos_ids = frozenset(answer_end_ids(target, tokenizer))
     length = max(len(ids) for _, ids in asked) + new_tokens
     temperatures = [t for t in recipe.eval.temperatures if t > 0] or [DEFAULT_TEMPERATURE]
@@ -199,18 +196,6 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), drafter_weights(recipe))
     write_atomically(RunFolder(recipe).eval / PROOF, json.dumps(proof.as_json(), indent=2) + "\n")
     return proof
-
-
-def _prompts(
-    questions: list[Question], tokenizer: Any, count: int, new_tokens: int, limit: int | None
-) -> list[tuple[int | str, list[int]]]:
-    """`count` first turns, spread over the questions."""
-    tokenised = ((q.question_id, prompt_token_ids(tokenizer, [Turn("user", q.turns[0])])) for q in questions)
-    fitting = [(name, ids) for name, ids in tokenised if limit is None or len(ids) + new_tokens <= limit]
-    if not fitting:
-        raise UserError(f"no question leaves room for {new_tokens} tokens in the target's {limit} positions")
-    step = max(1, len(fitting) // count)
-    return fitting[::step][:count]
 
 
 def _answer(session: TargetSession, arm: Arm, prompt: list[int], new_tokens: int, eos_ids: frozenset[int]) -> list[int]:

@@ -167,6 +167,21 @@ class SpecBench:
         return len(prompt_ids) + min(self._max_new_tokens, FEWEST_NEW_TOKENS) <= limit
 
 
+def first_turn_prompts(
+    tokenizer: Any, questions: list[Question], count: int, max_new_tokens: int, limit: int | None
+) -> list[tuple[int | str, list[int]]]:
+    """(question id, prompt ids) of `count` first turns, spread over the questions that leave room for an answer.
+
+    Raises:
+        UserError: None of them does.
+    """
+    tokenised = ((q.question_id, prompt_token_ids(tokenizer, [Turn("user", q.turns[0])])) for q in questions)
+    fitting = [(name, ids) for name, ids in tokenised if limit is None or len(ids) + max_new_tokens <= limit]
+    if not fitting:
+        raise UserError(f"no question leaves room for {max_new_tokens} tokens in the target's {limit} positions")
+    return fitting[:: max(1, len(fitting) // count)][:count]
+
+
 def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tokens: int, limit: int | None) -> int:
     """Room for the longest conversation: answers read back may tokenise a little longer than they were generated."""
     longest = 0

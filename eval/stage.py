@@ -157,10 +157,7 @@ def make_arms(
 
 def with_tuned_trees(recipe: Recipe) -> Recipe:
     """The recipe with every `tree: tuned` replaced by the tree that its drafter was tuned to."""
-    methods = [
-        resolve_tuned(method, _drafter_folder(recipe, method)) if method.tree == "tuned" else method
-        for method in recipe.eval.methods
-    ]
+    methods = [resolve_tuned(method, _drafter_folder(recipe, method)) for method in recipe.eval.methods]
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
 
 

@@ -27,14 +27,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from draftsmith.data.chat_tokens import prompt_token_ids
-from draftsmith.data.conversations import Turn
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.spec_bench import first_turn_prompts
 from draftsmith.eval.stage import TUNED_TREE, load_models, resolve_tuned
 from draftsmith.eval.tree import DraftTree, TreeShape
 from draftsmith.eval.tree_builders import tree_builder
@@ -223,19 +222,13 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     default = next((m for m in recipe.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None), None)
     default = default or MethodRecipe(name="chain")
     folder = RunFolder(recipe).drafter
-    if not (folder / "config.json").is_file():
-        raise UserError(f"no trained drafter in {folder}: run `draftsmith train` with its recipe first")
     default = resolve_tuned(default, folder)
     only_own = recipe.eval.model_copy(update={"methods": [default]})
     target, tokenizer, drafters = load_models(recipe.model_copy(update={"eval": only_own}))
     drafter = drafters[folder]
     limit = longest_sequence_tokens(target)
-    asked = load_questions(recipe.eval.questions)
-    prompts = [prompt_token_ids(tokenizer, [Turn("user", question.turns[0])]) for question in asked]
-    prompts = [prompt for prompt in prompts if limit is None or len(prompt) + new_tokens <= limit]
-    if not prompts:
-        raise UserError(f"no question leaves room for {new_tokens} tokens in the target's {limit} positions")
-    prompts = prompts[:: max(1, len(prompts) // questions)][:questions]
+    asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), questions, new_tokens, limit)
+    prompts = [ids for _, ids in asked]
     eos_ids = frozenset(answer_end_ids(target, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     decoder = drafter.decoder(length)
