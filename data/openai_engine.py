@@ -137,10 +137,11 @@ class OpenAIEngine:
             self._finished.put(future.exception() or future.result())
 
     async def _shut_down(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Again and again: before Python 3.12 `wait_for` swallows a cancellation that comes with the result.
+        while tasks := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=0.1)
         await self._client.close()
 
     async def _start(self) -> None:

@@ -107,7 +107,7 @@ class Servers:
         self._affinity: Affinity[Server] = Affinity(REMEMBERED * concurrency * len(urls))
         self._changed = asyncio.Event()
         self._trouble_since: float | None = None
-        self._checking: dict[Server, asyncio.Task[None]] = {}
+        self._checking: set[asyncio.Task[None]] = set()
 
     async def acquire(self, key: str, avoid: set[Server]) -> Server:
         """A server that takes a request of this conversation now; to be given to `release`.
@@ -130,13 +130,11 @@ class Servers:
         self._wake()
 
     def answered(self, server: Server, key: str) -> None:
-        """The server gave an answer, be it a refusal: it works."""
-        server.has_answered()
+        """The server gave an answer, be it a refusal: it works, unless it was taken out in the meantime."""
         self._affinity.put(key, server)
         self._trouble_since = None
-        if server.is_out:
-            self._checking.pop(server).cancel()
-            self._bring_back(server)
+        if not server.is_out:
+            server.has_answered()
 
     def throttled(self, server: Server, problem: Throttled, sent_at: float) -> None:
         server.throttle(problem.retry_after_s, sent_at)
@@ -154,7 +152,9 @@ class Servers:
         if server.is_out:
             return
         server.is_out = True
-        self._checking[server] = asyncio.ensure_future(self._check_until_back(server))
+        task = asyncio.ensure_future(self._check_until_back(server))
+        self._checking.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._checking.discard)
         if all(other.is_out for other in self.all):
             say(
                 f"no server answers ({self._problems()}): waiting up to {self.give_up_after_s:g} s for one to come back"
@@ -179,13 +179,8 @@ class Servers:
                 break
             else:
                 break
-        del self._checking[server]
-        self._bring_back(server)
-
-    def _bring_back(self, server: Server) -> None:
         server.is_out = False
-        server.limit = 1.0
-        server.threshold = float(server.concurrency)
+        server.limit, server.threshold = 1.0, float(server.concurrency)
         server.bad_answers = BAD_ANSWERS_IN_A_ROW - 1  # on trial: the next bad answer takes it out again
         say(f"{server.url} answers again")
         self._wake()
