@@ -90,13 +90,11 @@ class Ledger:
         self._connection = _connect(folder / LEDGER_FILE)
         self._reader = ShardReader(folder / SHARDS_FOLDER)
         self._beats: dict[int, tuple[int, float]] = {}  # of the others: the last beat, and when it was first seen
-        with self._transaction():
-            for statement in filter(str.strip, SCHEMA.split(";")):
-                self._connection.execute(statement)
-            row = self._connection.execute("INSERT INTO workers (host, pid) VALUES (?, ?)", (_host(), os.getpid()))
-            assert row.lastrowid is not None
-            self.worker = row.lastrowid
-            self._find_unknown_lines()
+        try:
+            self.worker = self._begin_work()
+        except BaseException:
+            self._connection.close()
+            raise
         self._writer = ShardWriter(folder / SHARDS_FOLDER, f"{self.worker:05d}")
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
@@ -174,6 +172,16 @@ class Ledger:
         """Conversations that nothing is to be done about any more."""
         states = (DONE, TRUNCATED, FAILED)
         return {key for (key,) in self._connection.execute(f"SELECT id FROM conversations WHERE state IN {states}")}
+
+    def _begin_work(self) -> int:
+        """This worker's number."""
+        with self._transaction():
+            for statement in filter(str.strip, SCHEMA.split(";")):
+                self._connection.execute(statement)
+            row = self._connection.execute("INSERT INTO workers (host, pid) VALUES (?, ?)", (_host(), os.getpid()))
+            self._find_unknown_lines()
+        assert row.lastrowid is not None
+        return row.lastrowid
 
     # --- inside a transaction ---
 
