@@ -44,6 +44,8 @@ EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
 NO_QUESTION = "no question"
+# What another try would end with again; all other failures are the engine's.
+FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN, NO_QUESTION)
 LOOK_AGAIN_S = 2.0  # at conversations that another process holds
 PASSED_AT_ONCE = 1024
 
@@ -71,10 +73,11 @@ class DistillReport:
     def sentence(self) -> str:
         """What was done, for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
+        engine_failures = self.failed.keys() - set(FINAL_REASONS)
         lines = [
             f"{self.kept} conversations written to {self.folder}, {self.already_done} were there already",
             f"shortened: {counted_reasons(self.shortened)}; failed: {counted_reasons(self.failed)}"
-            + ("; `draftsmith distill --retry-failed` tries those again" if self.failed else ""),
+            + ("; `draftsmith distill --retry-failed` tries the engine's failures again" if engine_failures else ""),
             f"source: {counted_reasons(self.sources.invalid)} invalid, {self.sources.duplicates} duplicates",
             f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
             f"{self.drifted_answers} answers would tokenise differently from what the target generated",
@@ -126,7 +129,7 @@ def distill(
         folder: The run's folder.
         open_engine: Opens the engine, if there is anything to generate; None for `engine: none`.
         weights: A hash of the target's weights; a folder is not continued with others.
-        retry_failed: Try conversations again that failed before.
+        retry_failed: Try conversations again that the engine failed at before.
         progress: Show a progress bar.
 
     Raises:
@@ -138,7 +141,7 @@ def distill(
     check_settings(recipe, weights, tokenizer, folder.data)
     started = time.perf_counter()
     with Ledger(folder.data) as ledger:
-        report.retried = ledger.retry_failed() if retry_failed else 0
+        report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
         done = ledger.finished_ids()
         waiting = deque(key for key in conversations if key not in done)
         report.already_done = len(conversations) - len(waiting)

@@ -24,7 +24,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -162,10 +162,14 @@ class Ledger:
                     self._settle(conversation.id, conversation.state, conversation.reason)
         return concerned - mine
 
-    def retry_failed(self) -> int:
-        """Failed conversations wait again; how many. Their attempts are not forgotten."""
+    def retry_failed(self, final: Collection[str] = ()) -> int:
+        """Conversations that failed for other than `final` reasons wait again; how many. Attempts are not forgotten."""
+        places = ", ".join("?" * len(final))
         with self._transaction():
-            done = self._connection.execute("UPDATE conversations SET state = ? WHERE state = ?", (WAITING, FAILED))
+            done = self._connection.execute(
+                f"UPDATE conversations SET state = ? WHERE state = ? AND reason NOT IN ({places})",
+                (WAITING, FAILED, *final),
+            )
         return done.rowcount
 
     def finished_ids(self) -> set[str]:

@@ -47,7 +47,7 @@ def distill(
     recipe: RecipePath,
     overrides: Overrides = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Try conversations again that failed before.")
+        bool, typer.Option("--retry-failed", help="Try conversations again that the engine failed at.")
     ] = False,
 ) -> None:
     """Let the target answer every assistant turn of the conversations itself."""

@@ -37,7 +37,8 @@ def test_states_reasons_and_attempts(tmp_path: Path) -> None:
         cut = Finished(IDS[1], TRUNCATED, "answer cut short", {"messages": []})
         assert ledger.commit([], [done(IDS[0]), cut, Finished(IDS[2], FAILED, "HTTP 500")]) == set()
         assert ledger.finished_ids() == set(IDS[:3])
-        assert ledger.retry_failed() == 1
+        assert ledger.retry_failed(final=["HTTP 500", "other"]) == 0
+        assert ledger.retry_failed(final=["other"]) == 1
         assert ledger.finished_ids() == set(IDS[:2])
         assert list(ledger.lease(IDS).taken) == [IDS[2], IDS[4], IDS[5]]
         ledger.commit([], [done(IDS[2])])
