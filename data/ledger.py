@@ -284,7 +284,8 @@ class LedgerView:
 
     def __init__(self, folder: Path) -> None:
         self._file, self._shards = folder / LEDGER_FILE, folder / SHARDS_FOLDER
-        if not self._file.exists():
+        begun = self._file.exists() and self._query("SELECT name FROM sqlite_master WHERE name = 'workers'")
+        if not begun:
             raise UserError(f"{self._file} does not exist: run `draftsmith distill` with the same recipe first")
 
     def records(self) -> Iterator[dict[str, Any]]:
