@@ -48,6 +48,7 @@ NO_QUESTION = "no question"
 FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN, NO_QUESTION)
 LOOK_AGAIN_S = 2.0  # at conversations that another process holds
 PASSED_AT_ONCE = 1024
+LONGEST_PAUSE_S = 1.0  # between two writes
 
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
 
@@ -180,6 +181,7 @@ class _Distillation:
         self.conversations, self.report, self.bar = conversations, report, bar
         self.at_work: dict[str, _Rewriting] = {}
         self.held: deque[str] = deque()  # by another process, which may die
+        self.next_write = 0.0
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
         self.finished: list[Finished] = []
         self.answer_lead = template_answer_lead(tokenizer)
@@ -188,21 +190,22 @@ class _Distillation:
 
     def run(self, waiting: deque[str]) -> None:
         """Until every conversation is settled, by this process or another."""
-        while waiting or self.held or self.at_work:
-            while waiting and len(self.at_work) < self.engine.concurrency:
-                self._begin(waiting)
-            self._write()
-            if self.at_work:
-                try:
+        try:
+            while waiting or self.held or self.at_work:
+                while waiting and len(self.at_work) < self.engine.concurrency:
+                    self._begin(waiting)
+                if self.at_work:
                     for key, outcome in self.engine.collect():
                         self._take(self.at_work[key], outcome)
-                finally:
+                elif self.held:
+                    time.sleep(LOOK_AGAIN_S)
+                if not waiting:
+                    waiting, self.held = self.held, waiting
+                # Waiting for the disk keeps some engines from generating: not more than a twentieth of the time.
+                if not self.at_work or time.monotonic() > self.next_write:
                     self._write()
-            elif self.held:
-                time.sleep(LOOK_AGAIN_S)
-            if not waiting:
-                waiting, self.held = self.held, waiting
-            self._show()
+        finally:
+            self._write()
 
     def _begin(self, waiting: deque[str]) -> None:
         """Start as many as there is room for."""
@@ -311,7 +314,9 @@ class _Distillation:
 
     def _write(self) -> None:
         """All that is new goes to the ledger at once."""
+        began = time.monotonic()
         lost = self.ledger.commit(self.answers, self.finished)
+        self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_PAUSE_S)
         for conversation in self.finished:
             if conversation.id in lost:
                 continue
@@ -328,6 +333,7 @@ class _Distillation:
             else:
                 self.held.append(key)
         self.answers, self.finished = [], []
+        self._show()
 
     def _show(self) -> None:
         seconds = self.bar.format_dict["elapsed"]

@@ -4,9 +4,9 @@
     ledger.sqlite                   an index of them: of each conversation its state, the reason, the attempts and where
                                     its line lies; the answers so far of those at work; who is at work
 
-Killed at any moment, SIGKILL included, a process loses at most the answers in flight: every answer is in the ledger
-before the next is waited for, and a conversation's line is on disk before the ledger says so; a line that the ledger
-does not know yet is found again. No conversation counts twice, because only the ledger's line of it is ever read.
+Killed at any moment, SIGKILL included, a process loses at most the answers that it had not committed: a conversation's
+line is on disk before the ledger says so, and a line that the ledger does not know yet is found again. No conversation
+counts twice, because only the ledger's line of it is ever read.
 
 Several processes may work on one folder. A conversation is leased to one of them; the leases of a dead one fall to the
 others. Dead is whose process is gone (on the same host), or whose heartbeat has stood still for `LEASE_S` seconds *of
