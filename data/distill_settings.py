@@ -9,16 +9,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
 from draftsmith.recipes.schema import Recipe
 
-SAMPLED_VALUES = 8
 
-
-def check_settings(recipe: Recipe, target: Any, tokenizer: Any, folder: Path) -> None:
+def check_settings(recipe: Recipe, weights: str | None, tokenizer: Any, folder: Path) -> None:
     """Write the settings, or compare them with those that the folder was begun with.
 
     Raises:
         UserError: A setting differs; the sentence names the first such key.
     """
-    settings = _settings(recipe, target, tokenizer)
+    settings = _settings(recipe, weights, tokenizer)
     file = folder / "distill_settings.json"
     if file.exists():
         try:
@@ -37,7 +35,7 @@ def check_settings(recipe: Recipe, target: Any, tokenizer: Any, folder: Path) ->
     write_atomically(file, json.dumps(settings, indent=2) + "\n")
 
 
-def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
+def _settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
     source, settings = recipe.data.conversations, recipe.data.distill
     values: dict[str, Any] = {
         "data.conversations.source": source.source,
@@ -52,7 +50,7 @@ def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,
         "target.dtype": recipe.target.dtype,
-        "the target's weights (hash)": None if target is None else _weights_hash(target),
+        "the target's weights (hash)": weights,
         "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
         "data.distill.temperature": settings.temperature,
         "data.distill.top_k": settings.top_k,
@@ -61,12 +59,3 @@ def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
         "data.max_length_tokens": recipe.data.max_length_tokens,
         "seed": recipe.seed,
     }
-
-
-def _weights_hash(target: Any) -> str:
-    """A few values of every parameter: enough to see that a folder of the same name now holds a retrained model."""
-    digest = hashlib.sha256()
-    for name, parameter in target.named_parameters():
-        values = parameter.detach().flatten()[:SAMPLED_VALUES].float().cpu().tolist()
-        digest.update(f"{name} {tuple(parameter.shape)} {values}".encode())
-    return digest.hexdigest()[:16]
