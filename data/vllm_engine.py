@@ -81,7 +81,8 @@ class VllmEngine:
             raise UserError(f"vLLM does not start with data.distill.options: {_reason(error)}") from error
         self._engine = self._llm.llm_engine
         self.concurrency = int(BACKLOG * llm_arguments["max_num_seqs"])
-        self.max_length_tokens: int | None = self._llm.model_config.max_model_len
+        self._longest_tokens: int = self._llm.model_config.max_model_len
+        self.max_length_tokens: int | None = self._longest_tokens
         self._refused: list[tuple[str, Outcome]] = []
 
     def submit(self, request: Request) -> None:
@@ -99,11 +100,10 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        try:
-            self._engine.add_request(request.key, {"prompt_token_ids": request.prompt_ids}, parameters)
-        except ValueError:
-            # Of all that is checked only the prompt's length differs from request to request.
-            self._refused.append((request.key, Failure("prompt refused by vLLM")))
+        if len(request.prompt_ids) >= self._longest_tokens:
+            self._refused.append((request.key, Failure("prompt longer than max_model_len")))
+            return
+        self._engine.add_request(request.key, {"prompt_token_ids": request.prompt_ids}, parameters)
 
     def collect(self) -> list[tuple[str, Outcome]]:
         from vllm.v1.engine.exceptions import EngineDeadError
