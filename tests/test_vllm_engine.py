@@ -185,9 +185,12 @@ def test_conversations_of_several_turns(target: Any, vllm_engine: Engine, server
     turns = [question.turns[0] for question in load_questions("embedded")][:24]
     source = tmp_path / "chats.jsonl"
     with source.open("w") as stream:
-        for n in range(0, len(turns), 3):
-            chat = [{"from": who, "value": text} for asked in turns[n : n + 1 + n % 3] for who, text in
-                    (("human", asked), ("gpt", "someone else's answer"))]  # fmt: skip
+        for first, count in [(0, 1), (1, 2), (3, 3), (6, 4), (10, 3), (13, 2), (15, 4), (19, 5)]:
+            chat = [
+                {"from": who, "value": text}
+                for asked in turns[first : first + count]
+                for who, text in (("human", asked), ("gpt", "someone else's answer"))
+            ]
             stream.write(json.dumps({"conversations": chat}) + "\n")
     data = {"conversations": {"source": str(source)}, "max_length_tokens": 500}
     for engine, opened in (
@@ -209,7 +212,7 @@ def test_conversations_of_several_turns(target: Any, vllm_engine: Engine, server
             for n, ids in zip(at, distilled.answer_ids, strict=True):
                 assert ids is not None
                 answers[f"{distilled.conversation.id[:6]}/{n}"] = (prompt_token_ids(TOKENIZER, history[:n]), ids)
-        assert len(answers) > report.kept
+        assert len(answers) >= 16
         check = check_greedy(target, answers)
         print(engine, check.sentence())
         assert not check.wrong
