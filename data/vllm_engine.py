@@ -74,36 +74,23 @@ class VllmEngine:
     def __init__(self, llm_arguments: dict[str, Any], end_ids: tuple[int, ...]) -> None:
         from vllm import LLM
 
-        self._end_ids = end_ids
+        self.end_ids = end_ids
         try:
-            self._llm: Any = LLM(**llm_arguments)
+            self.llm: Any = LLM(**llm_arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise UserError(f"vLLM does not start with data.distill.options: {_reason(error)}") from error
-        self._engine = self._llm.llm_engine
+        self._engine = self.llm.llm_engine
         self.concurrency = int(BACKLOG * llm_arguments["max_num_seqs"])
-        self._longest_tokens: int = self._llm.model_config.max_model_len
+        self._longest_tokens: int = self.llm.model_config.max_model_len
         self.max_length_tokens: int | None = self._longest_tokens
         self._refused: list[tuple[str, Outcome]] = []
 
     def submit(self, request: Request) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_new_tokens,
-            seed=request.seed if sampling.temperature > 0 else None,
-            stop_token_ids=list(self._end_ids),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         if len(request.prompt_ids) >= self._longest_tokens:
             self._refused.append((request.key, Failure("prompt longer than max_model_len")))
             return
-        self._engine.add_request(request.key, {"prompt_token_ids": request.prompt_ids}, parameters)
+        prompt = {"prompt_token_ids": request.prompt_ids}
+        self._engine.add_request(request.key, prompt, sampling_parameters(request, self.end_ids))
 
     def collect(self) -> list[tuple[str, Outcome]]:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -126,7 +113,7 @@ class VllmEngine:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._engine.engine_core.shutdown()
-        del self._engine, self._llm
+        del self._engine, self.llm
         gc.collect()
         cleanup_dist_env_and_memory()
 
@@ -159,6 +146,24 @@ def llm_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any
         **{key: value for key, value in chosen.items() if value is not None},
         **options.llm,
     }
+
+
+def sampling_parameters(request: Request, end_ids: tuple[int, ...]) -> Any:
+    """vLLM's `SamplingParams`: only the finished answer comes back, as ids."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_new_tokens,
+        seed=request.seed if sampling.temperature > 0 else None,
+        stop_token_ids=list(end_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def device_environments(copies: int, devices_per_copy: int) -> list[dict[str, str]]:
