@@ -89,7 +89,7 @@ class VllmEngine:
         if len(request.prompt_ids) >= self._longest_tokens:
             self._refused.append((request.key, Failure("prompt longer than max_model_len")))
             return
-        prompt = {"prompt_token_ids": request.prompt_ids}
+        (prompt,) = self.llm.renderer.render_cmpl([{"prompt_token_ids": request.prompt_ids}])
         self._engine.add_request(request.key, prompt, sampling_parameters(request, self.end_ids))
 
     def collect(self) -> list[tuple[str, Outcome]]:
