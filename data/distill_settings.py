@@ -52,7 +52,7 @@ def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,
         "target.dtype": recipe.target.dtype,
-        "the target's weights (hash)": None if target is None else _weights_hash(target),
+        "the target's weights (hash)": None if target is None else weights_hash(target),
         "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
         "data.distill.temperature": settings.temperature,
         "data.distill.top_k": settings.top_k,
@@ -63,7 +63,7 @@ def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _weights_hash(target: Any) -> str:
+def weights_hash(target: Any) -> str:
     """A few values of every parameter: enough to see that a folder of the same name now holds a retrained model."""
     digest = hashlib.sha256()
     for name, parameter in target.named_parameters():
