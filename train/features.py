@@ -148,7 +148,7 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     num_tokens = sum(shard.tokens for shard in projection.missing)
     with tqdm(total=num_tokens, desc="features", unit="tok", unit_scale=True, disable=not progress) as bar:
         for shard in projection.missing:
-            write_shard(folder / shard.file, _shard_features(engine, index, projection.tokens, shard, bar))
+            write_shard(folder / shard.file, shard_features(engine, index, projection.tokens, shard, bar))
     return FeatureReport(folder, num_tokens, projection.missing_bytes, time.perf_counter() - begin_s)
 
 
@@ -159,10 +159,10 @@ def _engine(recipe: Recipe, target: PreTrainedModel, index: FeatureIndex, folder
     return VllmFeatures(recipe.target, target, index.layers, longest, folder)
 
 
-def _shard_features(
+def shard_features(
     engine: FeatureEngine, index: FeatureIndex, tokens: Dataset, shard: Shard, bar: Any
 ) -> dict[str, Tensor]:
-    """{layer: [tokens, D]}."""
+    """{layer: [tokens, D]} of a shard's rows, as they are written."""
     shape = (shard.tokens, index.hidden_size)
     features = {str(layer): torch.empty(shape, dtype=index.dtype) for layer in index.layers}
     rows = tokens[shard.rows.start : shard.rows.stop]["input_ids"]
