@@ -14,6 +14,7 @@ Shapes: S tokens of a row, L layers, D hidden, F features.
 import importlib
 import importlib.util
 import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ class VllmFeatures:
         files = folder / "vllm.partial"
         shutil.rmtree(files, ignore_errors=True)  # of a run that was killed
         files.mkdir(parents=True)
+        weakref.finalize(self, shutil.rmtree, files, ignore_errors=True)
         asked = vllm_layers(layers, self._num_layers)
         self._vllm: Any = importlib.import_module("vllm")
         self._llm = self._vllm.LLM(
