@@ -27,7 +27,7 @@ from draftsmith.models.target import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.collate import collate_right_padded
 from draftsmith.train.feature_cache import (
-    ROW_COLUMN,
+    ROWS_COLUMN,
     FeatureCache,
     FeatureCollator,
     FeatureIndex,
@@ -65,7 +65,7 @@ class TrainingSteps:
                 write_shard(folder / shard.file, shard_features(engine, index, self._rows, shard, bar))
         self.disk_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._offline = FeatureCollator(FeatureCache(folder, index, layers))
-        self._rows = self._rows.add_column(ROW_COLUMN, range(NUM_ROWS))
+        self._rows = self._rows.add_column(ROWS_COLUMN, [[row] for row in range(NUM_ROWS)])
 
     def run(self, offline: bool, turn: int) -> float:
         """Seconds of a step on one of the batches."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import feature_cache
 from draftsmith.train.feature_cache import (
-    ROW_COLUMN,
+    ROWS_COLUMN,
     FeatureCache,
     FeatureCollator,
     FeatureIndex,
@@ -75,19 +75,21 @@ def test_every_row_is_what_was_written(tmp_path: Path, layers: tuple[int, ...]) 
     begins = [0, 3, 4, 8, 9]
     for row in (4, 0, 2, 1, 3):
         found = torch.zeros(LENGTHS[row], cache.width, dtype=cache.dtype)
-        cache.read(row, found)
+        cache.read([row], found)
         expected = whole[begins[row] : begins[row] + LENGTHS[row], [LAYERS.index(layer) for layer in layers]]
         assert torch.equal(found, expected.flatten(1))
 
 
 @pytest.mark.usefixtures("small_shards")
 def test_batches(tmp_path: Path) -> None:
-    """Rows 2 and 1: [2, 4, F] with zeros behind the shorter one; the same from a worker's copy."""
+    """Rows 2 and 1: [2, 4, F], zeros behind the shorter one; the same from a worker's copy. Rows 4 and 0 make one."""
     index, whole = write_cache(tmp_path)
     collator = FeatureCollator(FeatureCache(tmp_path, index, LAYERS))
     rows = [
-        {"input_ids": [1] * LENGTHS[row], "loss_mask": [1] * LENGTHS[row], ROW_COLUMN: row} for row in (2, 1)
+        {"input_ids": [1] * LENGTHS[row], "loss_mask": [1] * LENGTHS[row], ROWS_COLUMN: [row]} for row in (2, 1)
     ]  # fmt: skip
+    packed = {"input_ids": [1] * 8, "loss_mask": [1] * 8, ROWS_COLUMN: [4, 0]}
+    assert torch.equal(collator([packed])["features"][0], torch.cat([whole[9:14], whole[:3]]).flatten(1))
     batch = collator(rows)
     assert batch["features"].shape == (2, 4, 12)
     assert torch.equal(batch["features"][0], whole[4:8].flatten(1))

@@ -1,6 +1,8 @@
 """Features on disk: their size is accepted before the first byte, a killed run goes on, training is that of online."""
 
+import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,25 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     assert train_drafter(broken).steps == 6
     expected, found = weights(whole), weights(broken)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_same_files(tmp_path: Path) -> None:
+    """Launched as for several GPUs: the weights are those of two processes that each run the target."""
+    script = Path(__file__).parents[1] / "train" / "train_parallel.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    recipes = [tiny_run(tmp_path, "online"), tiny_run(tmp_path, "offline", data=OFFLINE)]
+    write(recipes[1])
+    for recipe in recipes:
+        file = tmp_path / f"{recipe.name}.yaml"
+        file.write_text(recipe.model_dump_json())
+        result = subprocess.run([*launch, str(file)], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-2000:]
+        record = json.loads((RunFolder(recipe).drafter / "training.json").read_text())
+        assert record["batch_size"] == 6  # 3 rows of each process
+    expected, found = map(weights, recipes)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-4)
 
 
 def test_training_asks_for_complete_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ from draftsmith.train.collate import collate_right_padded
 FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
 SHARD_BYTES = 256 << 20
-# The column of a dataset that says which of the cache's rows belongs to it.
-ROW_COLUMN = "feature_row"
+# The column of a dataset that says which rows of the cache, one behind the other, its row is made of.
+ROWS_COLUMN = "feature_rows"
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,17 @@ class FeatureCache:
     def dtype(self) -> torch.dtype:
         return self._index.dtype
 
-    def read(self, row: int, out_sf: Tensor) -> None:
-        """Copy the features of a row of the dataset into [S, F], S its length."""
-        shard = self._index.shards[bisect_right(self._first_rows, row) - 1]
-        place = row - shard.first_row
-        begin, end = shard.offsets[place], shard.offsets[place + 1]
-        file = self._opened(shard)
-        for layer, part_sd in zip(self._layers, out_sf.chunk(len(self._layers), dim=-1), strict=True):
-            part_sd.copy_(file.get_slice(str(layer))[begin:end])
+    def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
+        """Copy the features of these rows, one behind the other, to the beginning of [S, F]."""
+        done = 0
+        for row in rows:
+            shard = self._index.shards[bisect_right(self._first_rows, row) - 1]
+            place = row - shard.first_row
+            begin, end = shard.offsets[place], shard.offsets[place + 1]
+            file, out_rf = self._opened(shard), out_sf[done : done + end - begin]
+            for layer, part_rd in zip(self._layers, out_rf.chunk(len(self._layers), dim=-1), strict=True):
+                part_rd.copy_(file.get_slice(str(layer))[begin:end])
+            done += end - begin
 
     def _opened(self, shard: Shard) -> Any:
         if shard.file not in self._open:
@@ -236,5 +239,5 @@ class FeatureCollator:
         batch = collate_right_padded(rows)
         features = torch.zeros(*batch["input_ids"].shape, self._cache.width, dtype=self._cache.dtype)
         for place, row in enumerate(rows):
-            self._cache.read(row[ROW_COLUMN], features[place, : len(row["input_ids"])])
+            self._cache.read(row[ROWS_COLUMN], features[place])
         return {**batch, "features": features}

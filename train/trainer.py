@@ -25,7 +25,7 @@ from transformers import (
 from draftsmith.models.drafter import Drafter, DrafterOutput
 from draftsmith.models.target import FINAL_FEATURES, target_features
 from draftsmith.train.collate import collate_right_padded
-from draftsmith.train.feature_cache import ROW_COLUMN, FeatureCache, FeatureCollator
+from draftsmith.train.feature_cache import ROWS_COLUMN, FeatureCache, FeatureCollator
 
 
 class LogLastStep(TrainerCallback):
@@ -56,7 +56,7 @@ class DrafterTrainer(Trainer):
         collator: Any = collate_right_padded
         if cache is not None:
             collator = FeatureCollator(cache)
-            dataset = dataset.add_column(ROW_COLUMN, range(len(dataset)))
+            dataset = dataset.add_column(ROWS_COLUMN, [[row] for row in range(len(dataset))])
         super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collator, **kwargs)
         self.add_callback(LogLastStep())
         self._drafter, self._target = drafter, target
