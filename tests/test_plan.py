@@ -283,6 +283,13 @@ def test_the_feature_cache(tmp_path: Path) -> None:
     with_teacher.drafter.kind, with_teacher.drafter.options = "eagle3", {"feature_layers": [0, 2]}
     (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
     assert line.amount == 2 * 64 * 3 * (20 + 9 + 30)
+    assert "are free on that disk; training online needs none of it" in line.how
+    with_teacher.data.features.dtype = "float32"
+    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    assert line.amount == 4 * 64 * 3 * (20 + 9 + 30)
+    with_teacher.drafter.kind, with_teacher.drafter.options = "medusa2", {}
+    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    assert (line.amount, line.how.partition(":")[0]) == (0, "not for drafter.kind medusa2")
 
 
 def save_tokens(recipe: Recipe, lengths: list[int]) -> None:

@@ -186,6 +186,9 @@ def _memory(training: DryTraining, args: TrainingArguments, cost: StepCost) -> l
 
 def _cache(recipe: Recipe, training: DryTraining, data: TrainingData) -> Line:
     chosen, folder = recipe.data.features, RunFolder(recipe).features
+    obstacle = training.drafter.offline_obstacle
+    if obstacle is not None:
+        return Line("offline feature cache", 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
     layers, size = layers_read(training.drafter), training.target.config.get_text_config().hidden_size
     number_bytes = getattr(torch, chosen.dtype).itemsize
     bytes_per_token = len(layers) * size * number_bytes
