@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.pipeline import console, run_distill, run_eval, run_train
+from draftsmith.eval.pipeline import console, run_distill, run_eval, run_features, run_train
 from draftsmith.models.drafter import Drafter, load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
@@ -52,6 +52,8 @@ def compare(recipes: list[Recipe], name: str) -> list[dict[str, Any]]:
     for recipe in recipes:
         _reuse_data(recipe, recipes)
         run_distill(recipe)
+        if recipe.data.features.source == "offline":
+            run_features(recipe)
         run_train(recipe)
     together = [recipe for recipe in recipes if not _changes_target(recipe)]
     rows: list[dict[str, Any]] = []

@@ -112,6 +112,8 @@ class Drafter(PreTrainedModel):
     _attached: _Attached | None = None
     # Drafts a token from the tokens it drafted before (a StepwiseDecoder).
     stepwise = False
+    # Why it cannot be trained on features from disk (`data.features.source: offline`), for the user; None if it can.
+    offline_obstacle: str | None = None
     # Optimiser steps done; the trainer keeps it up to date.
     training_step = 0
 

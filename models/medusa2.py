@@ -95,6 +95,7 @@ class Medusa2Drafter(MedusaDrafter):
     """The drafter q, and the change of the target that belongs to it; see the module's docstring."""
 
     config_class = Medusa2Config
+    offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
 
     def build(self, config: Medusa2Config) -> None:
         super().build(config)

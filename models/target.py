@@ -244,6 +244,15 @@ class FeatureTap:
             raise _AllTapped
 
 
+def drop_decoder_layers(target: PreTrainedModel) -> None:
+    """Leave the embedding, the final norm and the LM head: all that training on features from disk asks for.
+
+    A target whose layers are kept under a name that is not known here stays whole.
+    """
+    with contextlib.suppress(UserError):
+        del decoder_layers(target)[:]
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, first to last.
 

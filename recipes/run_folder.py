@@ -24,6 +24,7 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         self.root = Path(recipe.runs_dir) / recipe.name
         self.data = self.root / "data"
+        self.features = self.root / "features"
         self.drafter = self.root / "drafter"
         self.eval = self.root / "eval"
         self._recipe = recipe
@@ -32,7 +33,7 @@ class RunFolder:
         """Write the resolved recipe and add this stage to `provenance.json`.
 
         Args:
-            stage: `distill`, `train` or `eval`.
+            stage: `distill`, `features`, `train` or `eval`.
             inputs: Files that the stage read, by name; their SHA-256 is written down.
         """
         self.root.mkdir(parents=True, exist_ok=True)

@@ -54,10 +54,22 @@ class DistillRecipe(Section):
     max_new_tokens: int = Field(512, ge=1)
 
 
+class FeaturesRecipe(Section):
+    """The target's hidden states that drafters train on: computed in every step, or once, into `features/`."""
+
+    source: Literal["online", "offline"] = Field(
+        "online", description="`offline`: train reads what `draftsmith features` wrote, and runs no target"
+    )
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what runs the target offline")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="on disk")
+    batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline; of engine transformers")
+
+
 class DataRecipe(Section):
     conversations: ConversationsRecipe = ConversationsRecipe()
     distill: DistillRecipe = DistillRecipe()
     max_length_tokens: int = Field(2048, ge=8, description="longer conversations are cut on a turn boundary")
+    features: FeaturesRecipe = FeaturesRecipe()
 
 
 class DrafterRecipe(Section):

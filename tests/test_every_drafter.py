@@ -1,16 +1,20 @@
 """The invariants that every drafter keeps, whatever it is: a new file in `models/` is under test by existing.
 
-1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design.
+1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design. And training on features
+from disk is training.
 """
 
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors import safe_open
 from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from tiny_runs import token_rows
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding import generate
@@ -22,6 +26,11 @@ from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.drafter import Drafter, drafter_kinds, load_drafter
 from draftsmith.models.target import target_features
 from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.train.arguments import training_arguments
+from draftsmith.train.feature_cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
+from draftsmith.train.feature_engine import TransformersFeatures
+from draftsmith.train.features import shard_features
+from draftsmith.train.trainer import DrafterTrainer, layers_read
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
@@ -174,3 +183,42 @@ def test_padding_on_the_right_changes_nothing(kind: str, options: dict[str, Any]
     batch = random_batch(target, drafter=drafter)
     padded = {name: torch.nn.functional.pad(x, (0, 0, 0, 5) if x.ndim == 3 else (0, 5)) for name, x in batch.items()}
     torch.testing.assert_close(drafter(**padded).loss, drafter(**batch).loss)
+
+
+def cached(
+    target: PreTrainedModel, drafter: Drafter, tokens: datasets.Dataset, dtype: str, folder: Path
+) -> FeatureCache:
+    """All rows' features on disk, a few rows to a shard."""
+    layers, lengths = layers_read(drafter), [len(ids) for ids in tokens["input_ids"]]
+    hidden_size = target.config.hidden_size
+    index = FeatureIndex(layers, hidden_size, {"data.features.dtype": dtype}, cut_into_shards(lengths, 1 << 23))
+    engine = TransformersFeatures(target, layers, batch_size=3)
+    for shard in index.shards:
+        write_shard(folder / shard.file, shard_features(engine, index, tokens, shard, tqdm(disable=True)))
+    return FeatureCache(folder, index, layers)
+
+
+@every_drafter
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-8)])
+def test_features_from_disk_give_the_same_loss(
+    kind: str, options: dict[str, Any], dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Of a training step, online and offline; and in fp32 the same gradient (TV's jumps where p = q)."""
+    target, drafter = target_and_drafter(kind, options)
+    if drafter.offline_obstacle is not None:
+        pytest.skip(f"{kind}: {drafter.offline_obstacle}")
+    tokens = token_rows()
+    args = training_arguments({}, tmp_path, 0, use_cpu=True)
+    results = []
+    for cache in (None, cached(target, drafter, tokens, dtype, tmp_path)):
+        trainer = DrafterTrainer(drafter, target, args, tokens, cache)
+        batch = trainer.data_collator([trainer.train_dataset[row] for row in (3, 6, 0)])
+        torch.manual_seed(5)  # noise, and rows that are dropped
+        drafter.zero_grad()
+        loss, output = trainer.compute_loss(drafter.train(), batch, return_outputs=True)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+        results.append([loss, output.depth_loss_sum, output.depth_count.float()])
+        results[-1] += [gradient] if dtype == "float32" else []
+    for online, offline in zip(*results, strict=True):
+        assert (offline - online).norm() <= tolerance * online.norm()

@@ -22,6 +22,7 @@ from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.interrupt import StopOnInterrupt
+from draftsmith.train.offline import keep_what_is_read, open_features, refuse_obstacle
 from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
 
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
@@ -67,19 +68,26 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=recipe.target.device == "cpu"
     )
     drafter_class = load_drafter_class(recipe.drafter.kind)
+    offline = recipe.data.features.source == "offline"
+    if offline:
+        refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
     settings = _settings(recipe, tokens)
     _refuse_other_settings(run.drafter, settings)
     if (run.drafter / "training.json").is_file():
         return _read_report(run.drafter, was_finished=True)
 
-    # Each process of a multi-process run holds the target on its own device.
-    target, _ = load_target(recipe.target.model_copy(update={"device": str(args.device)}))
+    # Each process of a multi-process run holds the target on its own device; offline, its embedding and LM head only.
+    target, _ = load_target(recipe.target.model_copy(update={"device": "cpu" if offline else str(args.device)}))
     torch.manual_seed(recipe.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
     drafter.prepare(tokens)
     enable_gradient_checkpointing(args, drafter)
-    trainer, stop = DrafterTrainer(drafter, target, args, tokens), StopOnInterrupt()
+    cache = None
+    if offline:
+        cache = open_features(recipe, settings["data (its tokens)"], drafter)
+        keep_what_is_read(target, drafter, args.device)
+    trainer, stop = DrafterTrainer(drafter, target, args, tokens, cache), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
         write_atomically(run.drafter / "settings.json", json.dumps(settings, indent=2) + "\n")
@@ -126,11 +134,15 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     }
     settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
     settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
-    settings["data (its tokens)"] = _content_hash(tokens)
+    if recipe.data.features.source == "offline":
+        chosen = recipe.data.features
+        settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
+        settings["data.features.dtype"] = chosen.dtype
+    settings["data (its tokens)"] = tokens_hash(tokens)
     return settings
 
 
-def _content_hash(tokens: Dataset) -> str:
+def tokens_hash(tokens: Dataset) -> str:
     """SHA-256 over ids and masks, whatever the Arrow chunks."""
     digest = hashlib.sha256()
     for name in ("input_ids", "loss_mask"):
