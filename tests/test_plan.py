@@ -134,7 +134,7 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumula
     assert predicted.at_peak_bytes["features"] >= accumulation * batch_bytes
     target, _ = load_target(recipe.target)
     drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
-    cache = open_features(recipe, tokens_hash(tokens), target, drafter)
+    cache = open_features(recipe, tokens_hash(tokens), drafter)
     keep_what_is_read(target, drafter, torch.device("cpu"))
     args = training_arguments(recipe.train, tmp_path, 0, use_cpu=True)
     measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, tokens, cache))
