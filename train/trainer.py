@@ -62,8 +62,11 @@ class DrafterTrainer(Trainer):
         self._drafter.training_step = self.state.global_step
         with torch.autocast(ids.device.type, enabled=False):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
-            features, teacher_features = training_features(self._drafter, self._target, ids)
-        output: DrafterOutput = model(ids, features, inputs["loss_mask"], teacher_features=teacher_features)
+            positions = inputs.get("position_ids")
+            features, teacher_features = training_features(self._drafter, self._target, ids, positions)
+        output: DrafterOutput = model(
+            ids, features, inputs["loss_mask"], position_ids=positions, teacher_features=teacher_features
+        )
         self._count(output, inputs["attention_mask"])
         return (output.loss, output) if return_outputs else output.loss
 
@@ -103,19 +106,21 @@ class DrafterTrainer(Trainer):
         return depth_logs
 
 
-def training_features(drafter: Drafter, target: PreTrainedModel, ids_bs: Tensor) -> tuple[Tensor, Tensor | None]:
+def training_features(
+    drafter: Drafter, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """[B, S, F] for the drafter and, if its loss has a teacher, [B, S, D] final ones: from one forward if possible."""
     layers, needs_teacher = drafter.feature_layers, drafter.needs_teacher
     if drafter.trains_target:
         teacher_features = None
         if needs_teacher:
             with drafter.original_target():
-                teacher_features = target_features(target, ids_bs)
-        return target_features(target, ids_bs, layers=layers, with_gradient=True), teacher_features
+                teacher_features = target_features(target, ids_bs, None, positions_bs)
+        return target_features(target, ids_bs, None, positions_bs, layers, with_gradient=True), teacher_features
     if not needs_teacher:
-        return target_features(target, ids_bs, layers=layers), None
+        return target_features(target, ids_bs, None, positions_bs, layers), None
     wanted = layers if FINAL_FEATURES in layers else (*layers, FINAL_FEATURES)
-    parts = target_features(target, ids_bs, layers=wanted).chunk(len(wanted), dim=-1)
+    parts = target_features(target, ids_bs, None, positions_bs, wanted).chunk(len(wanted), dim=-1)
     return torch.cat(parts[: len(layers)], dim=-1), parts[wanted.index(FINAL_FEATURES)]
 
 
