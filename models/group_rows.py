@@ -64,7 +64,7 @@ class GroupRows:
         return GroupRows((batch, num_streams, length), present.flatten().nonzero().squeeze(1))
 
     def in_documents(self, position_ids: Tensor) -> GroupRows:
-        """The same rows of packed sequences: position ids [B, S] count up within a document and start anew behind it."""
+        """The same rows of packed sequences, in which position ids [B, S] count up and start anew at each document."""
         batch, num_streams, length = self.shape
         starts_bs = document_starts(position_ids.expand(batch, length))
         if int(starts_bs.sum()) == batch:

@@ -166,5 +166,5 @@ def _attend(
     if group_rows is None:
         raise ValueError("the drafter's layers need `group_rows` in training or `cached_attention` in decoding")
     grids = (group_rows.to_grids(part) for part in (query, key, value))
-    out = [group_attention(*qkv, backend=group_backend, scale=scale) for qkv in zip(*grids, strict=True)]
+    out = [group_attention(q, k, v, group_backend, scale) for q, k, v in zip(*grids, strict=True)]
     return group_rows.from_grids(out), None

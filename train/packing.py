@@ -19,16 +19,17 @@ from draftsmith.models.target import target_features
 from draftsmith.recipes.errors import UserError
 
 PROBE_LENGTHS = (5, 9, 3)
-PROBE_TOLERANCE_FRAC = 0.05  # of the features' size: a half-precision target rounds, a leak is as large as they are
+# Of the features' size. Half precision rounds, by some multiple of its own unit.
+PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
 
 
 def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Rows of indices whose lengths add up to at most `row_tokens`; one that is longer is alone in its row.
 
-    Ties go to the earlier index, and rows stand in the order of their longest document.
+    Of rows equally full the one begun last is taken. Rows stand in the order of their longest document.
     """
     rows: list[list[int]] = []
-    of_room: dict[int, list[int]] = {}  # rows by the tokens that they still hold, the earliest last
+    of_room: dict[int, list[int]] = {}  # rows by the tokens that they still hold
     rooms: list[int] = []  # the keys, ascending
     for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[index])
@@ -84,7 +85,9 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 def row_lengths(tokens: Dataset) -> list[int]:
     """Tokens of each row, read from Arrow's offsets alone."""
-    column = tokens.with_format("arrow")["input_ids"] if tokens._indices is not None else tokens.data.column("input_ids")
+    column = (
+        tokens.with_format("arrow")["input_ids"] if tokens._indices is not None else tokens.data.column("input_ids")
+    )
     return np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks]).tolist()
 
 
@@ -98,8 +101,8 @@ def check_packing(target: PreTrainedModel) -> None:
     positions_s = torch.cat([torch.arange(length, device=target.device) for length in PROBE_LENGTHS])
     packed_sd = target_features(target, ids_s[None], None, positions_s[None])[0]
     alone_sd = torch.cat([target_features(target, part[None])[0] for part in ids_s.split(PROBE_LENGTHS)])
-    size = alone_sd.float().abs().mean()
-    if not (packed_sd - alone_sd).float().abs().mean() <= PROBE_TOLERANCE_FRAC * size:
+    tolerance_frac = max(PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS * torch.finfo(alone_sd.dtype).eps)
+    if not (packed_sd - alone_sd).float().abs().mean() <= tolerance_frac * alone_sd.float().abs().mean():
         raise UserError(
             f"key `data.packing`: a target of the kind {target.config.model_type} does not keep packed documents "
             "apart; set data.packing=false"

@@ -23,6 +23,7 @@ from transformers import (
 from draftsmith.models.drafter import Drafter, DrafterOutput
 from draftsmith.models.target import FINAL_FEATURES, target_features
 from draftsmith.train.collate import collate_right_padded
+from draftsmith.train.packing import PackedRows
 
 
 class LogLastStep(TrainerCallback):
@@ -36,11 +37,18 @@ class LogLastStep(TrainerCallback):
 class DrafterTrainer(Trainer):
     """Trains a drafter on the features that its target computes in the same step (online: nothing on disk).
 
+    `dataset` is that of the tokens, or its `PackedRows`.
+
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
     """
 
     def __init__(
-        self, drafter: Drafter, target: PreTrainedModel, args: TrainingArguments, dataset: Dataset, **kwargs: Any
+        self,
+        drafter: Drafter,
+        target: PreTrainedModel,
+        args: TrainingArguments,
+        dataset: Dataset | PackedRows,
+        **kwargs: Any,
     ) -> None:
         super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collate_right_padded, **kwargs)
         self.add_callback(LogLastStep())
