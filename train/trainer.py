@@ -19,6 +19,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from draftsmith.models.drafter import Drafter, DrafterOutput
 from draftsmith.models.target import FINAL_FEATURES, target_features
@@ -77,6 +78,12 @@ class DrafterTrainer(Trainer):
         )
         self._count(output, inputs["attention_mask"])
         return (output.loss, output) if return_outputs else output.loss
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int] | None:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.lengths = list(sampler.lengths)  # a dataset's column would be looked up in its file for each row
+        return sampler
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         made_before = self.optimizer is not None
