@@ -71,8 +71,7 @@ def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expecte
     findings = check_rows(_rows_of(dataset), expected, f"delete {folder / 'tokens'} and run `draftsmith distill` again")
     report = _read_json(folder / "tokens" / REPORT_NAME)
     if report is not None:
-        all_rows = report["rows"] + report["too_long"] + report["refused"]
-        findings.insert(0, _lengths(report["cut"], report["too_long"], all_rows, max_length_tokens))
+        findings.insert(0, _lengths(report["cut"], report["too_long"], report["conversations"], max_length_tokens))
     if (folder / LEDGER_FILE).exists():
         findings.insert(0, _truncated_answers(folder))
     examples = [

@@ -67,7 +67,6 @@ class DistillReport:
     retried: int = 0
     lost: int = 0
     answers: int = 0
-    drifted_answers: int = 0
     tokens_generated: int = 0
     seconds: float = 0.0
 
@@ -81,7 +80,6 @@ class DistillReport:
             + ("; `draftsmith distill --retry-failed` tries the engine's failures again" if engine_failures else ""),
             f"source: {counted_reasons(self.sources.invalid)} invalid, {self.sources.duplicates} duplicates",
             f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
-            f"{self.drifted_answers} answers would tokenise differently from what the target generated",
         ]
         if self.lost:
             lines.append(f"{self.lost} conversations went to another process, which had taken this one for dead")
@@ -302,15 +300,8 @@ class _Distillation:
 
     def _record(self, rewriting: _Rewriting) -> dict[str, Any]:
         conversation = Conversation(rewriting.id, tuple(rewriting.turns))
-        answers = tokenize_conversation(self.tokenizer, conversation).answers()
-        # Where the text does not tokenise back to what was generated, the ids are what the target said.
-        drifted = [
-            turn
-            for turn, ids in enumerate(rewriting.answer_ids)
-            if ids is not None and (turn >= len(answers) or answers[turn] != ids)
-        ]
-        self.report.drifted_answers += len(drifted)
-        return {"messages": conversation.messages, "answer_ids": rewriting.answer_ids, "drifted_answers": drifted}
+        tokenize_conversation(self.tokenizer, conversation, rewriting.answer_ids)  # can it be trained on?
+        return {"messages": conversation.messages, "answer_ids": rewriting.answer_ids}
 
     def _write(self) -> None:
         """All that is new goes to the ledger at once."""

@@ -24,6 +24,9 @@ SHARED_EVAL_KEYS = (
     "questions", "limit_per_category", "max_new_tokens", "runs", "warmup_questions", "temperatures", "top_k", "top_p",
 )  # fmt: skip
 
+# Of the data section, what only training and the tokeniser's speed know of.
+NOT_OF_THE_DATA = {"packing", "tokenize_processes"}
+
 
 def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list[Recipe]:
     """One recipe for each value of one key: `drafter.options.num_masks=1,2,3` makes three, named after the value.
@@ -111,7 +114,8 @@ def _reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
         return
     for other in recipes:
         source = RunFolder(other).data
-        same = (other.data, other.seed, other.target) == (recipe.data, recipe.seed, recipe.target)
+        data, others_data = (each.data.model_dump(exclude=NOT_OF_THE_DATA) for each in (recipe, other))
+        same = (others_data, other.seed, other.target) == (data, recipe.seed, recipe.target)
         if same and other is not recipe and (source / "tokens").is_dir():
             partial = folder.with_name("data.partial")
             shutil.rmtree(partial, ignore_errors=True)

@@ -176,7 +176,7 @@ class Medusa2Drafter(MedusaDrafter):
 
         The others are those of `MedusaDrafter.forward`.
         """
-        output = super().forward(input_ids, features, loss_mask)
+        output = super().forward(input_ids, features, loss_mask, position_ids=position_ids)
         output.loss = self.config.heads_weight * output.loss
         if self.trains_target:
             output.loss = output.loss + self._target_loss(input_ids, features, loss_mask, teacher_features)

@@ -70,6 +70,10 @@ class DataRecipe(Section):
     distill: DistillRecipe = DistillRecipe()
     max_length_tokens: int = Field(2048, ge=8, description="longer conversations are cut on a turn boundary")
     features: FeaturesRecipe = FeaturesRecipe()
+    packing: bool = Field(
+        False, description="train on rows of several conversations, together at most max_length_tokens long"
+    )
+    tokenize_processes: int | None = Field(None, ge=1, description="by default one a processor, 8 at most")
 
 
 class DrafterRecipe(Section):

@@ -286,7 +286,7 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
         ledger.lease(["0", "1", "2", "3", "4", "5"])
         kept = [Finished("0", TRUNCATED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
         ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
-    report = {"rows": 3, "cut": 1, "too_long": 2, "refused": 0}
+    report = {"conversations": 5, "rows": 3, "cut": 1, "too_long": 2, "refused": 0}
     (data / "tokens" / "token_report.json").write_text(json.dumps(report))
     code, findings, printed = case.examine()
     assert code == 0

@@ -27,10 +27,12 @@ from draftsmith.models.drafter import Drafter, drafter_kinds, load_drafter
 from draftsmith.models.target import target_features
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.arguments import training_arguments
+from draftsmith.train.collate import collate_right_padded
 from draftsmith.train.feature_cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
 from draftsmith.train.feature_engine import TransformersFeatures
 from draftsmith.train.features import shard_features
-from draftsmith.train.trainer import DrafterTrainer, layers_read
+from draftsmith.train.packing import pack_documents
+from draftsmith.train.trainer import DrafterTrainer, layers_read, training_features
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
@@ -222,3 +224,37 @@ def test_features_from_disk_give_the_same_loss(
         results[-1] += [gradient] if dtype == "float32" else []
     for online, offline in zip(*results, strict=True):
         assert (offline - online).norm() <= tolerance * online.norm()
+
+
+@every_drafter
+@pytest.mark.parametrize("backend", ["folded", "dense"])
+def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backend: str) -> None:
+    """Documents in rows of their own or packed into rows: the same labels, loss, gradients and sums of each depth.
+
+    Documents end and begin in the middle of answers, so that a label, a feature or a key from next door would count.
+    """
+    target, drafter = target_and_drafter(kind, options)
+    if "attention" in drafter.config.to_dict():
+        drafter.config.attention = backend
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length in (9, LENGTH, 4, 1, 7):
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "loss_mask": [int(t % 7 != 2) for t in range(length)]})
+    packed = [pack_documents([rows[0], rows[1], rows[2]]), pack_documents([rows[3], rows[4]])]
+    results = []
+    for batch in (collate_right_padded(rows), collate_right_padded(packed)):
+        ids, positions = batch["input_ids"], batch.get("position_ids")
+        features, teacher = training_features(drafter, target, ids, positions)
+        output = drafter(ids, features, batch["loss_mask"], position_ids=positions, teacher_features=teacher)
+        output.loss.backward()
+        gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+        results.append((output, gradients))
+        drafter.zero_grad()
+    (expected, expected_gradients), (found, gradients) = results
+    assert torch.equal(found.depth_count, expected.depth_count)
+    assert expected.depth_count.min() > 0
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.depth_loss_sum, expected.depth_loss_sum, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.depth_correct, expected.depth_correct)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)

@@ -86,22 +86,22 @@ class DryTraining:
         self._optimizer = self._make_optimizer()
 
     def step(self, inputs: dict[str, Tensor]) -> StepCost:
-        """The cost of a step on this batch: `input_ids`, `loss_mask`, `attention_mask` [B, S], as collated."""
+        """The cost of a step on this batch: `input_ids`, `loss_mask`, ... [B, S], as collated."""
         run, args = self._run, self._args
         run.phases = {}
-        ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
+        ids, loss_mask, positions = inputs["input_ids"], inputs["loss_mask"], inputs.get("position_ids")
         run.count_as("features", inputs)
         with run.phase("target forward"):
             if args.gradient_accumulation_steps > 1:
                 self._allocate_gradients()  # left by the batch before
             from_disk = self._from_disk(ids)
             if from_disk is None:
-                features = training_features(self.drafter, self.target, ids)
+                features = training_features(self.drafter, self.target, ids, positions)
             else:
                 features = split_features(self.drafter, from_disk[0].to(self.target.dtype))
             run.count_as("features", features)
         with run.phase("drafter forward"), self._autocast():
-            loss = self.drafter(ids, features[0], loss_mask, teacher_features=features[1]).loss
+            loss = self.drafter(ids, features[0], loss_mask, position_ids=positions, teacher_features=features[1]).loss
         with run.phase("backward"):
             loss.backward()
         del loss, features, from_disk

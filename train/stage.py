@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.models.drafter import load_drafter_class
 from draftsmith.models.target import load_target
@@ -23,6 +23,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.interrupt import StopOnInterrupt
 from draftsmith.train.offline import keep_what_is_read, open_features, refuse_obstacle
+from draftsmith.train.packing import PackedRows, check_packing
 from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
 
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
@@ -83,11 +84,12 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     drafter = drafter_class.from_target(target, recipe.drafter.options)
     drafter.prepare(tokens)
     enable_gradient_checkpointing(args, drafter)
+    rows = packed_rows(recipe, target, tokens) if recipe.data.packing else tokens
     cache = None
     if offline:
         cache = open_features(recipe, settings["data (its tokens)"], drafter)
         keep_what_is_read(target, drafter, args.device)
-    trainer, stop = DrafterTrainer(drafter, target, args, tokens, cache), StopOnInterrupt()
+    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
         write_atomically(run.drafter / "settings.json", json.dumps(settings, indent=2) + "\n")
@@ -123,6 +125,12 @@ def load_tokens(run: RunFolder, recipe_name: str) -> Dataset:
     return tokens
 
 
+def packed_rows(recipe: Recipe, target: PreTrainedModel, tokens: Dataset) -> PackedRows:
+    """The tokens in packed rows, which this target has been seen to keep apart."""
+    check_packing(target)
+    return PackedRows(tokens, recipe.data.max_length_tokens)
+
+
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     """What the trained weights depend on, flat, by recipe key."""
     settings: dict[str, Any] = {
@@ -139,6 +147,8 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
         settings["data.features.dtype"] = chosen.dtype
     settings["data (its tokens)"] = tokens_hash(tokens)
+    if recipe.data.packing:
+        settings["data.packing, rows of"] = recipe.data.max_length_tokens
     return settings
 
 
