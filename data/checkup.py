@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.chat_tokens import TemplateProblem, TemplateRefusal, TokenizedConversation, tokenize_truncated
+from draftsmith.data.chat_tokens import (
+    PROBE,
+    TemplateProblem,
+    TemplateRefusal,
+    TokenizedConversation,
+    tokenize_truncated,
+)
 from draftsmith.data.conversations import Conversation, counted_reasons
 from draftsmith.data.distill import CUT_SHORT
 from draftsmith.data.finding import Finding
@@ -51,13 +57,18 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
     skipping = recipe.data.conversations.model_copy(update={"skip_invalid": True})
     data = recipe.data.model_copy(update={"conversations": skipping})
     try:
-        found = list(load_conversations(data, recipe.seed, counts))
+        found = list(load_conversations(recipe.model_copy(update={"data": data}), counts))
     except UserError as error:
         return Checked("source conversations", [*_invalid(recipe, counts, 0), Finding("source", "defect", str(error))])
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
-    rows, lost = _tokenize(expected.tokenizer, sample, recipe.data.max_length_tokens)
+    lost = _Lost()
+    prompts = [_with_stand_in_answers(conversation) for conversation in sample if not conversation.is_answered]
+    _tokenize(expected.tokenizer, prompts, recipe.data.max_length_tokens, lost)
+    answered = [conversation for conversation in sample if conversation.is_answered]
+    rows = _tokenize(expected.tokenizer, answered, recipe.data.max_length_tokens, lost)
     findings = [
         *_invalid(recipe, counts, len(found)),
+        *_unanswered(found),
         _template(recipe, lost, len(sample)),
         _lengths(lost.cut, lost.too_long, len(sample), recipe.data.max_length_tokens),
         *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
@@ -88,9 +99,9 @@ def _rows_of(dataset: Any) -> Iterator[TokenizedConversation]:
 
 
 def _tokenize(
-    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int
-) -> tuple[list[TokenizedConversation], _Lost]:
-    rows, lost = [], _Lost()
+    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int, lost: _Lost
+) -> list[TokenizedConversation]:
+    rows = []
     for conversation in conversations:
         try:
             result = tokenize_truncated(tokenizer, conversation, max_length_tokens)
@@ -103,7 +114,22 @@ def _tokenize(
         tokenized, dropped_turns = result
         lost.cut += dropped_turns > 0
         rows.append(tokenized)
-    return rows, lost
+    return rows
+
+
+def _with_stand_in_answers(conversation: Conversation) -> Conversation:
+    """So that prompts show whether they fit and go through the template; the rows themselves would show nothing."""
+    answer = PROBE[1]
+    turns = [turn if turn.content else answer for turn in conversation.turns]
+    return Conversation(conversation.id, tuple(turns if turns[-1].role == "assistant" else [*turns, answer]))
+
+
+def _unanswered(found: list[Conversation]) -> list[Finding]:
+    count = sum(not conversation.is_answered for conversation in found)
+    if not count:
+        return []
+    sentence = f"{count} of {len(found)} conversations, which the target answers: their rows are not looked at yet"
+    return [Finding("without answers", "ok", sentence, {"unanswered": count, "conversations": len(found)})]
 
 
 def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
@@ -130,7 +156,7 @@ def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
 
 
 def _is_empty(reason: str) -> bool:
-    return reason.startswith("empty ") or reason in ("no turns", "no assistant turn")
+    return reason.startswith("empty ") or reason in ("no turns", "no user turn")
 
 
 def _template(recipe: Recipe, lost: _Lost, sampled: int) -> Finding:

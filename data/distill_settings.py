@@ -42,6 +42,8 @@ def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "data.conversations.source": source.source,
         "data.conversations.split": source.split,
+        "data.conversations.hub_split": source.hub_split,
+        "data.conversations.columns": source.columns.model_dump(),
         "data.conversations.file": source.file,
         "data.conversations.revision": source.revision,
         "data.distill.engine": settings.engine,

@@ -5,7 +5,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DRAFTER_KIND = "drafter"  # of an `eval.methods` entry: the run's trained drafter
 
@@ -30,15 +30,40 @@ class TargetRecipe(Section):
     chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
 
 
-class ConversationsRecipe(Section):
-    """Where the prompts come from."""
+class ColumnsRecipe(Section):
+    """Columns of records that hold prompts instead of a list of turns. By default the first of the usual names."""
+
+    prompt: str | None = Field(
+        None, description="prompt, instruction, question or turns; text, or a list of user turns"
+    )
+    input: str | None = Field(None, description="input or context: text that goes under the first prompt")
+    answer: str | None = Field(None, description="response, output, answer or completion; may be absent or empty")
+    system: str | None = Field(None, description="system_prompt or system")
+
+
+class SourceRecipe(Section):
+    """One place that conversations come from."""
 
     source: str = Field("stdlib", description="local .json/.jsonl(.gz/.xz/.zst), Hub dataset id, or `stdlib`")
-    split: str = "train"
+    hub_split: str = Field("train", description="the split of a Hub dataset")
     file: str | None = Field(None, description="one file of a Hub dataset, for repositories that hold several")
     revision: str | None = None
-    limit: int | None = Field(None, ge=1, description="take the first n valid conversations")
+    columns: ColumnsRecipe = ColumnsRecipe()
+    limit: int | None = Field(None, ge=1, description="take the first n conversations that can be used")
+
+
+class ConversationsRecipe(SourceRecipe):
+    """Where the prompts come from."""
+
     skip_invalid: bool = Field(False, description="count malformed conversations and go on instead of stopping")
+    split: Literal["train", "heldout", "all"] = "train"
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _split_is_ours(cls, value: Any) -> Any:
+        if value not in ("train", "heldout", "all"):
+            raise ValueError("must be train, heldout or all (a Hub dataset's own split is `hub_split`)")
+        return value
 
 
 class DistillRecipe(Section):

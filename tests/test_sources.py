@@ -11,7 +11,7 @@ import zstandard
 
 from draftsmith.data.sources import SourceCounts, load_conversations
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ConversationsRecipe, DataRecipe
+from draftsmith.recipes.schema import Recipe
 
 
 def record(question: str) -> dict[str, Any]:
@@ -23,8 +23,12 @@ def jsonl(*questions: str) -> str:
 
 
 def questions(source: Path | str, counts: SourceCounts | None = None, **keys: Any) -> list[str]:
-    recipe = DataRecipe(conversations=ConversationsRecipe(source=str(source), **keys))
-    return [conversation.turns[0].content for conversation in load_conversations(recipe, counts=counts)]
+    return [c.turns[0].content for c in load_conversations(make_recipe(source, **keys), counts)]
+
+
+def make_recipe(source: Path | str, engine: str = "transformers", **keys: Any) -> Recipe:
+    data = {"conversations": {"source": str(source), **keys}, "distill": {"engine": engine}}
+    return Recipe.model_validate({"name": "test", "data": data})
 
 
 @pytest.mark.parametrize(
@@ -56,12 +60,18 @@ def test_byte_order_mark(tmp_path: Path) -> None:
     ("name", "content", "sentence"),
     [
         ("a.jsonl", jsonl("a").encode() + b"{broken\n", "a.jsonl line 2: not JSON: "),
-        ("a.json", b'[{"a": 1},\n{broken]', "a.json line 2 is not JSON: "),
+        ("a.json", f"[{json.dumps(record('a'))},\n{{broken]".encode(), "a.json line 2 is not JSON: "),
         ("a.jsonl", b"", "a.jsonl is empty: it must hold one JSON conversation a line"),
         ("a.jsonl", b" \n\n", "a.jsonl is empty"),
         ("a.json", b"[]", "a.json holds no valid conversation"),
         ("a.json", b'[{"messages": []}]', "a.json conversation 1: the conversation is empty"),
-        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl is not UTF-8 text"),
+        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl line 1: not UTF-8 text (byte 0xff at position 1)"),
+        (
+            "a.jsonl",
+            jsonl("a").encode() + b'{"caf\xe9": 1}\n',
+            "a.jsonl line 2: not UTF-8 text (byte 0xe9 at position 6)",
+        ),
+        ("a.json", b'[{"caf\xe9": 1}]', "a.json is not UTF-8 text: convert it"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be decompressed"),
         ("a.jsonl.gz", gzip.compress(jsonl("a").encode(), mtime=0)[:-12], "a.jsonl.gz cannot be decompressed"),
         ("a.jsonl.xz", b"not xz", "a.jsonl.xz cannot be decompressed"),
@@ -93,9 +103,18 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
         questions(tmp_path)
 
 
-def test_stdlib_split() -> None:
-    with pytest.raises(UserError, match="must be train, heldout or all, not test"):
-        questions("stdlib", split="test")
+@pytest.mark.parametrize(
+    "prompt", [{"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [{"role": "user", "content": "a"}]}]
+)
+def test_prompts_are_for_self_distillation_alone(tmp_path: Path, prompt: dict[str, Any]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt) + "\n" + jsonl("c"))
+    assert questions(file) == ["a", "c"]
+    with pytest.raises(UserError, match=r"prompts\.jsonl line 1: a question has no answer, and with .*engine: none"):
+        questions(file, engine="none")
+    counts = SourceCounts()
+    assert questions(file, counts, engine="none", skip_invalid=True) == ["c"]
+    assert counts.invalid == {"no answer": 1}
 
 
 def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +125,7 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return [record("a"), {"conversations": []}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert questions("someone/chats", split="test", revision="abc", limit=1) == ["a"]
+    assert questions("someone/chats", hub_split="test", revision="abc", limit=1) == ["a"]
     assert asked == {"name": "someone/chats", "data_files": None, "revision": "abc", "split": "test"}
     with pytest.raises(UserError, match="someone/chats row 2: the conversation is empty"):
         questions("someone/chats")
