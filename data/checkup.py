@@ -21,12 +21,13 @@ from draftsmith.data.chat_tokens import (
 )
 from draftsmith.data.conversations import Conversation, counted_reasons
 from draftsmith.data.distill import CUT_SHORT
-from draftsmith.data.finding import Finding
+from draftsmith.data.finding import Finding, Severity
 from draftsmith.data.row_checks import Expected, check_rows
-from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.data.source_counts import SourceCounts
+from draftsmith.data.sources import load_conversations, question_sources
 from draftsmith.data.token_dataset import REPORT_NAME
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import FiltersRecipe, Recipe
 
 SAMPLE_CONVERSATIONS = 256
 EXAMPLE_ROWS = 64
@@ -57,7 +58,7 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
     skipping = recipe.data.conversations.model_copy(update={"skip_invalid": True})
     data = recipe.data.model_copy(update={"conversations": skipping})
     try:
-        found = list(load_conversations(recipe.model_copy(update={"data": data}), counts))
+        found = list(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
     except UserError as error:
         return Checked("source conversations", [*_invalid(recipe, counts, 0), Finding("source", "defect", str(error))])
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
@@ -68,6 +69,7 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
     rows = _tokenize(expected.tokenizer, answered, recipe.data.max_length_tokens, lost)
     findings = [
         *_invalid(recipe, counts, len(found)),
+        *_left_out(recipe, counts),
         *_unanswered(found),
         _template(recipe, lost, len(sample)),
         _lengths(lost.cut, lost.too_long, len(sample), recipe.data.max_length_tokens),
@@ -152,6 +154,30 @@ def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
                 "source, or set data.conversations.skip_invalid=true"
             )
             findings.append(Finding(check, "defect", sentence, figures))
+    return findings
+
+
+def _left_out(recipe: Recipe, counts: SourceCounts) -> list[Finding]:
+    """Duplicates, evaluation questions, and what the recipe's filters exclude; of a mixture, each source's share."""
+    read = sum(tally.read for tally in counts.by_source.values())
+    findings = [Finding("duplicates", "ok", f"{counts.duplicates} of {read}", {"count": counts.duplicates})]
+    files = question_sources(recipe)
+    for check, what, is_asked, unasked in (
+        ("evaluation questions", counts.contaminated, bool(files), "not looked for: data.conversations.decontaminate"),
+        ("filtered out", counts.filtered, recipe.data.conversations.filters != FiltersRecipe(), ""),
+    ):
+        figures = {"count": what.total(), "reasons": dict(what), "read": read}
+        if is_asked:
+            severity: Severity = "warning" if what.total() > MANY_LOST_FRAC * read else "ok"
+            findings.append(Finding(check, severity, f"{counted_reasons(what)} of {read} left out", figures))
+        elif unasked:
+            findings.append(Finding(check, "warning", f"{unasked} is empty", figures))
+    kept = sum(tally.kept for tally in counts.by_source.values())
+    if recipe.data.conversations.mixture:
+        findings += [
+            Finding(f"source {name}", "ok", f"{tally.kept / max(1, kept):.1%}: {tally.sentence()}", tally.as_json())
+            for name, tally in counts.by_source.items()
+        ]
     return findings
 
 

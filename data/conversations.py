@@ -111,6 +111,12 @@ def conversation_id(turns: tuple[Turn, ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ID_HEX_DIGITS]
 
 
+def is_heldout(identity: str, heldout_frac: float) -> bool:
+    """Whether a conversation belongs to the held-out split: by its id alone, whatever else there is."""
+    digest = hashlib.sha256(f"heldout {identity}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < heldout_frac
+
+
 def counted_reasons(counts: Counter[str]) -> str:
     """`3 (2 empty turn, 1 not JSON)`, for reports."""
     details = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())

@@ -112,7 +112,7 @@ def distill(
     """
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
     source_counts = SourceCounts()
-    conversations = list(load_conversations(recipe, source_counts))
+    conversations = list(load_conversations(recipe, source_counts, tokenizer))
     check_settings(recipe, target, tokenizer, folder.data)
     if engine is None and recipe.data.distill.engine == "transformers":
         from draftsmith.data.transformers_engine import TransformersEngine

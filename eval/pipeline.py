@@ -23,7 +23,8 @@ def run_distill(recipe: Recipe) -> None:
     from draftsmith.data.token_dataset import build_token_dataset
     from draftsmith.models.target import load_target
 
-    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {recipe.data.conversations.source}")
+    sources = ", ".join(source.label for source in recipe.data.conversations.sources)
+    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {sources}")
     target, tokenizer = load_target(recipe.target)
     folder = RunFolder(recipe)
     console.print(distill(recipe, target, tokenizer, folder).sentence())

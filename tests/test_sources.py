@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.data.source_counts import SourceCounts
+from draftsmith.data.sources import interleave, load_conversations
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -49,6 +50,98 @@ def test_limit_and_duplicates_and_skipped(tmp_path: Path) -> None:
     assert questions(file, counts, limit=3, skip_invalid=True) == ["a", "b", "c"]
     assert counts.duplicates == 2
     assert counts.invalid == {"not JSON": 1, "no turns": 1}
+    tally = counts.by_source["chats"]
+    assert (tally.read, tally.kept) == (7, 3)  # the last line is not read any more
+
+
+def test_duplicates_are_the_same_but_for_case_and_white_space(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl("Say  Hi\n", "say hi", "SAY HI ", "say hi!", "sayhi"))
+    counts = SourceCounts()
+    assert questions(tmp_path / "a.jsonl", counts) == ["Say  Hi\n", "say hi!", "sayhi"]
+    assert counts.duplicates == 2
+
+
+def test_interleaving_keeps_the_shares_at_every_moment() -> None:
+    """Weights 3, 1 and 2: due at 1/6 3/6 5/6, at 1/2, at 1/4 3/4; equals in the order of the streams."""
+    streams = [(3.0, iter("aaaaaaaaa")), (1.0, iter("bbbbb")), (2.0, iter("cccccc"))]
+    mixed = "".join(interleave(streams))
+    assert mixed.startswith("acabca" * 3)
+    assert mixed == "acabca" * 3 + "bb"  # a and c have run dry
+    for taken in range(1, 19):
+        for name, share in (("a", 1 / 2), ("b", 1 / 6), ("c", 1 / 3)):
+            assert abs(mixed[:taken].count(name) - share * taken) < 1
+
+
+def mixture(tmp_path: Path, **texts: str) -> list[dict[str, Any]]:
+    for name, text in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return [{"source": str(tmp_path / f"{name}.jsonl")} for name in texts]
+
+
+def test_a_mixture(tmp_path: Path) -> None:
+    """One prompt is in both sources and counts where it comes first; formats and limits are each source's."""
+    entries = mixture(
+        tmp_path, long=jsonl(*"abcdef"), other='{"query": "x"}\n{"query": "B"}\n{broken\n{"query": "y"}\n'
+    )
+    entries[0] |= {"weight": 2, "limit": 5}
+    entries[1] |= {"name": "prompts", "columns": {"prompt": "query"}}
+    recipe = make_recipe("stdlib", mixture=entries, skip_invalid=True)
+    counts = SourceCounts()
+    found = list(load_conversations(recipe, counts))
+    assert [c.turns[0].content for c in found] == ["a", "x", "b", "c", "y", "d", "e"]
+    assert [c.source for c in found] == ["long", "prompts", "long", "long", "prompts", "long", "long"]
+    assert (counts.by_source["long"].read, counts.by_source["long"].kept) == (5, 5)
+    prompts = counts.by_source["prompts"]
+    assert (prompts.read, prompts.kept, prompts.duplicates, prompts.invalid) == (4, 2, 1, {"not JSON": 1})
+    assert prompts.sentence() == "2 of 4 records kept, invalid: 1 (1 not JSON), duplicates: 1"
+    few = make_recipe("stdlib", mixture=entries, limit=4)
+    assert [c.turns[0].content for c in load_conversations(few)] == ["a", "x", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"revision": "abc"}, "`revision` belongs to the entries of `mixture`: move it there"),
+        ({"source": "b.jsonl"}, "`source` belongs to the entries of `mixture`: move it there"),
+        ({"mixture": [{"source": "x/a.jsonl"}, {"source": "y/a.json.gz"}]}, "two sources with the name a: give one"),
+        ({"mixture": [{"source": "a", "weight": 0}]}, "Input should be greater than 0"),
+        ({"split": "heldout"}, "`split: heldout` needs a `heldout_frac` above 0"),
+    ],
+)
+def test_a_mixture_that_contradicts_itself(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Recipe.model_validate({"name": "a", "data": {"conversations": {"mixture": [{"source": "some/set"}]} | keys}})
+
+
+def test_a_resolved_mixture_is_read_back() -> None:
+    recipe = make_recipe("stdlib", mixture=[{"source": "a.jsonl.xz"}, {"source": "some/set", "weight": 3}], limit=9)
+    assert [source.label for source in recipe.data.conversations.sources] == ["a", "some/set"]
+    assert Recipe.model_validate(recipe.model_dump()) == recipe
+
+
+def test_splits_are_stable(tmp_path: Path) -> None:
+    """Of 2,000 about a tenth is held out; those stay so when as many come before, between and behind them."""
+    file = tmp_path / "a.jsonl"
+    old = [f"question {n}" for n in range(2000)]
+    file.write_text(jsonl(*old))
+    counts = SourceCounts()
+    heldout = questions(file, split="heldout", heldout_frac=0.1)
+    train = questions(file, counts, heldout_frac=0.1)
+    assert counts.by_source["a"].other_split == len(heldout)
+    assert sorted(heldout + train) == sorted(questions(file, split="all", heldout_frac=0.1)) == sorted(old)
+    assert 160 < len(heldout) < 240  # 200 +- 3 standard deviations of 13.4
+    assert set(heldout) < set(questions(file, split="heldout", heldout_frac=0.2))
+    file.write_text(jsonl(*(text for n in range(2000) for text in (f"new {n}", old[n])), *map(str, range(2000))))
+    assert [text for text in questions(file, split="heldout", heldout_frac=0.1) if text in set(old)] == heldout
+    assert set(train) < set(questions(file, heldout_frac=0.1))
+
+
+def test_nothing_left(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl("Is this a question or not?", "b"))
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["is this a question, or NOT"]}')
+    keys = {"decontaminate": [str(tmp_path / "q.jsonl")], "filters": {"min_turn_chars": 5}}
+    with pytest.raises(UserError, match=r"holds no valid conversation \(1 contaminated, 1 filtered out\); set"):
+        questions(tmp_path / "a.jsonl", **keys)
 
 
 def test_byte_order_mark(tmp_path: Path) -> None:
