@@ -1,6 +1,7 @@
 """Which language the user turns are in, by py3langid (a naive Bayes model of byte n-grams, 4 MB, part of the package).
 
-Its confidence is calibrated; where it is low (a name, a formula, code, two words) the conversation stays.
+Its confidence is calibrated. A conversation stays where it is low (a name, a formula, code, two words) and where a
+wanted language is not out of the question (short English is easily taken for Nigerian Pidgin).
 """
 
 import difflib
@@ -11,8 +12,9 @@ from draftsmith.data.conversations import Conversation
 from draftsmith.recipes.errors import UserError
 
 SURE_FRAC = 0.5
+DOUBT_FRAC = 0.1
 READ_CHARS = 2000
-NO_LANGUAGE = ("und", "zxx")  # not sure; no natural language
+NO_LANGUAGE = "zxx"  # code, figures
 
 
 class LanguageFilter:
@@ -32,19 +34,19 @@ class LanguageFilter:
             raise UserError(
                 "data.conversations.filters.languages needs the package py3langid: pip install 'draftsmith[language]'"
             ) from None
-        self._identifier = langid.LanguageIdentifier.from_model_file(
-            langid.MODEL_FILE, norm_probs=True, min_confidence=SURE_FRAC
-        )
-        known = [label for label in self._identifier.labels if label not in NO_LANGUAGE]
+        self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+        known = [label for label in self._identifier.labels if label != NO_LANGUAGE]
         for language in languages:
             if language not in known:
                 nearest = difflib.get_close_matches(language[:2], known, n=1)
                 hint = f"did you mean `{nearest[0]}`?" if nearest else f"known are {', '.join(known)}"
                 raise UserError(f"data.conversations.filters.languages: unknown language code `{language}`: {hint}")
-        self._wanted = {*languages, *NO_LANGUAGE}
+        self._wanted = {*languages, NO_LANGUAGE}
 
     def find(self, conversation: Conversation) -> str | None:
         """`language de`, if that is not wanted and there is little doubt."""
         text = "\n".join(turn.content for turn in conversation.turns if turn.role == "user")
-        language, _ = self._identifier.classify(text[:READ_CHARS])
-        return None if language in self._wanted else f"language {language}"
+        ranked = self._identifier.rank(text[:READ_CHARS])  # (language, probability), the likeliest first
+        language, probability = ranked[0]
+        doubt = sum(other for name, other in ranked if name in self._wanted)
+        return f"language {language}" if probability >= SURE_FRAC and doubt < DOUBT_FRAC else None

@@ -59,7 +59,7 @@ def test_languages() -> None:
     assert reason(ask("Wie wird denn morgen das Wetter sein?"), languages=["en"]) == "language de"
     assert reason(ask("Wie wird denn morgen das Wetter sein?"), languages=["en", "de"]) is None
     assert reason(ask("请把这句话翻译成英文，谢谢你的帮助"), languages=["en", "de"]) == "language zh"
-    for unclear in ("2+2?", "def f(x): return x+1", "Who is Rajinikanth?", "ok"):
+    for unclear in ("2+2?", "def f(x): return x+1", "Who is Rajinikanth?", "ok", "Why do kids love it?"):
         assert reason(ask(unclear), languages=["en"]) is None
     with pytest.raises(UserError, match="unknown language code `english`: did you mean `en`"):
         reason(languages=["english"])
