@@ -19,7 +19,7 @@ import jinja2
 import numpy as np
 from huggingface_hub import DatasetCardData
 
-from draftsmith.data.chat_tokens import tokenize_conversation
+from draftsmith.data.chat_tokens import TemplateProblem, tokenize_conversation
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.question_list import questions_file
 from draftsmith.data.source_counts import SourceCounts
@@ -87,8 +87,9 @@ class _Made:
         self.distilled[source] += 1
         if made.shortened is not None:
             self.shortened.setdefault(source, Counter())[made.shortened] += 1
-        self.prompt_tokens.append(made.prompt_tokens)
-        self.answer_tokens.append(made.answer_tokens)
+        if made.answer_tokens:
+            self.prompt_tokens.append(made.prompt_tokens)
+            self.answer_tokens.append(made.answer_tokens)
         record = json.dumps([conversation.id, conversation.messages], ensure_ascii=True)
         digest = int.from_bytes(hashlib.sha256(record.encode()).digest(), "big")
         self.records_hash = (self.records_hash + digest) % 2**256  # the order of the records plays no part
@@ -99,12 +100,11 @@ class _Made:
 
 
 def card_conversation(conversation: Conversation, tokenizer: Any, shortened: str | None) -> CardConversation:
-    """With the tokens counted as training would see them.
-
-    Raises:
-        TemplateProblem: The chat template does not take the conversation.
-    """
-    mask = tokenize_conversation(tokenizer, conversation).loss_mask
+    """With the tokens counted as training would see them: none if the chat template does not take the conversation."""
+    try:
+        mask = tokenize_conversation(tokenizer, conversation).loss_mask
+    except TemplateProblem:
+        mask = []
     return CardConversation(conversation, len(mask) - sum(mask), sum(mask), shortened)
 
 
@@ -116,7 +116,7 @@ def write_data_card(folder: Path, card: CardInput) -> Path:
     values = _values(folder, card, made)
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     if made.prompt_tokens:
-        title = f"{card.recipe.name}: {len(made.prompt_tokens):,} conversations"
+        title = f"{card.recipe.name}: {made.distilled.total():,} conversations"
         draw_token_histogram(made.prompt_tokens, made.answer_tokens, folder / PICTURE, title)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -127,7 +127,7 @@ def write_data_card(folder: Path, card: CardInput) -> Path:
     environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
     text = environment.get_template("data_card.md.j2").render(
         values,
-        front_matter=_front_matter(folder, card, len(made.prompt_tokens)),
+        front_matter=_front_matter(folder, card, made.distilled.total()),
         picture=PICTURE if made.prompt_tokens else None,
         samples=[conversation for *_, conversation in sorted(made.samples, reverse=True)],
     )

@@ -79,6 +79,12 @@ def test_tokens_are_counted_as_training_sees_them() -> None:
     assert (made.answer_tokens, made.prompt_tokens) == (len(answer), len(whole) - len(answer))
 
 
+def test_a_conversation_that_the_template_refuses_counts_no_tokens() -> None:
+    turns = (Turn("system", "s"), Turn("user", "a"), Turn("assistant", "b"))
+    made = card_conversation(Conversation("id", turns), tiny_tokenizer(templates.LLAMA2), None)
+    assert (made.prompt_tokens, made.answer_tokens) == (0, 0)
+
+
 def test_nothing_depends_on_the_order(tmp_path: Path) -> None:
     first, values = written(tmp_path, 0)
     again, others = written(tmp_path, 1)
