@@ -22,6 +22,7 @@ from draftsmith.data.chat_tokens import (
 from draftsmith.data.conversations import Conversation, counted_reasons
 from draftsmith.data.distill import CUT_SHORT
 from draftsmith.data.finding import Finding, Severity
+from draftsmith.data.ledger import DONE, FAILED, LEDGER_FILE, TRUNCATED, LedgerView
 from draftsmith.data.row_checks import Expected, check_rows
 from draftsmith.data.source_counts import SourceCounts
 from draftsmith.data.sources import load_conversations, question_sources
@@ -85,7 +86,7 @@ def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expecte
     if report is not None:
         all_rows = report["rows"] + report["too_long"] + report["refused"]
         findings.insert(0, _lengths(report["cut"], report["too_long"], all_rows, max_length_tokens))
-    if (folder / "distilled.jsonl").exists():
+    if (folder / LEDGER_FILE).exists():
         findings.insert(0, _truncated_answers(folder))
     examples = [
         TokenizedConversation(row["input_ids"], row["loss_mask"])
@@ -213,12 +214,12 @@ def _lengths(cut: int, too_long: int, conversations: int, max_length_tokens: int
 
 def _truncated_answers(folder: Path) -> Finding:
     """Answers that hit max_new_tokens. They are never kept as if they were whole, but they are lost."""
-    reasons = [record.get("shortened") for record in _read_jsonl(folder / "distilled.jsonl")]
-    reasons += [record.get("reason") for record in _read_jsonl(folder / "dropped.jsonl")]
-    truncated = reasons.count(CUT_SHORT)
-    figures = {"truncated": truncated, "conversations": len(reasons)}
-    counted = f"{truncated} of {len(reasons)} conversations were cut or dropped at an answer that hit max_new_tokens"
-    if truncated > MANY_LOST_FRAC * len(reasons):
+    by_state = LedgerView(folder).counts()
+    settled = [by_state.get(state, Counter()) for state in (DONE, TRUNCATED, FAILED)]
+    truncated, all_settled = sum(counts[CUT_SHORT] for counts in settled), sum(counts.total() for counts in settled)
+    figures = {"truncated": truncated, "conversations": all_settled}
+    counted = f"{truncated} of {all_settled} conversations were cut or dropped at an answer that hit max_new_tokens"
+    if truncated > MANY_LOST_FRAC * all_settled:
         way_out = "raise data.distill.max_new_tokens and distil under another name"
         return Finding("truncated answers", "warning", f"{counted}: {way_out}", figures)
     return Finding("truncated answers", "ok", counted, figures)
@@ -229,14 +230,3 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         return json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-
-
-def _read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines. JsonlLog would cut off a last one that a running distillation is still writing."""
-    if not file.exists():
-        return
-    for line in file.read_text(encoding="utf-8").split("\n"):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue

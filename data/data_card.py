@@ -21,6 +21,8 @@ from huggingface_hub import DatasetCardData
 
 from draftsmith.data.chat_tokens import TemplateProblem, tokenize_conversation
 from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.distill import read_distilled
+from draftsmith.data.ledger import FAILED, SHARDS_FOLDER, LedgerView
 from draftsmith.data.question_list import questions_file
 from draftsmith.data.source_counts import SourceCounts
 from draftsmith.data.source_records import STDLIB
@@ -58,6 +60,7 @@ class CardInput:
         failed: Conversations that came to nothing, by reason.
         tokenizer: The target's.
         data_files: Where the conversations lie, below the data folder; their hashes are taken.
+        records_hash: Of all conversations, whatever the order in which they were written.
         engine: What else is to be said of the engine, by name: its version, the hash of the weights.
     """
 
@@ -67,6 +70,7 @@ class CardInput:
     failed: Counter[str]
     tokenizer: Any
     data_files: list[Path]
+    records_hash: str
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,7 +83,6 @@ class _Made:
     prompt_tokens: list[int] = field(default_factory=list)
     answer_tokens: list[int] = field(default_factory=list)
     samples: list[tuple[int, str, Conversation]] = field(default_factory=list)
-    records_hash: int = 0
 
     def add(self, made: CardConversation) -> None:
         conversation = made.conversation
@@ -90,9 +93,6 @@ class _Made:
         if made.answer_tokens:
             self.prompt_tokens.append(made.prompt_tokens)
             self.answer_tokens.append(made.answer_tokens)
-        record = json.dumps([conversation.id, conversation.messages], ensure_ascii=True)
-        digest = int.from_bytes(hashlib.sha256(record.encode()).digest(), "big")
-        self.records_hash = (self.records_hash + digest) % 2**256  # the order of the records plays no part
         rank = int.from_bytes(hashlib.sha256(f"sample {conversation.id}".encode()).digest()[:8], "big")
         heapq.heappush(self.samples, (-rank, conversation.id, conversation))
         if len(self.samples) > SAMPLES:
@@ -106,6 +106,24 @@ def card_conversation(conversation: Conversation, tokenizer: Any, shortened: str
     except TemplateProblem:
         mask = []
     return CardConversation(conversation, len(mask) - sum(mask), sum(mask), shortened)
+
+
+def write_card_of_run(folder: Path, recipe: Recipe, counts: SourceCounts, tokenizer: Any, weights: str | None) -> Path:
+    """The card of what the ledger in `folder` holds. Returns its path.
+
+    Args:
+        folder: `runs/<name>/data`.
+        recipe: What it was distilled by.
+        counts: Filled by a finished `load_conversations`.
+        tokenizer: The target's.
+        weights: The hash of the target's weights.
+    """
+    view = LedgerView(folder)
+    kept = (card_conversation(found.conversation, tokenizer, found.shortened) for found in read_distilled(folder))
+    failed = view.counts().get(FAILED, Counter())
+    shards = sorted((folder / SHARDS_FOLDER).glob("*.jsonl"))
+    card = CardInput(recipe, counts, kept, failed, tokenizer, shards, view.fingerprint(), {"weights": weights})
+    return write_data_card(folder, card)
 
 
 def write_data_card(folder: Path, card: CardInput) -> Path:
@@ -163,7 +181,7 @@ def _values(folder: Path, card: CardInput, made: _Made) -> dict[str, Any]:
         "hashes": {
             "sources": {s.label: _origin(s) for s in recipe.data.conversations.sources},
             "data_files": {file.relative_to(folder).as_posix(): sha256_of(file) for file in sorted(card.data_files)},
-            "records": f"{made.records_hash:064x}",
+            "records": card.records_hash,
             **_tokenizer_hashes(card.tokenizer),
         },
         "versions": versions(),

@@ -2,17 +2,20 @@
 
 A drafter has to predict what the target says, not what some other author said. Writes, under `runs/<name>/data/`:
 
-    distilled.jsonl         one conversation a line: id, OpenAI messages, token counts
-    dropped.jsonl           ids that gave nothing usable, with the reason; they are not tried again
-    distill_settings.json   what the answers depend on; a folder never mixes two settings
+    ledger.sqlite, shards/   the conversations and what became of each (`data/ledger.py`)
+    distill_settings.json    what the answers depend on; a folder never mixes two settings
 
-Conversations wait in a pool; every step generates the next turn of all of them, so batches stay full however many turns
-they have. Finished ones are appended at once, so an interrupted run continues where it stopped.
+A conversation's next turn is asked the moment its previous answer is there: there are no waves, so the engine stays
+full whatever the number of turns. Each answer is in the ledger before the next one is waited for.
 """
 
+import hashlib
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,10 @@ from draftsmith.data.chat_tokens import (
 )
 from draftsmith.data.conversations import Conversation, Turn, counted_reasons
 from draftsmith.data.distill_settings import check_settings
-from draftsmith.data.engine import AnswerSampling, Completion, Engine
-from draftsmith.data.jsonl_log import JsonlLog
-from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.data.engine import AnswerSampling, Completion, Engine, Failure, Outcome, Request
+from draftsmith.data.ledger import DONE, FAILED, TRUNCATED, Finished, Ledger, LedgerView
+from draftsmith.data.source_counts import SourceCounts
+from draftsmith.data.sources import load_conversations
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -40,20 +44,29 @@ PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
+NO_QUESTION = "no question"
+# What another try would end with again; all other failures are the engine's.
+FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN, NO_QUESTION)
+LOOK_AGAIN_S = 2.0  # at conversations that another process holds
+PASSED_AT_ONCE = 1024
+LONGEST_PAUSE_S = 1.0  # between two writes
+
+OpenEngine = Callable[[], AbstractContextManager[Engine]]
 
 
 @dataclass
 class DistillReport:
     """What one call did. `kept` are conversations written; of these, `shortened` lost their later turns."""
 
-    file: Path
+    folder: Path
     kept: int = 0
     shortened: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
     truncated_turns: int = 0
-    skipped_invalid: Counter[str] = field(default_factory=Counter)
-    duplicates: int = 0
+    sources: SourceCounts = field(default_factory=SourceCounts)
     already_done: int = 0
+    retried: int = 0
+    lost: int = 0
     answers: int = 0
     drifted_answers: int = 0
     tokens_generated: int = 0
@@ -62,15 +75,18 @@ class DistillReport:
     def sentence(self) -> str:
         """What was done, for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
-        return "\n".join(
-            [
-                f"{self.kept} conversations written to {self.file}, {self.already_done} were there already",
-                f"shortened: {counted_reasons(self.shortened)}; dropped: {counted_reasons(self.dropped)}",
-                f"source: {counted_reasons(self.skipped_invalid)} invalid, {self.duplicates} duplicates",
-                f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
-                f"{self.drifted_answers} answers tokenise differently from what the target generated",
-            ]
-        )
+        engine_failures = self.failed.keys() - set(FINAL_REASONS)
+        lines = [
+            f"{self.kept} conversations written to {self.folder}, {self.already_done} were there already",
+            f"shortened: {counted_reasons(self.shortened)}; failed: {counted_reasons(self.failed)}"
+            + ("; `draftsmith distill --retry-failed` tries the engine's failures again" if engine_failures else ""),
+            self.sources.sentence(),
+            f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
+            f"{self.drifted_answers} answers would tokenise differently from what the target generated",
+        ]
+        if self.lost:
+            lines.append(f"{self.lost} conversations went to another process, which had taken this one for dead")
+        return "\n".join(lines)
 
 
 @dataclass
@@ -78,10 +94,10 @@ class _Rewriting:
     """A conversation on its way: the turns so far (answers regenerated) and the original turns still to come."""
 
     id: str
-    turns: list[Turn]
     waiting: deque[Turn]
-    answer_ids: list[list[int]] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    answer_ids: list[list[int] | None] = field(default_factory=list)
+    lost: bool = False  # to another process, which took this one for dead
 
     def take_user_turns(self) -> bool:
         """Move the turns up to the next answer over; False if there is no question left."""
@@ -93,198 +109,289 @@ class _Rewriting:
             self.waiting.popleft()  # the source's own answer: the target writes its own
         return asked
 
+    def take_answer(self, text: str, token_ids: list[int] | None) -> None:
+        self.turns.append(Turn("assistant", text))
+        self.answer_ids.append(token_ids)
+
 
 def distill(
-    recipe: Recipe, target: Any, tokenizer: Any, folder: RunFolder, engine: Engine | None = None, progress: bool = True
+    recipe: Recipe,
+    tokenizer: Any,
+    folder: RunFolder,
+    open_engine: OpenEngine | None,
+    weights: str | None = None,
+    retry_failed: bool = False,
+    progress: bool = True,
 ) -> DistillReport:
     """Regenerate the recipe's conversations with the target, continuing whatever `folder.data` already holds.
 
     Args:
         recipe: Its `data` section and `seed` are used.
-        target: The loaded model; None is fine with `engine: none` or an engine of one's own.
         tokenizer: The target's, with a chat template.
         folder: The run's folder.
-        engine: Used in place of the one that `data.distill.engine` names.
+        open_engine: Opens the engine, if there is anything to generate; None for `engine: none`.
+        weights: A hash of the target's weights; a folder is not continued with others.
+        retry_failed: Try conversations again that the engine failed at before.
         progress: Show a progress bar.
 
     Raises:
         UserError: Bad conversations, no chat template, or a folder made with other settings.
     """
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
-    source_counts = SourceCounts()
-    conversations = list(load_conversations(recipe, source_counts, tokenizer))
-    check_settings(recipe, target, tokenizer, folder.data)
-    if engine is None and recipe.data.distill.engine == "transformers":
-        from draftsmith.data.transformers_engine import TransformersEngine
-
-        engine = TransformersEngine(target, tokenizer, recipe.data.distill.batch_size)
-    run = _Distillation(recipe, tokenizer, folder.data, engine)
-    run.report.skipped_invalid, run.report.duplicates = source_counts.invalid, source_counts.duplicates
-    waiting = deque(conversation for conversation in conversations if conversation.id not in run.done)
-    run.report.already_done = len(conversations) - len(waiting)
+    report = DistillReport(folder.data)
+    conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
+    check_settings(recipe, weights, tokenizer, folder.data)
     started = time.perf_counter()
-    with tqdm(
-        total=len(conversations), initial=run.report.already_done, desc="distil", unit="conv", disable=not progress
-    ) as bar:
-        run.rewrite_all(waiting, bar)
-    run.report.seconds = time.perf_counter() - started
-    if not run.kept_log.file.exists():
+    with Ledger(folder.data) as ledger:
+        report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
+        done = ledger.finished_ids()
+        waiting = deque(key for key in conversations if key not in done)
+        report.already_done = len(conversations) - len(waiting)
+        with tqdm(
+            total=len(conversations), initial=report.already_done, desc="distil", unit="conv", disable=not progress
+        ) as bar:
+            if open_engine is None:
+                _pass_through(ledger, conversations, waiting, report, bar)
+            elif waiting:
+                with open_engine() as engine:
+                    _Distillation(recipe, tokenizer, engine, ledger, conversations, report, bar).run(waiting)
+    report.seconds = time.perf_counter() - started
+    view = LedgerView(folder.data)
+    if not len(view):
         raise UserError(
             f"none of the {len(conversations)} conversations gave an answer to train on: "
-            f"{counted_reasons(run.dropped_reasons())}; "
-            f"see {run.dropped_log.file}, change the recipe and delete {folder.data}"
+            f"{counted_reasons(view.counts().get(FAILED, Counter()))}; change the recipe and delete {folder.data}"
         )
-    return run.report
+    return report
 
 
 class _Distillation:
-    """The state of one call: the two logs, the report, and how answers are made."""
+    """The state of one call: who is being rewritten, what is to be written down, and how answers are made."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, folder: Path, engine: Engine | None) -> None:
-        self.recipe = recipe
-        self.tokenizer = tokenizer
-        self.engine = engine
-        self.kept_log = JsonlLog(folder / "distilled.jsonl")
-        self.dropped_log = JsonlLog(folder / "dropped.jsonl")
-        self.done = {record["id"] for log in (self.kept_log, self.dropped_log) for record in log}
-        self.report = DistillReport(self.kept_log.file)
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: Any,
+        engine: Engine,
+        ledger: Ledger,
+        conversations: dict[str, Conversation],
+        report: DistillReport,
+        bar: Any,
+    ) -> None:
+        self.recipe, self.tokenizer, self.engine, self.ledger = recipe, tokenizer, engine, ledger
+        self.conversations, self.report, self.bar = conversations, report, bar
+        self.at_work: dict[str, _Rewriting] = {}
+        self.held: deque[str] = deque()  # by another process, which may die
+        self.next_write = 0.0
+        self.answers: list[tuple[str, int, dict[str, Any]]] = []
+        self.finished: list[Finished] = []
         self.answer_lead = template_answer_lead(tokenizer)
         settings = recipe.data.distill
-        self.sampling = AnswerSampling(
-            settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens, recipe.seed
-        )
+        self.sampling = AnswerSampling(settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens)
 
-    def dropped_reasons(self) -> Counter[str]:
-        """Over all calls for this folder."""
-        return Counter(record["reason"] for record in self.dropped_log)
-
-    def rewrite_all(self, waiting: deque[Conversation], bar: Any) -> None:
-        """Run the pool until nobody waits."""
-        engine = self.engine
-        if engine is None:
-            self._pass_through(waiting, bar)
-            return
-        pool: list[_Rewriting] = []
-        while waiting or pool:
-            while waiting and len(pool) < engine.concurrency:
-                conversation = waiting.popleft()
-                pool.append(_Rewriting(conversation.id, [], deque(conversation.turns)))
-            finished: list[tuple[_Rewriting, str | None]] = []
-            asking: list[_Rewriting] = []
-            for rewriting in pool:
-                if not rewriting.take_user_turns():
-                    finished.append((rewriting, None))
-                elif reason := self._prompt_problem(rewriting, engine):
-                    finished.append((rewriting, reason))
-                else:
-                    asking.append(rewriting)
-            completions = (
-                engine.generate([rewriting.prompt_ids for rewriting in asking], self.sampling) if asking else []
-            )
-            pool = []
-            for rewriting, completion in zip(asking, completions, strict=True):
-                reason = self._take_answer(rewriting, completion)
-                if reason is None and rewriting.waiting:
-                    pool.append(rewriting)
-                else:
-                    finished.append((rewriting, reason))
-            self._write(finished)
-            bar.update(len(finished))
-            bar.set_postfix(tokens=self.report.tokens_generated, refresh=False)
-
-    def _prompt_problem(self, rewriting: _Rewriting, engine: Engine) -> str | None:
-        """Set the prompt's ids; returns why the target cannot be asked, if so."""
+    def run(self, waiting: deque[str]) -> None:
+        """Until every conversation is settled, by this process or another."""
         try:
-            rewriting.prompt_ids = prompt_token_ids(self.tokenizer, rewriting.turns)
+            while waiting or self.held or self.at_work:
+                while waiting and len(self.at_work) < self.engine.concurrency:
+                    self._begin(waiting)
+                if self.at_work:
+                    for key, outcome in self.engine.collect():
+                        self._take(self.at_work[key], outcome)
+                elif self.held:
+                    time.sleep(LOOK_AGAIN_S)
+                if not waiting:
+                    waiting, self.held = self.held, waiting
+                # Waiting for the disk keeps some engines from generating: not more than a twentieth of the time.
+                if not self.at_work or time.monotonic() > self.next_write:
+                    self._write()
+        finally:
+            self._write()
+
+    def _begin(self, waiting: deque[str]) -> None:
+        """Start as many as there is room for."""
+        room = self.engine.concurrency - len(self.at_work)
+        wanted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+        lease = self.ledger.lease(wanted)
+        self.held.extend(lease.held)
+        settled_elsewhere = len(wanted) - len(lease.taken) - len(lease.held)
+        self.report.already_done += settled_elsewhere
+        self.bar.update(settled_elsewhere)
+        for key, answers in lease.taken.items():
+            rewriting = _Rewriting(key, deque(self.conversations[key].turns))
+            for answer in answers:
+                rewriting.take_user_turns()
+                rewriting.take_answer(answer["text"], answer["token_ids"])
+            self.at_work[key] = rewriting
+            self._ask(rewriting)
+
+    def _ask(self, rewriting: _Rewriting) -> None:
+        """The next question to the engine, or the end of the conversation."""
+        if not rewriting.take_user_turns():
+            self._end(rewriting, None if rewriting.answer_ids else NO_QUESTION)
+            return
+        prompt_ids = self._prompt_of(rewriting)
+        if isinstance(prompt_ids, str):
+            self._end(rewriting, prompt_ids)
+            return
+        messages = [{"role": turn.role, "content": turn.content} for turn in rewriting.turns]
+        seed = answer_seed(self.recipe.seed, rewriting.id, len(rewriting.answer_ids))
+        self.engine.submit(Request(rewriting.id, prompt_ids, messages, self.sampling, seed))
+
+    def _prompt_of(self, rewriting: _Rewriting) -> list[int] | str:
+        """The prompt's ids, or why the target cannot be asked."""
+        try:
+            prompt_ids = prompt_token_ids(self.tokenizer, rewriting.turns)
         except TemplateRefusal:
             if not self.recipe.data.conversations.skip_invalid:
                 raise
             return REFUSED
-        longest = engine.max_length_tokens
-        if longest is not None and len(rewriting.prompt_ids) + self.sampling.max_new_tokens > longest:
+        longest = self.engine.max_length_tokens
+        if longest is not None and len(prompt_ids) + self.sampling.max_new_tokens > longest:
             return PROMPT_TOO_LONG
         # A longer sequence would be cut off again when the tokens are made.
-        return PROMPT_TOO_LONG if len(rewriting.prompt_ids) >= self.recipe.data.max_length_tokens else None
+        return PROMPT_TOO_LONG if len(prompt_ids) >= self.recipe.data.max_length_tokens else prompt_ids
 
-    def _take_answer(self, rewriting: _Rewriting, completion: Completion) -> str | None:
-        """Append the answer to the conversation; returns why it cannot be used, if so."""
-        self.report.tokens_generated += len(completion.token_ids)
+    def _take(self, rewriting: _Rewriting, outcome: Outcome) -> None:
+        """An answer, or what came in its place; then the next question."""
+        if rewriting.lost:
+            del self.at_work[rewriting.id]
+            self.held.append(rewriting.id)
+            return
+        if isinstance(outcome, Failure):
+            self._end(rewriting, outcome.reason, FAILED)
+            return
+        text = self._text_of(outcome)
         self.report.answers += 1
-        if completion.finish_reason == "length":
+        self.report.tokens_generated += len(outcome.token_ids or self.tokenizer(text, verbose=False)["input_ids"])
+        if outcome.finish_reason == "length":
             self.report.truncated_turns += 1
-            return CUT_SHORT
-        text = self.tokenizer.decode(
-            completion.token_ids[:-1], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        ).removeprefix(self.answer_lead)
-        if not text.strip():
-            return EMPTY_ANSWER
-        rewriting.turns.append(Turn("assistant", text))
-        rewriting.answer_ids.append(completion.token_ids)
-        return None
+            self._end(rewriting, CUT_SHORT)
+        elif not text.strip():
+            self._end(rewriting, EMPTY_ANSWER)
+        else:
+            rewriting.take_answer(text, outcome.token_ids)
+            answer = {"text": text, "token_ids": outcome.token_ids}
+            self.answers.append((rewriting.id, len(rewriting.answer_ids) - 1, answer))
+            self._ask(rewriting)
 
-    def _write(self, finished: list[tuple[_Rewriting, str | None]]) -> None:
-        """Append the finished conversations, cut behind their last answer, and those that came to nothing."""
-        kept, dropped = [], []
-        for rewriting, reason in finished:
-            if not rewriting.answer_ids:
-                dropped.append({"id": rewriting.id, "reason": reason or "no question"})
-                continue
-            while rewriting.turns[-1].role != "assistant":
-                rewriting.turns.pop()
-            try:
-                kept.append(self._record(rewriting, reason))
-            except TemplateProblem:  # an answer that the template rewrites, with two </think> for instance
-                dropped.append({"id": rewriting.id, "reason": REWRITTEN})
-                continue
-            if reason is not None:
-                self.report.shortened[reason] += 1
-        self.kept_log.append(kept)
-        self.dropped_log.append(dropped)
-        self.report.kept += len(kept)
-        self.report.dropped.update(record["reason"] for record in dropped)
+    def _text_of(self, completion: Completion) -> str:
+        text = completion.text
+        if text is None:
+            ids = completion.token_ids or []
+            text = self.tokenizer.decode(
+                ids[:-1] if completion.finish_reason == "stop" else ids,
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+        return text.removeprefix(self.answer_lead)
 
-    def _record(self, rewriting: _Rewriting, reason: str | None) -> dict[str, Any]:
-        conversation = Conversation(rewriting.id, tuple(rewriting.turns))
-        # The text is the truth; where it does not tokenise back to what was generated, the record says so.
+    def _end(self, rewriting: _Rewriting, reason: str | None, state: str = TRUNCATED) -> None:
+        """Settle a conversation, cut behind its last answer. With `FAILED`, its answers are left for another try."""
+        del self.at_work[rewriting.id]
+        if state == FAILED or not rewriting.answer_ids:
+            self.finished.append(Finished(rewriting.id, FAILED, reason))
+            return
+        while rewriting.turns[-1].role != "assistant":
+            rewriting.turns.pop()
+        try:
+            record = self._record(rewriting)
+        except TemplateProblem:  # an answer that the template rewrites, with two </think> for instance
+            self.finished.append(Finished(rewriting.id, FAILED, REWRITTEN))
+            return
+        self.finished.append(Finished(rewriting.id, DONE if reason is None else state, reason, record))
+
+    def _record(self, rewriting: _Rewriting) -> dict[str, Any]:
+        source = self.conversations[rewriting.id].source
+        conversation = Conversation(rewriting.id, tuple(rewriting.turns), source)
         answers = tokenize_conversation(self.tokenizer, conversation).answers()
+        # Where the text does not tokenise back to what was generated, the ids are what the target said.
         drifted = [
-            turn for turn, ids in enumerate(rewriting.answer_ids) if turn >= len(answers) or answers[turn] != ids
+            turn
+            for turn, ids in enumerate(rewriting.answer_ids)
+            if ids is not None and (turn >= len(answers) or answers[turn] != ids)
         ]
         self.report.drifted_answers += len(drifted)
         return {
-            "id": conversation.id,
+            "source": source,
             "messages": conversation.messages,
-            "answer_tokens": [len(ids) for ids in rewriting.answer_ids],
+            "answer_ids": rewriting.answer_ids,
             "drifted_answers": drifted,
-            "shortened": reason,
         }
 
-    def _pass_through(self, waiting: deque[Conversation], bar: Any) -> None:
-        """`engine: none`: the conversations as they are, without a question that nobody answered."""
-        while waiting:
-            batch = [waiting.popleft() for _ in range(min(len(waiting), 1024))]
-            records = []
-            for conversation in batch:
-                messages = conversation.messages
-                if messages[-1]["role"] != "assistant":
-                    messages.pop()
-                records.append({"id": conversation.id, "messages": messages})
-            self.kept_log.append(records)
-            self.report.kept += len(records)
-            bar.update(len(records))
+    def _write(self) -> None:
+        """All that is new goes to the ledger at once."""
+        began = time.monotonic()
+        lost = self.ledger.commit(self.answers, self.finished)
+        self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_PAUSE_S)
+        for conversation in self.finished:
+            if conversation.id in lost:
+                continue
+            self.bar.update()
+            if conversation.record is None:
+                self.report.failed[conversation.reason or ""] += 1
+            else:
+                self.report.kept += 1
+                self.report.shortened.update([conversation.reason] if conversation.reason else [])
+        for key in lost:
+            self.report.lost += 1
+            if key in self.at_work:
+                self.at_work[key].lost = True  # its answer in flight is still to come
+            else:
+                self.held.append(key)
+        self.answers, self.finished = [], []
+        self._show()
+
+    def _show(self) -> None:
+        seconds = self.bar.format_dict["elapsed"]
+        rate = self.report.tokens_generated / seconds if seconds else 0.0
+        self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
 
 
-def read_distilled(folder: Path) -> list[Conversation]:
-    """The conversations of `distilled.jsonl`, sorted by id: the order does not depend on interruptions.
+def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
+    """63 bits: an answer depends on neither its neighbours nor what was interrupted."""
+    digest = hashlib.sha256(f"{seed}:{conversation_id}:{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _pass_through(
+    ledger: Ledger, conversations: dict[str, Conversation], waiting: deque[str], report: DistillReport, bar: Any
+) -> None:
+    """`engine: none`: the conversations as they are, without a question that nobody answered."""
+    keys = iter(waiting)
+    while page := list(islice(keys, PASSED_AT_ONCE)):
+        finished = []
+        for key in ledger.lease(page).taken:
+            messages = conversations[key].messages
+            if messages[-1]["role"] != "assistant":
+                messages.pop()
+            record = {"source": conversations[key].source, "messages": messages}
+            finished.append(Finished(key, DONE, None, record))
+        ledger.commit([], finished)
+        report.kept += len(finished)
+        bar.update(len(finished))
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A conversation with the target's answers; for each its token ids (end token included), where they are known.
+
+    `shortened` says why it lost its later turns, if it did.
+    """
+
+    conversation: Conversation
+    answer_ids: list[list[int] | None]
+    shortened: str | None = None
+
+
+def read_distilled(folder: Path) -> Iterator[Distilled]:
+    """The conversations that were kept, sorted by id: the order does not depend on interruptions.
 
     Raises:
-        UserError: There is no such file yet.
+        UserError: There are none yet.
     """
-    file = folder / "distilled.jsonl"
-    if not file.exists():
-        raise UserError(f"{file} does not exist: run `draftsmith distill` with the same recipe first")
-    by_id = {
-        record["id"]: Conversation(record["id"], tuple(Turn(m["role"], m["content"]) for m in record["messages"]))
-        for record in JsonlLog(file)
-    }
-    return [by_id[key] for key in sorted(by_id)]
+    for record in LedgerView(folder).records():
+        turns = tuple(Turn(message["role"], message["content"]) for message in record["messages"])
+        answers = sum(turn.role == "assistant" for turn in turns)
+        conversation = Conversation(record["id"], turns, record.get("source", ""))
+        yield Distilled(conversation, record.get("answer_ids") or [None] * answers, record["reason"])

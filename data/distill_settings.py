@@ -11,16 +11,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import sha256_of, write_atomically
 from draftsmith.recipes.schema import Recipe
 
-SAMPLED_VALUES = 8
 
-
-def check_settings(recipe: Recipe, target: Any, tokenizer: Any, folder: Path) -> None:
+def check_settings(recipe: Recipe, weights: str | None, tokenizer: Any, folder: Path) -> None:
     """Write the settings, or compare them with those that the folder was begun with.
 
     Raises:
         UserError: A setting differs; the sentence names the first such key.
     """
-    settings = _settings(recipe, target, tokenizer)
+    settings = _settings(recipe, weights, tokenizer)
     file = folder / "distill_settings.json"
     if file.exists():
         try:
@@ -39,7 +37,7 @@ def check_settings(recipe: Recipe, target: Any, tokenizer: Any, folder: Path) ->
     write_atomically(file, json.dumps(settings, indent=2) + "\n")
 
 
-def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
+def _settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
     settings = recipe.data.distill
     values: dict[str, Any] = {
         **_selection(recipe),
@@ -51,7 +49,7 @@ def _settings(recipe: Recipe, target: Any, tokenizer: Any) -> dict[str, Any]:
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,
         "target.dtype": recipe.target.dtype,
-        "the target's weights (hash)": None if target is None else _weights_hash(target),
+        "the target's weights (hash)": weights,
         "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
         "data.distill.temperature": settings.temperature,
         "data.distill.top_k": settings.top_k,
@@ -72,12 +70,3 @@ def _selection(recipe: Recipe) -> dict[str, Any]:
         sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
     )
     return {f"data.conversations.{key}": value for key, value in values.items()}
-
-
-def _weights_hash(target: Any) -> str:
-    """A few values of every parameter: enough to see that a folder of the same name now holds a retrained model."""
-    digest = hashlib.sha256()
-    for name, parameter in target.named_parameters():
-        values = parameter.detach().flatten()[:SAMPLED_VALUES].float().cpu().tolist()
-        digest.update(f"{name} {tuple(parameter.shape)} {values}".encode())
-    return digest.hexdigest()[:16]

@@ -1,7 +1,23 @@
-"""The seam between self-distillation and whatever generates: prompts as token ids in, completions out."""
+"""The seam between self-distillation and whatever generates: requests in, outcomes out as they come.
 
+An engine is one file, `data/<name>_engine.py`, named by `data.distill.engine`, with a module attribute `ENGINE`: a
+class with `Options` and `make`. Requests are independent of each other; whoever submits them decides what comes next,
+so that a conversation's next turn can be asked the moment its previous answer is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ValidationError
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
 
 FinishReason = Literal["stop", "length"]
 
@@ -14,24 +30,122 @@ class AnswerSampling:
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 512
-    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is wanted.
+
+    key: of the conversation; no other request in flight has it.
+    prompt_ids: the prompt through the target's chat template; messages: the same as OpenAI messages.
+    seed: for temperatures above 0, this answer's own, 63 bits.
+    """
+
+    key: str
+    prompt_ids: list[int]
+    messages: list[dict[str, str]]
+    sampling: AnswerSampling
+    seed: int
 
 
 @dataclass(frozen=True)
 class Completion:
-    """`token_ids` end with the end token if `finish_reason` is `stop`; `length` means that the answer was cut short."""
+    """An answer. `length` means that it was cut short.
 
-    token_ids: list[int]
+    token_ids: they end with the end token if `finish_reason` is `stop`. None: the engine gave `text` alone.
+    text: without special tokens. None: to be decoded from `token_ids`.
+    """
+
+    token_ids: list[int] | None
     finish_reason: FinishReason
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """No answer, for good; what could be retried was. `reason` is short and countable: `HTTP 400`."""
+
+    reason: str
+
+
+Outcome = Completion | Failure
 
 
 class Engine(Protocol):
-    """Generates answers. `concurrency` is how many prompts it likes to be given at once."""
+    """Generates answers.
+
+    concurrency: requests worth having in flight.
+    max_length_tokens: prompt and answer together must not be longer; None if there is no bound.
+    """
 
     concurrency: int
     max_length_tokens: int | None
-    """Prompt and answer together must not be longer; None if there is no bound."""
 
-    def generate(self, prompts: list[list[int]], sampling: AnswerSampling) -> list[Completion]:
-        """One completion for each prompt, in the prompts' order."""
+    def submit(self, request: Request) -> None:
+        """Take a request; returns at once."""
+
+    def collect(self) -> list[tuple[str, Outcome]]:
+        """Wait until at least one request in flight has its outcome; all that have, by key.
+
+        Raises:
+            UserError: Nothing can be generated any more (every server is gone, memory does not hold a batch).
+        """
         ...
+
+    def close(self) -> None:
+        """Let go of servers, processes and memory; what is in flight is lost."""
+
+
+@dataclass(frozen=True)
+class EngineSetting:
+    """What an engine is made for.
+
+    tokenizer: the target's.
+    location: the target's folder or Hub id.
+    end_ids: every token that ends an answer.
+    load_target: gives the loaded model, for the engine that runs it itself.
+    """
+
+    recipe: Recipe
+    tokenizer: Any
+    location: str
+    end_ids: tuple[int, ...]
+    load_target: Callable[[], Any]
+
+
+class EngineClass(Protocol):
+    """What a file's `ENGINE` is."""
+
+    Options: type[BaseModel]
+
+    def make(self, options: Any, setting: EngineSetting) -> Engine: ...
+
+
+@contextmanager
+def open_engine(setting: EngineSetting) -> Iterator[Engine]:
+    """The engine that `data.distill.engine` names, closed at the end.
+
+    Raises:
+        UserError: `data.distill.options` are not that engine's.
+    """
+    recipe = setting.recipe
+    name = recipe.data.distill.engine
+    engine_class: EngineClass = importlib.import_module(f"draftsmith.data.{name}_engine").ENGINE
+    try:
+        options = engine_class.Options.model_validate(recipe.data.distill.options)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        valid = ", ".join(engine_class.Options.model_fields)
+        raise UserError(f"data.distill.options.{key}: {problem['msg']}; the options of {name} are {valid}") from None
+    engine = engine_class.make(options, setting)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def engine_names() -> list[str]:
+    """Files of this folder that define an `ENGINE`."""
+    files = sorted(Path(__file__).parent.glob("*_engine.py"))
+    return [file.stem.removesuffix("_engine") for file in files if "\nENGINE = " in file.read_text(encoding="utf-8")]

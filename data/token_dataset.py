@@ -1,6 +1,6 @@
 """Distilled conversations as an Arrow dataset of token ids and loss masks, which the trainer reads.
 
-Built from `distilled.jsonl` in a temporary folder beside its final place and renamed, so it is whole or absent;
+Built from the ledger's conversations in a temporary folder beside its final place and renamed: it is whole or absent;
 built again only when the conversations, the tokenizer, its chat template or the length have changed.
 """
 
@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from draftsmith.data.chat_tokens import TemplateProblem, tokenize_truncated
 from draftsmith.data.distill import read_distilled
+from draftsmith.data.ledger import LedgerView
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, sha256_of
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 ROWS_IN_A_SHARD = 4096
@@ -49,27 +50,27 @@ class TokenReport:
 
 
 def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progress: bool = True) -> TokenReport:
-    """Tokenise `distilled.jsonl` to the Arrow dataset `folder.data/tokens`, or keep that if nothing has changed.
+    """Tokenise what was distilled to the Arrow dataset `folder.data/tokens`, or keep that if nothing has changed.
 
     Columns: `input_ids` (int32) and `loss_mask` (int8), one row a conversation, in the order of their ids.
 
     Raises:
         UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
     """
-    source = folder.data / "distilled.jsonl"
-    conversations = read_distilled(folder.data)
+    view = LedgerView(folder.data)
     final = folder.data / "tokens"
     max_length_tokens = recipe.data.max_length_tokens
-    fingerprint = _fingerprint(source, tokenizer, max_length_tokens)
+    fingerprint = _fingerprint(view, tokenizer, max_length_tokens)
     reusable = _existing_report(final, fingerprint)
     if reusable is not None:
         return reusable
     report = TokenReport(str(final))
     shards: list[Any] = []
     rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": []}
-    for conversation in tqdm(conversations, desc="tokenise", unit="conv", disable=not progress):
+    distilled = tqdm(read_distilled(folder.data), total=len(view), desc="tokenise", unit="conv", disable=not progress)
+    for kept in distilled:
         try:
-            result = tokenize_truncated(tokenizer, conversation, max_length_tokens)
+            result = tokenize_truncated(tokenizer, kept.conversation, max_length_tokens)
         except TemplateProblem:
             report.refused += 1
             continue
@@ -88,7 +89,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
             rows = {"input_ids": [], "loss_mask": []}
     if report.rows == 0:
         raise UserError(
-            f"no conversation of {source} is left to train on ({len(conversations)} read, {report.too_long} longer "
+            f"no conversation of {folder.data} is left to train on ({len(view)} read, {report.too_long} longer "
             f"than {max_length_tokens} tokens, {report.refused} refused by the chat template): "
             "raise data.max_length_tokens"
         )
@@ -103,13 +104,13 @@ def _shard(rows: dict[str, list[Any]]) -> Any:
     return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
 
 
-def _fingerprint(source: Path, tokenizer: Any, max_length_tokens: int) -> str:
+def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> str:
     digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     for part in (
         str(FORMAT_VERSION),
-        sha256_of(source),
+        view.fingerprint(),
         vocabulary,
         str(tokenizer.chat_template),
         str(max_length_tokens),

@@ -1,18 +1,20 @@
 """Answers from `transformers`' own `generate`: no extra dependency, any causal language model, CPU or GPU.
 
-Prompts are sorted by length and padded on the left, in batches. Rows that have ended do not cost for long: whenever
+Prompts of like length are padded on the left, in batches. Rows that have ended do not cost for long: whenever
 half of a batch has ended, the other half goes on alone with its part of the KV cache. Sampling is by the Gumbel-max
-trick with one generator a row, seeded by the recipe's seed and the prompt: argmax(log p + g) with g Gumbel is a draw
+trick with one generator a row, seeded by its request: argmax(log p + g) with g Gumbel is a draw
 from p, so an answer does not depend on the batch that it was generated in, and a resumed run samples what an
 uninterrupted one would have.
 """
 
-import hashlib
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import (
     Cache,
@@ -28,8 +30,9 @@ from transformers import (
 )
 
 from draftsmith.data.chat_tokens import template_end_token
-from draftsmith.data.engine import AnswerSampling, Completion
+from draftsmith.data.engine import AnswerSampling, Completion, EngineSetting, Outcome, Request
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Section
 
 BATCHES_AT_ONCE = 4
 
@@ -43,6 +46,11 @@ class TransformersEngine:
         batch_size: Rows of one forward pass.
     """
 
+    class Options(Section):
+        """`batch_size`: rows of one forward pass."""
+
+        batch_size: int = Field(16, ge=1)
+
     def __init__(self, model: Any, tokenizer: Any, batch_size: int) -> None:
         self.model = model
         self.batch_size = batch_size
@@ -51,20 +59,31 @@ class TransformersEngine:
         self.end_ids = answer_end_ids(model, tokenizer)
         # Whatever pads is masked on the left, and cut off behind the end token on the right: it may well be the eos.
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_ids[0]
+        self._waiting: list[Request] = []
 
-    def generate(self, prompts: list[list[int]], sampling: AnswerSampling) -> list[Completion]:
-        """One completion for each prompt, in the prompts' order."""
-        completions: list[Completion | None] = [None] * len(prompts)
-        # Longest first: a batch size that does not fit in memory fails at once, not after hours.
-        by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]), reverse=True)
-        for start in range(0, len(by_length), self.batch_size):
-            rows = by_length[start : start + self.batch_size]
-            for row, completion in zip(rows, self._generate_batch([prompts[r] for r in rows], sampling), strict=True):
-                completions[row] = completion
-        return [completion for completion in completions if completion is not None]
+    @classmethod
+    def make(cls, options: Options, setting: EngineSetting) -> TransformersEngine:
+        return cls(setting.load_target(), setting.tokenizer, options.batch_size)
 
-    def _generate_batch(self, prompts: list[list[int]], sampling: AnswerSampling) -> list[Completion]:
-        """Answers of B prompts. Whenever half of the rows have ended the others go on without them."""
+    def submit(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def collect(self) -> list[tuple[str, Outcome]]:
+        """The answers of one batch: the request that has waited longest, and those most like it in length."""
+        length = len(self._waiting[0].prompt_ids)
+        nearest = sorted(self._waiting, key=lambda request: abs(len(request.prompt_ids) - length))
+        batch = nearest[: self.batch_size]
+        taken = {request.key for request in batch}
+        completions = self._generate_batch(batch)
+        self._waiting = [request for request in self._waiting if request.key not in taken]
+        return [(request.key, completion) for request, completion in zip(batch, completions, strict=True)]
+
+    def close(self) -> None:
+        self._waiting = []
+
+    def _generate_batch(self, batch: list[Request]) -> list[Completion]:
+        """Answers of B requests. Whenever half of the rows have ended the others go on without them."""
+        prompts, sampling = [request.prompt_ids for request in batch], batch[0].sampling
         device, width = self.model.device, max(len(prompt) for prompt in prompts)
         input_ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)  # [B, P]
         attention_mask = torch.zeros_like(input_ids)
@@ -72,7 +91,7 @@ class TransformersEngine:
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
         input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
-        sampler = RowSampler(prompts, sampling, device)
+        sampler = RowSampler([request.seed for request in batch], sampling, device)
         rows, cache = torch.arange(len(prompts)), DynamicCache(config=self.model.config)
         completions: list[Completion | None] = [None] * len(prompts)
         while len(rows):
@@ -117,8 +136,8 @@ class TransformersEngine:
                 )
         except torch.cuda.OutOfMemoryError:
             raise UserError(
-                f"the GPU's memory does not hold {len(input_ids)} answers at once: lower data.distill.batch_size "
-                f"(now {self.batch_size}) and run the same command again"
+                f"the GPU's memory does not hold {len(input_ids)} answers at once: lower "
+                f"data.distill.options.batch_size (now {self.batch_size}) and run the same command again"
             ) from None
 
     def _completion(self, new_ids: list[int]) -> Completion:
@@ -129,8 +148,13 @@ class TransformersEngine:
 
 
 def answer_end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends an answer: the eos tokens of model and tokenizer, and the one the chat template writes."""
-    of_model = model.generation_config.eos_token_id
+    """Every token that ends an answer of this model."""
+    return end_ids_of(model.generation_config, tokenizer)
+
+
+def end_ids_of(generation_config: GenerationConfig, tokenizer: Any) -> list[int]:
+    """The eos tokens of model and tokenizer, and the one that the chat template writes."""
+    of_model = generation_config.eos_token_id
     candidates = [*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id]
     candidates.append(template_end_token(tokenizer))
     end_ids = sorted({token_id for token_id in candidates if token_id is not None})
@@ -169,7 +193,7 @@ class HalfEnded(StoppingCriteria):
 class RowSampler:
     """The logits processors of a batch: none for greedy decoding; else temperature, top-k, top-p and Gumbel noise."""
 
-    def __init__(self, prompts: list[list[int]], sampling: AnswerSampling, device: torch.device) -> None:
+    def __init__(self, seeds: list[int], sampling: AnswerSampling, device: torch.device) -> None:
         self.processors = LogitsProcessorList()
         self._noise: GumbelNoise | None = None
         if sampling.temperature == 0:
@@ -179,18 +203,13 @@ class RowSampler:
             self.processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             self.processors.append(TopPLogitsWarper(sampling.top_p))
-        self._noise = GumbelNoise([_row_seed(prompt, sampling.seed) for prompt in prompts], device)
+        self._noise = GumbelNoise(seeds, device)
         self.processors.append(self._noise)
 
     def keep(self, rows: list[int]) -> None:
         """The batch goes on with these rows only, each with its own generator."""
         if self._noise is not None:
             self._noise.generators = [self._noise.generators[row] for row in rows]
-
-
-def _row_seed(prompt: list[int], seed: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{prompt}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # generators take 63 bits
 
 
 class GumbelNoise(LogitsProcessor):
@@ -204,3 +223,6 @@ class GumbelNoise(LogitsProcessor):
         for row, generator in zip(noise, self.generators, strict=True):
             row.exponential_(generator=generator)
         return scores.float() - noise.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+ENGINE = TransformersEngine

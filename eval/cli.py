@@ -43,10 +43,16 @@ Overrides = Annotated[
 
 @app.command()
 @exit_with_one_sentence()
-def distill(recipe: RecipePath, overrides: Overrides = None) -> None:
+def distill(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try conversations again that the engine failed at.")
+    ] = False,
+) -> None:
     """Let the target answer every assistant turn of the conversations itself."""
     loaded = load_recipe(recipe, overrides)
-    run_distill(loaded)
+    run_distill(loaded, retry_failed)
     _next(f"draftsmith train {_again(recipe, overrides)}")
 
 

@@ -4,8 +4,9 @@ Each stage imports what it needs when it runs, so that `--help` and a mistyped r
 """
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,21 +15,47 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 
+if TYPE_CHECKING:
+    from draftsmith.data.engine import Engine
+
 console = Console(highlight=False, soft_wrap=True)
 
 
-def run_distill(recipe: Recipe) -> None:
-    """Let the target answer the conversations, then tokenise them: `data/distilled.jsonl`, `data/tokens`."""
+def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
+    """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
+    from draftsmith.data.data_card import CARD, write_card_of_run
     from draftsmith.data.distill import distill
+    from draftsmith.data.engine import EngineSetting, open_engine
     from draftsmith.data.token_dataset import build_token_dataset
-    from draftsmith.models.target import load_target
+    from draftsmith.data.transformers_engine import end_ids_of
+    from draftsmith.models.target import (
+        load_generation_config,
+        load_target,
+        load_tokenizer,
+        target_location,
+        weights_hash,
+    )
 
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
     console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {sources}")
-    target, tokenizer = load_target(recipe.target)
+    tokenizer = load_tokenizer(recipe.target)
     folder = RunFolder(recipe)
-    console.print(distill(recipe, target, tokenizer, folder).sentence())
-    console.print(build_token_dataset(recipe, tokenizer, folder).sentence())
+
+    def opened() -> "AbstractContextManager[Engine]":
+        end_ids = tuple(end_ids_of(load_generation_config(recipe.target), tokenizer))
+        location = target_location(recipe.target)
+        return open_engine(
+            EngineSetting(recipe, tokenizer, location, end_ids, load_target=lambda: load_target(recipe.target)[0])
+        )
+
+    open_or_none = None if recipe.data.distill.engine == "none" else opened
+    weights = weights_hash(recipe.target)
+    report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed)
+    console.print(report.sentence())
+    tokens = build_token_dataset(recipe, tokenizer, folder)
+    console.print(tokens.sentence())
+    if not tokens.reused or not (folder.data / CARD).exists():
+        write_card_of_run(folder.data, recipe, report.sources, tokenizer, weights)
     folder.record("distill")
 
 

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, D hidden, F = D times the number of layers asked fo
 """
 
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,6 +26,8 @@ from draftsmith.recipes.schema import TargetRecipe
 EMBEDDED_TARGET = Path(__file__).resolve().parent / "embedded_target"
 # The id of the hidden states after the final norm, among the ids of layers.
 FINAL_FEATURES = -1
+# Of a weights file: a retrained model differs everywhere.
+HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
 
 def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -34,14 +38,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     """
     location, where = target_location(recipe), _where(recipe)
     load_target_config(recipe)
-    tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **where))
-    if recipe.chat_template is not None:
-        tokenizer.chat_template = recipe.chat_template
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of target.model {recipe.model} has no chat template: set target.chat_template to its Jinja "
-            "text, or use the chat-tuned version of the model"
-        )
+    tokenizer = load_tokenizer(recipe)
     dtype = "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
     target = _read(
         location,
@@ -50,6 +47,48 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
         ),
     )
     return _frozen(recipe, target).to(target_device(recipe)), tokenizer
+
+
+def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
+    """The target's tokenizer.
+
+    Raises:
+        UserError: It cannot be found or read, or has no chat template.
+    """
+    location = target_location(recipe)
+    tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **_where(recipe)))
+    if recipe.chat_template is not None:
+        tokenizer.chat_template = recipe.chat_template
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of target.model {recipe.model} has no chat template: set target.chat_template to its Jinja "
+            "text, or use the chat-tuned version of the model"
+        )
+    return tokenizer
+
+
+def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
+    """The target's, made from its config where it ships none."""
+    location = target_location(recipe)
+    try:
+        return GenerationConfig.from_pretrained(location, revision=recipe.revision)
+    except OSError:
+        return GenerationConfig.from_model_config(load_target_config(recipe))
+
+
+def weights_hash(recipe: TargetRecipe) -> str | None:
+    """What changes when another model is put in the target's folder, or the Hub's commit; no weight is loaded."""
+    folder = Path(target_location(recipe))
+    if not folder.is_dir():
+        return getattr(load_target_config(recipe), "_commit_hash", None)
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as stream:
+            for part in range(HASHED_PARTS):
+                stream.seek(file.stat().st_size * part // HASHED_PARTS)
+                digest.update(stream.read(HASHED_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:

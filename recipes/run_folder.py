@@ -60,7 +60,7 @@ class RunFolder:
 def write_atomically(file: Path, text: str) -> None:
     """Write all of it or nothing: a full disk or Ctrl-C leaves the old file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
 

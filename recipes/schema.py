@@ -136,12 +136,14 @@ class ConversationsRecipe(SourceRecipe):
 class DistillRecipe(Section):
     """How the target rewrites every assistant turn. `engine: none` trains on the conversations as they are."""
 
-    engine: Literal["transformers", "none"] = "transformers"
+    engine: Literal["transformers", "vllm", "openai", "none"] = Field(
+        "transformers", description="a file of `data/`: <engine>_engine.py"
+    )
+    options: dict[str, Any] = Field({}, description="of that engine, documented there")
     temperature: float = Field(0.0, ge=0)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(512, ge=1)
-    batch_size: int = Field(16, ge=1)
 
 
 class DataRecipe(Section):

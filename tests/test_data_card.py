@@ -12,10 +12,17 @@ from huggingface_hub import DatasetCard
 from tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.data_card import CardConversation, CardInput, card_conversation, write_data_card
+from draftsmith.data.data_card import (
+    CardConversation,
+    CardInput,
+    card_conversation,
+    write_card_of_run,
+    write_data_card,
+)
+from draftsmith.data.distill import distill
 from draftsmith.data.source_counts import SourceCounts
 from draftsmith.data.sources import load_conversations
-from draftsmith.recipes.run_folder import sha256_of
+from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import Recipe
 
 TOKENIZER = tiny_tokenizer(templates.CHATML)
@@ -41,7 +48,9 @@ def card_input(tmp_path: Path, order: int = 0) -> CardInput:
     (tmp_path / "data" / "shards").mkdir(parents=True, exist_ok=True)
     shard = tmp_path / "data" / "shards" / "00001-0.jsonl"
     shard.write_text("{}\n")
-    return CardInput(recipe, counts, iter(made), Counter({"a | b\nc": 1}), TOKENIZER, [shard], {"weights": "abc"})
+    return CardInput(
+        recipe, counts, iter(made), Counter({"a | b\nc": 1}), TOKENIZER, [shard], "def", {"weights": "abc"}
+    )
 
 
 def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
@@ -102,7 +111,7 @@ def test_hashes(tmp_path: Path) -> None:
     changed = CardConversation(Conversation("new", (Turn("user", "a"), Turn("assistant", "b"))), 1, 1)
     write_data_card(tmp_path / "data", CardInput(**{**vars(card), "conversations": [*card.conversations, changed]}))
     other = json.loads((tmp_path / "data" / "card.json").read_text())
-    assert other["hashes"]["records"] != hashes["records"]
+    assert hashes["records"] == "def"
     assert other["sources"]["no longer in the sources"]["distilled"] == 1
     assert str(tmp_path) not in (tmp_path / "data" / "README.md").read_text()
 
@@ -126,6 +135,25 @@ def test_a_card_of_the_standard_library(tmp_path: Path, engine: str) -> None:
     recipe = Recipe.model_validate({"name": "mine", "data": data})
     counts = SourceCounts()
     made = [card_conversation(c, TOKENIZER, None) for c in load_conversations(recipe, counts)]
-    text = write_data_card(tmp_path, CardInput(recipe, counts, made, Counter(), TOKENIZER, [])).read_text()
+    text = write_data_card(tmp_path, CardInput(recipe, counts, made, Counter(), TOKENIZER, [], "")).read_text()
     assert "standard library of Python 3" in text
     assert ("written by `embedded` itself" in text) == (engine != "none")
+
+
+def test_the_card_of_a_run(tmp_path: Path) -> None:
+    """`engine: none` through the ledger: two of two sources' three conversations have answers."""
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk) + "\n" + json.dumps({"prompt": "c"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "d", "answer": "e"}) + "\n")
+    mixture = [{"source": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    data = {"conversations": {"mixture": mixture, "skip_invalid": True}, "distill": {"engine": "none"}}
+    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
+    folder = RunFolder(recipe)
+    report = distill(recipe, TOKENIZER, folder, None, progress=False)
+    card = write_card_of_run(folder.data, recipe, report.sources, TOKENIZER, "abc")
+    values = json.loads((folder.data / "card.json").read_text())
+    assert [values["sources"][name]["distilled"] for name in "ab"] == [1, 1]
+    assert values["sources"]["a"]["invalid"] == {"no answer": 1}
+    (shard,) = values["hashes"]["data_files"]
+    assert values["hashes"]["data_files"][shard] == sha256_of(folder.data / shard)
+    assert card.read_text().count("\n### ") == 2

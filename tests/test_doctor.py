@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from draftsmith.data.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.data.conversations import parse_conversation
+from draftsmith.data.ledger import DONE, FAILED, TRUNCATED, Finished, Ledger
 from draftsmith.eval import cli, doctor
 from draftsmith.models import parallel
 from draftsmith.models.cached_decoder import ParallelDecoder
@@ -303,15 +304,15 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
 
 
 def test_what_distillation_lost(tmp_path: Path) -> None:
-    """Two of five conversations hit max_new_tokens; a line that is being written is neither read nor cut off."""
+    """Two of five conversations hit max_new_tokens; one that is being worked on does not count."""
     case = clinic(tmp_path)
     case.distilled(case.rows())
     data = tmp_path / "runs" / "mine" / "data"
     cut_short = "answer cut short by max_new_tokens"
-    kept = [{"id": str(n), "shortened": cut_short if n == 0 else None} for n in range(3)]
-    (data / "distilled.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept) + '{"id": "half')
-    dropped = [{"id": "3", "reason": cut_short}, {"id": "4", "reason": "prompt too long"}]
-    (data / "dropped.jsonl").write_text("".join(json.dumps(record) + "\n" for record in dropped))
+    with Ledger(data) as ledger:
+        ledger.lease(["0", "1", "2", "3", "4", "5"])
+        kept = [Finished("0", TRUNCATED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
+        ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
     report = {"rows": 3, "cut": 1, "too_long": 2, "refused": 0}
     (data / "tokens" / "token_report.json").write_text(json.dumps(report))
     code, findings, printed = case.examine()
@@ -319,7 +320,6 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
     assert findings["tokens/truncated answers"]["severity"] == "warning"
     assert findings["tokens/truncated answers"]["figures"] == {"truncated": 2, "conversations": 5}
     assert findings["tokens/over-long"]["figures"] == {"cut": 1, "too_long": 2, "conversations": 5}
-    assert (data / "distilled.jsonl").read_text().endswith("half")
     assert "Next: draftsmith train" in printed
 
 

@@ -1,6 +1,6 @@
 """The Arrow dataset holds what tokenize_conversation says, is reused for the same inputs only, is whole or absent."""
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.chat_tokens import tokenize_conversation
 from draftsmith.data.distill import read_distilled
+from draftsmith.data.ledger import DONE, LEDGER_FILE, SHARDS_FOLDER, Finished, Ledger
 from draftsmith.data.token_dataset import build_token_dataset
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -18,12 +19,18 @@ from draftsmith.recipes.schema import Recipe
 
 
 def write_distilled(folder: Path, answers: list[list[str]]) -> None:
-    folder.mkdir(exist_ok=True)
-    with (folder / "distilled.jsonl").open("w") as stream:
-        for number, said in enumerate(answers):
+    if (folder / LEDGER_FILE).exists():
+        (folder / LEDGER_FILE).unlink()
+        shutil.rmtree(folder / SHARDS_FOLDER)
+    with Ledger(folder) as ledger:
+        ids = [f"{9 - number}" for number in range(len(answers))]
+        ledger.lease(ids)
+        finished = []
+        for key, said in zip(ids, answers, strict=True):
             question = {"role": "user", "content": "Say hi"}
             messages = [turn for answer in said for turn in (question, {"role": "assistant", "content": answer})]
-            stream.write(json.dumps({"id": f"{9 - number}", "messages": messages}) + "\n")
+            finished.append(Finished(key, DONE, None, {"messages": messages}))
+        ledger.commit([], finished)
 
 
 def build(data: Path, max_length_tokens: int = 128, template: str = templates.CHATML) -> Any:
@@ -46,7 +53,7 @@ def test_rows_and_types(tmp_path: Path) -> None:
         "loss_mask": "int8",
     }
     tokenizer = tiny_tokenizer(templates.CHATML)
-    expected = [tokenize_conversation(tokenizer, conversation) for conversation in read_distilled(tmp_path)]
+    expected = [tokenize_conversation(tokenizer, found.conversation) for found in read_distilled(tmp_path)]
     assert [row["input_ids"] for row in dataset] == [tokenized.input_ids for tokenized in expected]
     assert [row["loss_mask"] for row in dataset] == [tokenized.loss_mask for tokenized in expected]
     assert report.rows == 2
@@ -87,7 +94,8 @@ def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch
 
 def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
-    length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), read_distilled(tmp_path)[-1]).input_ids)
+    last = list(read_distilled(tmp_path))[-1].conversation
+    length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), last).input_ids)
     report = build(tmp_path, max_length_tokens=length)
     assert (report.rows, report.cut, report.too_long) == (2, 1, 1)
     assert "1 cut on a turn boundary, 1 too long" in report.sentence()
@@ -100,6 +108,6 @@ def test_nothing_left(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 read, 1 longer than 8 tokens.*raise data\.max_length_tokens"):
         build(tmp_path, max_length_tokens=8)
     assert not (tmp_path / "tokens").exists()
-    (tmp_path / "distilled.jsonl").unlink()
-    with pytest.raises(UserError, match=r"distilled\.jsonl does not exist"):
+    (tmp_path / LEDGER_FILE).unlink()
+    with pytest.raises(UserError, match=r"ledger\.sqlite does not exist"):
         build(tmp_path)
