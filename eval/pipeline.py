@@ -25,6 +25,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
+    from draftsmith.data.data_card import CARD, write_card_of_run
     from draftsmith.data.distill import distill
     from draftsmith.data.engine import EngineSetting, open_engine
     from draftsmith.data.token_dataset import build_token_dataset
@@ -37,7 +38,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
         weights_hash,
     )
 
-    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {recipe.data.conversations.source}")
+    sources = ", ".join(source.label for source in recipe.data.conversations.sources)
+    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {sources}")
     tokenizer = load_tokenizer(recipe.target)
     folder = RunFolder(recipe)
 
@@ -50,8 +52,12 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
 
     open_or_none = None if recipe.data.distill.engine == "none" else opened
     weights = weights_hash(recipe.target)
-    console.print(distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed).sentence())
-    console.print(build_token_dataset(recipe, tokenizer, folder).sentence())
+    report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed)
+    console.print(report.sentence())
+    tokens = build_token_dataset(recipe, tokenizer, folder)
+    console.print(tokens.sentence())
+    if not tokens.reused or not (folder.data / CARD).exists():
+        write_card_of_run(folder.data, recipe, report.sources, tokenizer, weights)
     folder.record("distill")
 
 

@@ -26,11 +26,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from draftsmith.data.question_list import load_questions
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.enumeration import largest_error
 from draftsmith.eval.methods.method import AUTOREGRESSIVE
-from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.spec_bench import Arm, first_turn_prompts

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
 from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.data.question_list import Question
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.methods.method import Method
-from draftsmith.eval.question_list import Question
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.models.target import FINAL_FEATURES

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.data.question_list import load_questions, questions_file
 from draftsmith.eval.charts import draw_charts
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive, MethodSetting, make_method
-from draftsmith.eval.question_list import load_questions, questions_file
 from draftsmith.eval.report import print_table, write_report
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers

@@ -3,9 +3,11 @@
 `train:` is handed to `transformers.TrainingArguments` as it is, `drafter.options` to the drafter's own config class.
 """
 
+import re
+from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DRAFTER_KIND = "drafter"  # of an `eval.methods` entry: the run's trained drafter
 
@@ -30,15 +32,105 @@ class TargetRecipe(Section):
     chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
 
 
-class ConversationsRecipe(Section):
-    """Where the prompts come from."""
+class ColumnsRecipe(Section):
+    """Columns of records that hold prompts instead of a list of turns. By default the first of the usual names."""
+
+    prompt: str | None = Field(
+        None, description="prompt, instruction, question or turns; text, or a list of user turns"
+    )
+    input: str | None = Field(None, description="input or context: text that goes under the first prompt")
+    answer: str | None = Field(None, description="response, output, answer or completion; may be absent or empty")
+    system: str | None = Field(None, description="system_prompt or system")
+
+
+class SourceRecipe(Section):
+    """One place that conversations come from."""
 
     source: str = Field("stdlib", description="local .json/.jsonl(.gz/.xz/.zst), Hub dataset id, or `stdlib`")
-    split: str = "train"
+    name: str | None = Field(None, description="for counts and the data card; by default the file's or the dataset's")
+    hub_split: str = Field("train", description="the split of a Hub dataset")
     file: str | None = Field(None, description="one file of a Hub dataset, for repositories that hold several")
     revision: str | None = None
-    limit: int | None = Field(None, ge=1, description="take the first n valid conversations")
+    columns: ColumnsRecipe = ColumnsRecipe()
+    limit: int | None = Field(None, ge=1, description="take the first n conversations that can be used")
+
+    @property
+    def label(self) -> str:
+        """The name that counts go under."""
+        if self.name is not None:
+            return self.name
+        without_suffixes = re.sub(r"(\.(jsonl?|ndjson|gz|xz|zst))+$", "", self.source)
+        return self.source if without_suffixes == self.source else PurePath(without_suffixes).name
+
+
+class MixedSourceRecipe(SourceRecipe):
+    """One source of a mixture."""
+
+    source: str
+    weight: float = Field(1.0, gt=0, description="its share of the conversations, relative to the other weights")
+
+
+class FiltersRecipe(Section):
+    """Conversations that are left out, and counted, though they are valid. By default none is."""
+
+    languages: list[str] = Field([], description="ISO 639-1 codes: user turns in another language are left out")
+    min_turns: int = Field(1, ge=1, description="user turns")
+    max_turns: int | None = Field(None, ge=1, description="user turns")
+    min_turn_chars: int = Field(1, ge=1, description="of every user and assistant turn")
+    max_turn_chars: int | None = Field(None, ge=1, description="of every user and assistant turn")
+    max_tokens: int | None = Field(None, ge=1, description="of all turns together, in the target's tokens")
+
+
+class ConversationsRecipe(SourceRecipe):
+    """Where the prompts come from: one source, or a mixture of several.
+
+    Of a mixture, `weight`s are shares of the conversations taken, and hold until a source runs dry; the others then go
+    on by theirs. With a `limit` that no source runs dry before, they hold for the whole.
+    """
+
+    mixture: list[MixedSourceRecipe] = Field([], description="several sources, in place of `source`")
     skip_invalid: bool = Field(False, description="count malformed conversations and go on instead of stopping")
+    split: Literal["train", "heldout", "all"] = "train"
+    heldout_frac: float = Field(
+        0.0, ge=0, lt=1, description="put aside by a hash of the id; stdlib has a split of its own, by module"
+    )
+    decontaminate: list[str] | None = Field(
+        None, description="question files whose questions are kept out; by default eval.questions, [] for none"
+    )
+    contamination_words: int = Field(
+        13, ge=5, description="that many words in a row in common with a question are too many"
+    )
+    filters: FiltersRecipe = FiltersRecipe()
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _split_is_ours(cls, value: Any) -> Any:
+        if value not in ("train", "heldout", "all"):
+            raise ValueError("must be train, heldout or all (a Hub dataset's own split is `hub_split`)")
+        return value
+
+    @model_validator(mode="after")
+    def _sources_fit_together(self) -> "ConversationsRecipe":
+        if self.mixture:
+            alone = SourceRecipe(limit=self.limit)
+            for key in SourceRecipe.model_fields:
+                if getattr(self, key) != getattr(alone, key):
+                    raise ValueError(f"`{key}` belongs to the entries of `mixture`: move it there")
+        labels = [source.label for source in self.sources]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(f"`mixture` has two sources with the name {twice}: give one another `name`")
+        if self.split == "heldout" and not self.heldout_frac and any(s.source != "stdlib" for s in self.sources):
+            raise ValueError("`split: heldout` needs a `heldout_frac` above 0")
+        return self
+
+    @property
+    def sources(self) -> list[MixedSourceRecipe]:
+        """Those of the mixture, or the only one. Its limit is that of the whole."""
+        if self.mixture:
+            return self.mixture
+        values = {key: getattr(self, key) for key in SourceRecipe.model_fields if key != "limit"}
+        return [MixedSourceRecipe(**values)]
 
 
 class DistillRecipe(Section):

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.data.question_list import Question, load_questions
 from draftsmith.eval import spec_bench
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive
-from draftsmith.eval.question_list import Question, load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
 from draftsmith.eval.summary import acceptance_by_depth, summarize, summarize_timing
