@@ -61,7 +61,7 @@ class SpecBench:
         arms: What is compared; each temperature has its autoregressive arm. May be set later, before `run`.
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
-        seed: Of all sampling; each (run, question, arm) has its own stream, whatever was resumed.
+        seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
     """
 
     def __init__(
@@ -112,9 +112,7 @@ class SpecBench:
         shift = (run + index) % len(self.arms)
         answers = {}
         for arm in self.arms[shift:] + self.arms[:shift]:
-            stream = f"{self._seed}/{run}/{question.question_id}/{arm.key}"
-            arm.generator.manual_seed(zlib.crc32(stream.encode()))
-            answers[arm.key] = self._ask(arm, question, self._max_new_tokens)
+            answers[arm.key] = self._ask(arm, question, self._max_new_tokens, run)
         return {
             "run": run,
             "question_id": question.question_id,
@@ -123,7 +121,7 @@ class SpecBench:
             "answers": {arm.key: answers[arm.key] for arm in self.arms},
         }
 
-    def _ask(self, arm: Arm, question: Question, max_new_tokens: int) -> dict[str, Any]:
+    def _ask(self, arm: Arm, question: Question, max_new_tokens: int, run: int = 0) -> dict[str, Any]:
         """All turns of a question, with the method's own answers as history."""
         self.session.read_layers(arm.feature_layers)
         history: list[Turn] = []
@@ -136,7 +134,8 @@ class SpecBench:
         per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
         for key in (*per_turn, "prefill_s", "draft_s", "verify_s", "accept_lengths", "draft_lengths"):
             answer[key] = []
-        for turn in question.turns:
+        for number, turn in enumerate(question.turns):
+            arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
             history.append(Turn("user", turn))
             prompt_ids = prompt_token_ids(self._tokenizer, history)
             room = self.session.max_length_tokens - len(prompt_ids)
@@ -165,6 +164,11 @@ class SpecBench:
             return True
         prompt_ids = prompt_token_ids(self._tokenizer, [Turn("user", question.turns[0])])
         return len(prompt_ids) + min(self._max_new_tokens, FEWEST_NEW_TOKENS) <= limit
+
+
+def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:
+    """Of one answer's generator: what is sampled for a turn depends on nothing that was measured before it."""
+    return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{arm_key}".encode())
 
 
 def first_turn_prompts(

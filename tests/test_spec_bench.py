@@ -15,7 +15,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.question_list import Question, load_questions
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
+from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
 from draftsmith.eval.summary import acceptance_by_depth, summarize, summarize_timing
 from draftsmith.eval.theory import acceptance_rate, expected_tokens
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder
@@ -142,6 +142,29 @@ def test_finished_questions_are_not_asked_again(bench: SpecBench, tmp_path: Path
     for before, after in zip(whole, log, strict=True):
         for key, answer in before["answers"].items():
             assert answer["token_ids"] == after["answers"][key]["token_ids"]
+
+
+def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, tmp_path: Path) -> None:
+    """Asked in another order, by arms in another order, and alone: every arm samples the same answer."""
+    bench.run(JsonlLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
+    wanted = {(r["run"], r["question_id"]): r["answers"] for r in JsonlLog(tmp_path / "all.jsonl")}
+    assert wanted[0, 1]["chain@1"]["token_ids"] != wanted[1, 1]["chain@1"]["token_ids"]
+    assert len({str(wanted[run, 1]["autoregressive@1"]["token_ids"]) for run in (0, 1)}) == 2
+    bench.arms.reverse()
+    for name, questions in (("reversed", QUESTIONS[::-1]), ("alone", QUESTIONS[2:])):
+        bench.questions = questions
+        log = JsonlLog(tmp_path / f"{name}.jsonl")
+        bench.run(log, runs=2, warmup_questions=0)
+        for record in log:
+            for key, answer in record["answers"].items():
+                assert answer["token_ids"] == wanted[record["run"], record["question_id"]][key]["token_ids"], key
+
+
+def test_every_request_has_a_seed_of_its_own() -> None:
+    requests = [(0, 1, 0, "a@1"), (1, 1, 0, "a@1"), (0, 2, 0, "a@1"), (0, 1, 1, "a@1"), (0, 1, 0, "b@1")]
+    seeds = [request_seed(seed, *request) for seed in (0, 1) for request in requests]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[0] == request_seed(0, 0, 1, 0, "a@1")
 
 
 def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
