@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from draftsmith.eval.methods.method import Method
 from draftsmith.eval.question_list import Question
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.stop_strings import StopStrings
 from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
@@ -62,6 +63,7 @@ class SpecBench:
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
+        stop: Strings that end an answer; see `draftsmith.eval.stop_strings`.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class SpecBench:
         questions: list[Question],
         max_new_tokens: int,
         seed: int = 0,
+        stop: Sequence[str] = (),
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._eos_ids = frozenset(answer_end_ids(target, tokenizer))
+        self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         limit = longest_sequence_tokens(target)
         self.questions = [question for question in questions if self._fits(question, limit)]
         self.left_out = len(questions) - len(self.questions)
@@ -143,8 +147,13 @@ class SpecBench:
                 answer["turns_left_out"] = len(question.turns) - len(answer["turns"])
                 break
             wanted = min(max_new_tokens, room)
-            out = generate(self.session, arm.method, prompt_ids, arm.sampling, wanted, self._eos_ids, arm.generator)
-            text = self._tokenizer.decode(out.ids, skip_special_tokens=True).strip()
+            out = generate(
+                self.session, arm.method, prompt_ids, arm.sampling, wanted, self._eos_ids, arm.generator, self._stop
+            )
+            text = out.text_before_stop
+            if text is None:
+                text = self._tokenizer.decode(out.ids, skip_special_tokens=True)
+            text = text.strip()
             history.append(Turn("assistant", text))
             answer["turns"].append(text)
             answer["token_ids"].append(out.ids)

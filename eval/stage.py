@@ -46,7 +46,7 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
     check_settings(folder.eval / "settings.json", _settings(recipe))
     target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed, recipe.eval.stop)
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
         bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)

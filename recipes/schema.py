@@ -3,7 +3,7 @@
 `train:` is handed to `transformers.TrainingArguments` as it is, `drafter.options` to the drafter's own config class.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -100,6 +100,9 @@ class EvalRecipe(Section):
     )
     limit_per_category: int | None = Field(None, ge=1)
     max_new_tokens: int = Field(512, ge=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="strings that end an answer, beside the end tokens; they are no part of its text"
+    )
     runs: int = Field(3, ge=1)
     warmup_questions: int = Field(2, ge=0)
     temperatures: list[float] = [0.0]

@@ -16,6 +16,7 @@ from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.question_list import Question, load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
+from draftsmith.eval.stop_strings import StopStrings
 from draftsmith.eval.summary import acceptance_by_depth, summarize, summarize_timing
 from draftsmith.eval.theory import acceptance_rate, expected_tokens
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder
@@ -165,6 +166,21 @@ def test_every_request_has_a_seed_of_its_own() -> None:
     seeds = [request_seed(seed, *request) for seed in (0, 1) for request in requests]
     assert len(set(seeds)) == len(seeds)
     assert seeds[0] == request_seed(0, 0, 1, 0, "a@1")
+
+
+def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, tmp_path: Path) -> None:
+    """Every arm alike; the conversation goes on with the text before the stop string."""
+    free = JsonlLog(tmp_path / "free.jsonl")
+    bench.run(free, runs=1, warmup_questions=0)
+    text = next(iter(free))["answers"]["autoregressive@0"]["turns"][0]
+    bench._stop = StopStrings((text[4],), LetterTokenizer())
+    log = JsonlLog(tmp_path / "stopped.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    answers = next(iter(log))["answers"]
+    for key in ("autoregressive@0", "chain@0", "tree@0"):
+        assert answers[key]["token_ids"] == answers["autoregressive@0"]["token_ids"]
+        assert answers[key]["turns"][0] == text[: text.index(text[4])]
+        assert answers[key]["new_tokens"][0] == text.index(text[4]) + 1
 
 
 def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
