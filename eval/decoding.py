@@ -58,8 +58,11 @@ def generate(
     eos_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
     stop: StopStrings | None = None,
+    lenience: float = 1.0,
 ) -> Generation:
     """Answer a prompt. Greedy answers are exactly the target's; sampled ones have exactly its distribution.
+
+    Neither holds with a lenience below 1, see `draftsmith.eval.verify`.
 
     Raises:
         UserError: Prompt and answer do not fit into the session.
@@ -90,7 +93,7 @@ def generate(
         session.synchronize()
         out.verify_s += clock() - drafted
         out.draft_s += drafted - started
-        verdict = verify(tree, step.logits, sampling, generator)
+        verdict = verify(tree, step.logits, sampling, generator, lenience)
         if reader is not None:
             reader.read_logits(tree, step.logits)
         # 3. Commit the accepted path and the target's own token.

@@ -60,11 +60,14 @@ class Outcomes:
         return self._choose(probabilities.tolist())
 
 
-def every_verdict(tree: DraftTree, logits: Tensor, sampling: Sampling) -> Iterator[tuple[float, Verdict]]:
+def every_verdict(
+    tree: DraftTree, logits: Tensor, sampling: Sampling, lenience: float = 1.0
+) -> Iterator[tuple[float, Verdict]]:
+    """Everything that verification can say, with its probability."""
     scripts: list[list[int]] = [[]]
     while scripts:
         chooser = Outcomes(scripts.pop())
-        verdict = walk(tree, logits, sampling, chooser)
+        verdict = walk(tree, logits, sampling, chooser, lenience)
         scripts += chooser.branches
         yield chooser.probability, verdict
 

@@ -41,12 +41,16 @@ PROCESS = uuid.uuid4().hex
 
 @dataclass
 class Arm:
-    """One method at one temperature: one row of the table. `feature_layers`: what its drafter reads of the target."""
+    """One method at one temperature: one row of the table.
+
+    feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
+    """
 
     method: Method
     sampling: Sampling
     generator: torch.Generator
     feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    lenience: float = 1.0
 
     @property
     def key(self) -> str:
@@ -132,6 +136,7 @@ class SpecBench:
         answer: dict[str, Any] = {
             "method": arm.method.name,
             "temperature": arm.sampling.temperature,
+            "lenience": arm.lenience,
             "process": PROCESS,
             "turns_left_out": 0,
         }
@@ -148,7 +153,15 @@ class SpecBench:
                 break
             wanted = min(max_new_tokens, room)
             out = generate(
-                self.session, arm.method, prompt_ids, arm.sampling, wanted, self._eos_ids, arm.generator, self._stop
+                self.session,
+                arm.method,
+                prompt_ids,
+                arm.sampling,
+                wanted,
+                self._eos_ids,
+                arm.generator,
+                self._stop,
+                arm.lenience,
             )
             text = out.text_before_stop
             if text is None:

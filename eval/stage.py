@@ -142,12 +142,12 @@ def make_arms(
                 setting = MethodSetting(
                     method, target, tokenizer, tokens_folder, max_length_tokens, sampling, generator
                 )
-                arms.append(Arm(make_method(setting), sampling, generator))
+                arms.append(Arm(make_method(setting), sampling, generator, lenience=method.lenience))
                 continue
             folder = _drafter_folder(recipe, method)
             decoder = decoders[folder]
             drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
-            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers))
+            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
     keys = [arm.key for arm in arms]
     for key in keys:
         if keys.count(key) > 1:

@@ -83,6 +83,9 @@ class MethodRecipe(Section):
     nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
     branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")
     paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
+    lenience: float = Field(
+        1.0, gt=0, le=1, description="below 1 drafts are accepted more readily, which is NOT lossless (2211.17192, A.5)"
+    )
     drafter: str | None = Field(None, description="folder of another run's drafter; by default the run's own")
 
     @model_validator(mode="after")

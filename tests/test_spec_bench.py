@@ -117,9 +117,10 @@ def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
     summary = summarize(records)
     assert [row["category"] for row in summary[:3]] == ["writing", "math", "overall"]
     assert len(summary) == 6 * 3
-    keys = "method temperature category tau tau_without_bonus speedup_mean speedup_std runs tokens greedy_identical"
+    keys = "method temperature category tau tau_without_bonus speedup_mean speedup_std runs tokens lossless"
     for row in summary:
-        assert list(row) == keys.split()
+        assert list(row) == [*keys.split(), "greedy_identical"]
+        assert row["lossless"]
         assert row["runs"] == 2
         assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
         assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
@@ -181,6 +182,19 @@ def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, tmp_
         assert answers[key]["token_ids"] == answers["autoregressive@0"]["token_ids"]
         assert answers[key]["turns"][0] == text[: text.index(text[4])]
         assert answers[key]["new_tokens"][0] == text.index(text[4]) + 1
+
+
+def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, tmp_path: Path) -> None:
+    """Almost everything is accepted; the answer is not the target's; nobody claims that it is."""
+    greedy = Sampling()
+    bench.arms = [bench.arms[0], Arm(bench.arms[1].method, greedy, torch.Generator(), lenience=1e-9)]
+    log = JsonlLog(tmp_path / "records.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    answers = next(iter(log))["answers"]
+    assert answers["chain@0"]["token_ids"] != answers["autoregressive@0"]["token_ids"]
+    row = summarize(list(log))[-1]
+    assert (row["method"], row["lossless"], row["greedy_identical"]) == ("chain", False, None)
+    assert row["tau"] > 2.5
 
 
 def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
