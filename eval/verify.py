@@ -4,7 +4,8 @@ Lossless, unless lenience below 1 is asked for (Leviathan et al., appendix A.5):
 with p, the residual staying what it is. Then no token is more likely than p / lenience; nothing else is promised.
 
 ParallelSpec (arXiv 2410.05589) Algorithm 1; Leviathan et al. (2211.17192) for one child; SpecInfer (2305.09781)
-Algorithm 2 for several, with children drawn *without* replacement.
+Algorithm 2 for several, whose children are drawn independently, from one drafter or several; or *without* replacement
+from one.
 
 Pure: no model and no cache. All randomness goes through a `Chooser`, so that the tests can walk through every outcome
 of this very code and compare the distribution of the result with p.
@@ -15,6 +16,7 @@ Shapes: N tree nodes, V vocabulary. p = target, q = drafter.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,8 +113,7 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
     while True:
         node = path[-1]
         p = sampling.probabilities(logits[node])
-        q = None if tree.q is None else tree.q[node].to(p.dtype)
-        for child in tree.children(node):
+        for child, q in _drafted(tree, node, p.dtype):
             token = tree.tokens[child]
             # 1. Accept x with probability min(1, p(x) / (l q(x))), l being the lenience; a deterministic child has q =
             # the point mass on it.
@@ -123,12 +124,25 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
                 break
             # 2. Rejected: what is left to sample from is p minus what q has covered already.
             p = _residual(p, q, token)
-            # 3. The next sibling was drawn from q without x.
-            if q is not None:
-                q = _without(q, token)
         else:
-            # 4. No child left: the target contributes a token from what is left of p.
+            # 3. No child left: the target contributes a token from what is left of p.
             return Verdict(path, chooser.draw(p))
+
+
+def _drafted(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
+    """The draws below a node in order, each with the q [V] that it came from; None: it was chosen deterministically."""
+    if tree.q is None:
+        for child in tree.children(node):
+            yield child, None
+    elif tree.draws is not None:
+        for child, row in tree.draws[node]:
+            yield child, tree.q[row].to(dtype)
+    elif children := tree.children(node):
+        q = tree.q[node].to(dtype)
+        for child in children:
+            yield child, q
+            # The next sibling was drawn from q without x.
+            q = _without(q, tree.tokens[child])
 
 
 def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:

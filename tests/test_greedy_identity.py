@@ -28,11 +28,12 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
 from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
-from draftsmith.models.drafter import load_drafter_class
+from draftsmith.models.drafter import StepwiseDecoder, load_drafter_class
 
 GREEDY = Sampling()
 DEPTHS = 4
@@ -171,6 +172,11 @@ def test_methods_without_training(name: str) -> None:
     wanted = greedy_reference(target, prompt, new_tokens)
     decoder = DraftModelDecoder(draft, 4, 50, 97)
     methods: list[Method] = [PromptLookup("prompt_lookup"), Lookahead("lookahead")]
+    decoders: list[StepwiseDecoder] = [decoder, DraftModelDecoder(target, 2, 50, 97)]
+    methods += [
+        SpecInfer("specinfer", decoders, [1, 2, 1, 1], 1, GREEDY),
+        SpecInfer("alone", decoders[:1], [3], 2, GREEDY),
+    ]
     methods += [DrafterMethod(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
     with TargetSession(target, len(prompt) + new_tokens) as session:
         for method in methods:

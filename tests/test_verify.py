@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.eval.enumeration import (
     DETERMINISTIC_TREES,
+    MERGED_DRAWS,
     SAMPLED_TREES,
     V,
     can_be_drawn,
@@ -17,6 +18,7 @@ from draftsmith.eval.enumeration import (
     every_verdict,
     joint_distribution,
     largest_error,
+    merged_joint_distribution,
     target_and_draft,
     wanted_joint,
 )
@@ -47,6 +49,32 @@ def test_deterministic_trees_keep_the_distribution(
     target_of, _ = target_and_draft(2)
     joint = joint_distribution(parents, target_of, None, tokens, sampling)
     torch.testing.assert_close(joint, wanted_joint(target_of, sampling), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("models", MERGED_DRAWS)
+def test_merged_trees_keep_the_distribution(models: tuple[int, ...], sampling: Sampling) -> None:
+    """Independent draws from two different q's, equal ones merged."""
+    target_of, draft_logits = target_and_draft(1)
+    q_of_model = [sampling.probabilities(logits) for logits in draft_logits]
+    joint = merged_joint_distribution(target_of, q_of_model, models, sampling)
+    torch.testing.assert_close(joint, wanted_joint(target_of, sampling), atol=1e-9, rtol=0)
+
+
+def test_a_merged_draw_is_one_node_but_two_draws() -> None:
+    """p = (.2, .5, .3), q = (.6, .2, .2), x0 drawn twice: kept with 1/3, else never.
+
+    p1 = norm(max(p - q, 0)) = (0, .75, .25); the second draw leaves norm(max(p1 - q, 0)) = (0, .55, .05) / .6. A
+    verifier that forgot the duplicate would sample from p1.
+    """
+    p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    q = torch.tensor([[0.6, 0.2, 0.2]], dtype=torch.float64)
+    tree = DraftTree([9, 0], TreeShape.chain(1), q, draws=[[(1, 0), (1, 0)], []])
+    result = torch.zeros(3, dtype=torch.float64)
+    for probability, verdict in every_verdict(tree, p.log().expand(2, 3), Sampling(1.0)):
+        result[0 if len(verdict.path) > 1 else verdict.next_token] += probability
+    wanted = torch.tensor([1 / 3, 2 / 3 * 0.55 / 0.6, 2 / 3 * 0.05 / 0.6], dtype=torch.float64)
+    torch.testing.assert_close(result, wanted, atol=1e-12, rtol=0)
 
 
 def test_the_largest_error_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

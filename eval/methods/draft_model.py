@@ -142,20 +142,29 @@ class DraftModelMethod:
 
     @classmethod
     def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
-        model = _load(options.model, setting.target, setting.tokenizer)
-        limit = longest_sequence_tokens(model)
-        if limit is not None and limit < setting.max_length_tokens:
-            raise UserError(
-                f"method {setting.recipe.name}: {options.model} has {limit} positions, but a sequence may grow to "
-                f"{setting.max_length_tokens} tokens: lower eval.max_new_tokens or use another draft model"
-            )
-        vocab_size = setting.target.config.get_text_config().vocab_size
-        decoder = DraftModelDecoder(model, options.num_tokens, setting.max_length_tokens, vocab_size)
+        decoder = draft_model_decoder(options.model, options.num_tokens, setting)
         builder = tree_builder(setting.recipe, decoder)
         return DrafterMethod(setting.recipe.name, decoder, builder, setting.sampling, setting.generator)
 
 
-@lru_cache(maxsize=2)
+def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) -> DraftModelDecoder:
+    """The draft model at a folder or Hub id, ready to draft paths of `num_tokens`.
+
+    Raises:
+        UserError: It cannot be loaded, or has another vocabulary or too few positions.
+    """
+    model = _load(location, setting.target, setting.tokenizer)
+    limit = longest_sequence_tokens(model)
+    if limit is not None and limit < setting.max_length_tokens:
+        raise UserError(
+            f"method {setting.recipe.name}: {location} has {limit} positions, but a sequence may grow to "
+            f"{setting.max_length_tokens} tokens: lower eval.max_new_tokens or use another draft model"
+        )
+    vocab_size = setting.target.config.get_text_config().vocab_size
+    return DraftModelDecoder(model, num_tokens, setting.max_length_tokens, vocab_size)
+
+
+@lru_cache(maxsize=8)
 def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
     try:
         vocabulary = AutoTokenizer.from_pretrained(location).get_vocab()
