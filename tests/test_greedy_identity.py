@@ -6,6 +6,7 @@ The reference is `generate` of transformers, which shares no code with ours.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.method import Autoregressive, Method
+from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.sampling import Sampling
@@ -177,6 +179,9 @@ def test_methods_without_training(name: str) -> None:
         SpecInfer("specinfer", decoders, [1, 2, 1, 1], 1, GREEDY),
         SpecInfer("alone", decoders[:1], [3], 2, GREEDY),
     ]
+    counts = NgramModel([(np.array([*prompt, *wanted[:25], 1, 2]), np.ones(33))], 2, 97)
+    ngram = NgramDecoder(counts, 4, target.device)
+    methods += [DrafterMethod(f"ngram, {tree}", ngram, GROWERS[tree], GREEDY) for tree in GROWERS]
     methods += [DrafterMethod(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
     with TargetSession(target, len(prompt) + new_tokens) as session:
         for method in methods:
