@@ -22,6 +22,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 EMBEDDED_TARGET = Path(__file__).resolve().parent / "embedded_target"
+TARGET_KEY = "target.model"
 # The id of the hidden states after the final norm, among the ids of layers.
 FINAL_FEATURES = -1
 
@@ -34,7 +35,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     """
     location, where = target_location(recipe), _where(recipe)
     load_target_config(recipe)
-    tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **where))
+    tokenizer = read_pretrained(TARGET_KEY, location, lambda: AutoTokenizer.from_pretrained(location, **where))
     if recipe.chat_template is not None:
         tokenizer.chat_template = recipe.chat_template
     if not tokenizer.chat_template:
@@ -43,7 +44,8 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
             "text, or use the chat-tuned version of the model"
         )
     dtype = "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    target = _read(
+    target = read_pretrained(
+        TARGET_KEY,
         location,
         lambda: AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, attn_implementation=recipe.attn_implementation, **where
@@ -59,7 +61,7 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
         UserError: It cannot be found or read, or is not that of a decoder-only model.
     """
     location, where = target_location(recipe), _where(recipe)
-    config = _read(location, lambda: AutoConfig.from_pretrained(location, **where))
+    config = read_pretrained(TARGET_KEY, location, lambda: AutoConfig.from_pretrained(location, **where))
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
@@ -72,7 +74,8 @@ def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
     """The target as its config describes it, on torch's default device (`torch.device("meta")`: at no cost)."""
     config = load_target_config(recipe)
     dtype = (config.dtype or torch.float32) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    target = _read(
+    target = read_pretrained(
+        TARGET_KEY,
         recipe.model,
         lambda: AutoModelForCausalLM.from_config(
             config,
@@ -225,8 +228,12 @@ def _looks_like_a_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
-def _read(location: str, load: Any) -> Any:
-    """Call a `from_pretrained`, with its failures told in one sentence."""
+def read_pretrained(what: str, location: str, load: Any) -> Any:
+    """Call a `from_pretrained`, with its failures told in one sentence.
+
+    Args:
+        what: What is loaded, as the user knows it: a key of the recipe.
+    """
     try:
         return load()
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -234,6 +241,6 @@ def _read(location: str, load: Any) -> Any:
         if len(reason) > 300:
             reason = reason[:300] + " ..."
         raise UserError(
-            f"target.model {location} cannot be loaded ({reason}): give a folder with a transformers checkpoint, a Hub "
-            "id that this machine can reach, or `embedded`"
+            f"{what} {location} cannot be loaded ({reason}): give a folder with a transformers checkpoint, or a Hub id "
+            "that this machine can reach"
         ) from None

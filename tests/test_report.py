@@ -107,6 +107,13 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert page.count("<table>") == page.count("</table>") == 3
 
 
+def test_stop_strings_are_reported(tmp_path: Path) -> None:
+    values = facts(SUMMARY)
+    values["recipe"] = Recipe.model_validate({"name": "demo", "eval": {"stop": ["\n\n", "Q:"]}}).model_dump()
+    markdown, _ = write_report(tmp_path, values, [])
+    assert r'new tokens a turn (ended by "\n\n", "Q:" too), ' in markdown.read_text()
+
+
 def test_headline() -> None:
     assert headline(SUMMARY) == (
         "tree generates 2.01 +- 0.10 times as fast as the autoregressive loop, at 2.50 tokens per round "

@@ -173,10 +173,14 @@ def test_draft_models_and_a_trained_drafter_together(tmp_path: Path, temperature
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "models"),
-        ({"models": []}, "models.*at least 1 item"),
-        ({"models": ["a"], "expansion": [2, 0]}, r"expansion\.1.*greater than 0"),
-        ({"models": ["a"], "num_tokens": 2}, "`expansion` has 3 depths, but `num_tokens` is 2"),
+        ({}, r"key `options\.models` is missing"),
+        ({"model": "a"}, r"key `options\.models` is missing"),
+        ({"models": []}, r"key `options\.models`: list should have at least 1 item"),
+        ({"models": ["a"], "expansion": [2, 0]}, r"key `options\.expansion\.1`: input should be greater than 0, not 0"),
+        (
+            {"models": ["a"], "num_tokens": 2},
+            "key `options`: `expansion` has 3 depths, but `num_tokens` is 2",
+        ),
         (
             {"models": ["a", "b"], "expansion": [4, 4, 4], "num_tokens": 3, "samples": 2},
             "a tree of up to 336 tokens is too large: stay below 256",

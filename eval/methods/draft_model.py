@@ -8,7 +8,7 @@ Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.growing_tree import LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.kv_cache import TreeCache
 from draftsmith.models.packed_head import pack_heads
+from draftsmith.models.target import read_pretrained
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -166,12 +167,9 @@ def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) 
 
 @lru_cache(maxsize=8)
 def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
-    try:
-        vocabulary = AutoTokenizer.from_pretrained(location).get_vocab()
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=target.dtype)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"draft model {location} cannot be loaded ({reason}): give a folder or a Hub id") from None
+    read = partial(read_pretrained, "draft model", location)
+    vocabulary = read(lambda: AutoTokenizer.from_pretrained(location)).get_vocab()
+    model = read(lambda: AutoModelForCausalLM.from_pretrained(location, dtype=target.dtype))
     if vocabulary != tokenizer.get_vocab():
         raise UserError(
             f"draft model {location} has another vocabulary than the target: speculative sampling compares tokens, so "
