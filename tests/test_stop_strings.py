@@ -166,6 +166,42 @@ def test_every_method_cuts_where_the_loop_does(target: LlamaForCausalLM) -> None
     assert inside > 20, "no answer ended inside an accepted path"
 
 
+def test_transformers_stops_at_the_same_token() -> None:
+    """`generate(stop_strings=...)`, which looks for them in another way: over the vocabulary's pieces."""
+    tokenizer = byte_level()
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
+    target = LlamaForCausalLM(config).double().eval()
+    prompt = tokenizer.encode("Hello there", add_special_tokens=False)
+    with TargetSession(target, 56) as session:
+        answer = generate(session, Autoregressive(), prompt, GREEDY, 32).ids
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        pieces = {text[begin : begin + size] for begin in range(len(text)) for size in (1, 2, 3)}
+        stops = sorted(piece for piece in pieces if piece.isascii())[::4]
+        assert len(stops) > 8
+        for stop in stops:
+            theirs = target.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=32,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                stop_strings=[stop],
+                tokenizer=tokenizer,
+            )[0, len(prompt) :].tolist()
+            ours = generate(session, Autoregressive(), prompt, GREEDY, 32, (), None, StopStrings((stop,), tokenizer))
+            assert ours.ids == theirs, stop
+
+
 def test_in_the_middle_of_an_accepted_path_and_across_two_rounds(target: LlamaForCausalLM) -> None:
     """Rounds keep tokens 1-5, 6-10, ... of the answer (token 0 is the prefill's), as all drafts are right."""
     answer = run(target, Autoregressive()).ids
