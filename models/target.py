@@ -22,7 +22,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 EMBEDDED_TARGET = Path(__file__).resolve().parent / "embedded_target"
-TARGET_KEY = "target.model"
 # The id of the hidden states after the final norm, among the ids of layers.
 FINAL_FEATURES = -1
 
@@ -35,7 +34,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     """
     location, where = target_location(recipe), _where(recipe)
     load_target_config(recipe)
-    tokenizer = read_pretrained(TARGET_KEY, location, lambda: AutoTokenizer.from_pretrained(location, **where))
+    tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **where))
     if recipe.chat_template is not None:
         tokenizer.chat_template = recipe.chat_template
     if not tokenizer.chat_template:
@@ -44,8 +43,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
             "text, or use the chat-tuned version of the model"
         )
     dtype = "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    target = read_pretrained(
-        TARGET_KEY,
+    target = _read(
         location,
         lambda: AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, attn_implementation=recipe.attn_implementation, **where
@@ -61,7 +59,7 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
         UserError: It cannot be found or read, or is not that of a decoder-only model.
     """
     location, where = target_location(recipe), _where(recipe)
-    config = read_pretrained(TARGET_KEY, location, lambda: AutoConfig.from_pretrained(location, **where))
+    config = _read(location, lambda: AutoConfig.from_pretrained(location, **where))
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
@@ -74,8 +72,7 @@ def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
     """The target as its config describes it, on torch's default device (`torch.device("meta")`: at no cost)."""
     config = load_target_config(recipe)
     dtype = (config.dtype or torch.float32) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    target = read_pretrained(
-        TARGET_KEY,
+    target = _read(
         recipe.model,
         lambda: AutoModelForCausalLM.from_config(
             config,
@@ -228,11 +225,15 @@ def _looks_like_a_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
+def _read(location: str, load: Any) -> Any:
+    return read_pretrained("target.model", location, load)
+
+
 def read_pretrained(what: str, location: str, load: Any) -> Any:
     """Call a `from_pretrained`, with its failures told in one sentence.
 
     Args:
-        what: What is loaded, as the user knows it: a key of the recipe.
+        what: What is loaded, as the user knows it: a key of the recipe, say.
     """
     try:
         return load()
