@@ -1,7 +1,7 @@
 """The loop: draft, verify, commit. One for every method, the autoregressive baseline included.
 
-The first token comes from the prefill and belongs to no round. Tokens behind an end token or beyond the limit are cut
-and count nowhere.
+The first token comes from the prefill and belongs to no round. Tokens behind an end token, behind the one that
+completes a stop string, or beyond the limit are cut and count nowhere.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from draftsmith.eval.methods.method import Method, ReadsLogits
 from draftsmith.eval.sampling import Sampling, first_token
 from draftsmith.eval.session import TargetSession
+from draftsmith.eval.stop_strings import StopStrings, StopWatch
 from draftsmith.eval.verify import verify
 from draftsmith.recipes.errors import UserError
 
@@ -23,9 +24,10 @@ from draftsmith.recipes.errors import UserError
 class Generation:
     """One answer and what it took.
 
-    ids: generated token ids, the end token included.
+    ids: generated token ids, the end token or the token that completed a stop string included.
     accept_lengths: tokens kept per round, the target's own included; their mean is tau.
     draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
+    text_before_stop: the text before the stop string that ended the answer, if one did.
     """
 
     ids: list[int]
@@ -35,6 +37,7 @@ class Generation:
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    text_before_stop: str | None = None
 
     @property
     def rounds(self) -> int:
@@ -54,8 +57,12 @@ def generate(
     max_new_tokens: int,
     eos_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
+    stop: StopStrings | None = None,
+    lenience: float = 1.0,
 ) -> Generation:
     """Answer a prompt. Greedy answers are exactly the target's; sampled ones have exactly its distribution.
+
+    Neither holds with a lenience below 1, see `draftsmith.eval.verify`.
 
     Raises:
         UserError: Prompt and answer do not fit into the session.
@@ -74,7 +81,9 @@ def generate(
     out = Generation([newest])
     out.prefill_s = clock() - began
     reader = method if isinstance(method, ReadsLogits) else None
-    while len(out.ids) < max_new_tokens and newest not in eos_ids:
+    watch = None if stop is None else stop.watch()
+    _, ended = _kept([newest], eos_ids, watch)
+    while len(out.ids) < max_new_tokens and not ended:
         # 1. Draft. What is deeper than the tokens that are still wanted could not be kept.
         started = clock()
         tree = method.propose().cut_to_depth(max_new_tokens - len(out.ids) - 1)
@@ -84,7 +93,7 @@ def generate(
         session.synchronize()
         out.verify_s += clock() - drafted
         out.draft_s += drafted - started
-        verdict = verify(tree, step.logits, sampling, generator)
+        verdict = verify(tree, step.logits, sampling, generator, lenience)
         if reader is not None:
             reader.read_logits(tree, step.logits)
         # 3. Commit the accepted path and the target's own token.
@@ -92,21 +101,21 @@ def generate(
         session.commit(path)
         committed = [tree.tokens[node] for node in path[1:]]
         committed.append(verdict.next_token)
-        kept = _kept(committed, eos_ids, max_new_tokens - len(out.ids))
+        kept, ended = _kept(committed[: max_new_tokens - len(out.ids)], eos_ids, watch)
         out.ids += committed[:kept]
         out.accept_lengths.append(kept)
         out.draft_lengths.append(min(kept, len(path) - 1))
-        newest = out.ids[-1]
         features = step.features[: len(path)] if path[-1] == len(path) - 1 else step.features[path]
         method.observe(committed, features)
+    out.text_before_stop = None if watch is None else watch.text_before
     session.synchronize()
     out.wall_time_s = clock() - began
     return out
 
 
-def _kept(committed: list[int], eos_ids: Collection[int], wanted: int) -> int:
-    """How many of the committed tokens belong to the answer."""
-    for index, token in enumerate(committed[:wanted]):
-        if token in eos_ids:
-            return index + 1
-    return min(len(committed), wanted)
+def _kept(committed: list[int], eos_ids: Collection[int], watch: StopWatch | None) -> tuple[int, bool]:
+    """How many of the committed tokens belong to the answer, and whether it ends with them."""
+    for index, token in enumerate(committed):
+        if token in eos_ids or (watch is not None and watch.completes(token)):
+            return index + 1, True
+    return len(committed), False

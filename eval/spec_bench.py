@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from draftsmith.eval.decoding import generate
 from draftsmith.eval.methods.method import Method
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.stop_strings import StopStrings
 from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
@@ -40,12 +41,16 @@ PROCESS = uuid.uuid4().hex
 
 @dataclass
 class Arm:
-    """One method at one temperature: one row of the table. `feature_layers`: what its drafter reads of the target."""
+    """One method at one temperature: one row of the table.
+
+    feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
+    """
 
     method: Method
     sampling: Sampling
     generator: torch.Generator
     feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    lenience: float = 1.0
 
     @property
     def key(self) -> str:
@@ -61,7 +66,8 @@ class SpecBench:
         arms: What is compared; each temperature has its autoregressive arm. May be set later, before `run`.
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
-        seed: Of all sampling; each (run, question, arm) has its own stream, whatever was resumed.
+        seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
+        stop: Strings that end an answer; see `draftsmith.eval.stop_strings`.
     """
 
     def __init__(
@@ -72,10 +78,12 @@ class SpecBench:
         questions: list[Question],
         max_new_tokens: int,
         seed: int = 0,
+        stop: Sequence[str] = (),
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._eos_ids = frozenset(answer_end_ids(target, tokenizer))
+        self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         limit = longest_sequence_tokens(target)
         self.questions = [question for question in questions if self._fits(question, limit)]
         self.left_out = len(questions) - len(self.questions)
@@ -112,9 +120,7 @@ class SpecBench:
         shift = (run + index) % len(self.arms)
         answers = {}
         for arm in self.arms[shift:] + self.arms[:shift]:
-            stream = f"{self._seed}/{run}/{question.question_id}/{arm.key}"
-            arm.generator.manual_seed(zlib.crc32(stream.encode()))
-            answers[arm.key] = self._ask(arm, question, self._max_new_tokens)
+            answers[arm.key] = self._ask(arm, question, self._max_new_tokens, run)
         return {
             "run": run,
             "question_id": question.question_id,
@@ -123,20 +129,22 @@ class SpecBench:
             "answers": {arm.key: answers[arm.key] for arm in self.arms},
         }
 
-    def _ask(self, arm: Arm, question: Question, max_new_tokens: int) -> dict[str, Any]:
+    def _ask(self, arm: Arm, question: Question, max_new_tokens: int, run: int = 0) -> dict[str, Any]:
         """All turns of a question, with the method's own answers as history."""
         self.session.read_layers(arm.feature_layers)
         history: list[Turn] = []
         answer: dict[str, Any] = {
             "method": arm.method.name,
             "temperature": arm.sampling.temperature,
+            "lenience": arm.lenience,
             "process": PROCESS,
             "turns_left_out": 0,
         }
         per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
         for key in (*per_turn, "prefill_s", "draft_s", "verify_s", "accept_lengths", "draft_lengths"):
             answer[key] = []
-        for turn in question.turns:
+        for number, turn in enumerate(question.turns):
+            arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
             history.append(Turn("user", turn))
             prompt_ids = prompt_token_ids(self._tokenizer, history)
             room = self.session.max_length_tokens - len(prompt_ids)
@@ -144,8 +152,21 @@ class SpecBench:
                 answer["turns_left_out"] = len(question.turns) - len(answer["turns"])
                 break
             wanted = min(max_new_tokens, room)
-            out = generate(self.session, arm.method, prompt_ids, arm.sampling, wanted, self._eos_ids, arm.generator)
-            text = self._tokenizer.decode(out.ids, skip_special_tokens=True).strip()
+            out = generate(
+                self.session,
+                arm.method,
+                prompt_ids,
+                arm.sampling,
+                wanted,
+                self._eos_ids,
+                arm.generator,
+                self._stop,
+                arm.lenience,
+            )
+            text = out.text_before_stop
+            if text is None:
+                text = self._tokenizer.decode(out.ids, skip_special_tokens=True)
+            text = text.strip()
             history.append(Turn("assistant", text))
             answer["turns"].append(text)
             answer["token_ids"].append(out.ids)
@@ -165,6 +186,11 @@ class SpecBench:
             return True
         prompt_ids = prompt_token_ids(self._tokenizer, [Turn("user", question.turns[0])])
         return len(prompt_ids) + min(self._max_new_tokens, FEWEST_NEW_TOKENS) <= limit
+
+
+def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:
+    """Of one answer's generator: what is sampled for a turn depends on nothing that was measured before it."""
+    return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{arm_key}".encode())
 
 
 def first_turn_prompts(

@@ -46,7 +46,7 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
     check_settings(folder.eval / "settings.json", _settings(recipe))
     target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed, recipe.eval.stop)
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
         bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)
@@ -142,12 +142,12 @@ def make_arms(
                 setting = MethodSetting(
                     method, target, tokenizer, tokens_folder, max_length_tokens, sampling, generator
                 )
-                arms.append(Arm(make_method(setting), sampling, generator))
+                arms.append(Arm(make_method(setting), sampling, generator, lenience=method.lenience))
                 continue
             folder = _drafter_folder(recipe, method)
             decoder = decoders[folder]
             drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
-            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers))
+            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
     keys = [arm.key for arm in arms]
     for key in keys:
         if keys.count(key) > 1:

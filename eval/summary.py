@@ -81,7 +81,9 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
     for run in runs:
         of_run = [(answer, baseline) for number, answer, baseline in pairs if number == run]
         speedups.append(_speed(answer for answer, _ in of_run) / _speed(baseline for _, baseline in of_run))
-    greedy = answers[0]["temperature"] == 0
+    # Records older than lenience have none.
+    lossless = answers[0].get("lenience", 1.0) == 1
+    greedy = answers[0]["temperature"] == 0 and lossless
     return {
         "method": answers[0]["method"],
         "temperature": answers[0]["temperature"],
@@ -92,6 +94,7 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         "speedup_std": statistics.stdev(speedups) if len(speedups) > 1 else None,
         "runs": len(runs),
         "tokens": sum(sum(answer["new_tokens"]) for answer in answers),
+        "lossless": lossless,
         "greedy_identical": all(a["token_ids"] == b["token_ids"] for _, a, b in pairs) if greedy else None,
     }
 

@@ -5,7 +5,7 @@
 
 import re
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -193,6 +193,9 @@ class MethodRecipe(Section):
     nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
     branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")
     paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
+    lenience: float = Field(
+        1.0, gt=0, le=1, description="below 1 drafts are accepted more readily, which is NOT lossless (2211.17192, A.5)"
+    )
     drafter: str | None = Field(None, description="folder of another run's drafter; by default the run's own")
 
     @model_validator(mode="after")
@@ -210,6 +213,9 @@ class EvalRecipe(Section):
     )
     limit_per_category: int | None = Field(None, ge=1)
     max_new_tokens: int = Field(512, ge=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="strings that end an answer, beside the end tokens; they are no part of its text"
+    )
     runs: int = Field(3, ge=1)
     warmup_questions: int = Field(2, ge=0)
     temperatures: list[float] = [0.0]

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.eval.decoding import Generation, generate
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive
+from draftsmith.eval.methods.method import Autoregressive, Method
+from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree import DraftTree, TreeShape
@@ -20,7 +21,8 @@ from draftsmith.eval.tree_builders import (
     StaticBuilder,
     TreeBuilder,
 )
-from draftsmith.eval.tree_growers import StaticGrower
+from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.models.drafter import StepwiseDecoder
 from draftsmith.recipes.errors import UserError
 
 V = 11
@@ -190,7 +192,9 @@ BUILDERS: dict[str, TreeBuilder] = {
     "chain": ChainBuilder(),
     "static": StaticBuilder(PATHS),
     "best_first": BestFirstBuilder(nodes=5, branch=3),
+    "grown chain": ChainGrower(),
     "grown static": StaticGrower(PATHS),
+    "grown best_first": BestFirstGrower(nodes=5, branch=3),
 }
 
 
@@ -205,17 +209,29 @@ def third_token_distribution(target: LlamaForCausalLM, sampling: Sampling) -> Te
     return torch.einsum("a,ab,abc->c", first, second, third)
 
 
-@pytest.mark.parametrize("builder", BUILDERS.values(), ids=BUILDERS.keys())
+def noisy_method(name: str, sampling: Sampling, generator: torch.Generator) -> Method:
+    noise = torch.Generator().manual_seed(3)
+
+    def stepwise() -> StepwiseDecoder:
+        return NoisyStepwiseDecoder(torch.randn(1 + V, V, generator=noise, dtype=torch.float64))
+
+    if name == "merged":
+        return SpecInfer("noisy", [stepwise(), stepwise()], [2, 1], 2, sampling, generator)
+    builder = BUILDERS[name]
+    marginals = torch.randn(2, V, generator=noise, dtype=torch.float64)
+    decoder: Any = NoisyDecoder(marginals) if isinstance(builder, MarginalBuilder) else stepwise()
+    return DrafterMethod("noisy", decoder, builder, sampling, generator)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", [*BUILDERS, "merged"])
 def test_sampling_keeps_the_distribution(
-    target: LlamaForCausalLM, session: TargetSession, builder: TreeBuilder
+    target: LlamaForCausalLM, session: TargetSession, name: str, temperature: float
 ) -> None:
     """Chi-square of the third token over 700 answers; the 0.1 % quantile for 10 degrees of freedom is 29.6."""
-    sampling = Sampling(0.9)
-    stepwise = not isinstance(builder, MarginalBuilder)
-    draft = torch.randn(1 + V if stepwise else 2, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    sampling = Sampling(temperature)
     generator = torch.Generator().manual_seed(4)
-    decoder: Any = NoisyStepwiseDecoder(draft) if stepwise else NoisyDecoder(draft)
-    method = DrafterMethod("noisy", decoder, builder, sampling, generator)
+    method = noisy_method(name, sampling, generator)
     answers, rounds = 700, 0
     counts = torch.zeros(V, dtype=torch.float64)
     for _ in range(answers):

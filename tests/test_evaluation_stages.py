@@ -26,7 +26,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
         "eval.max_new_tokens=24",
         "eval.runs=1",
         "eval.warmup_questions=0",
-        "eval.methods=[{name: tuned, tree: tuned}, {name: lookup, kind: prompt_lookup}]",
+        "eval.methods=[{name: tuned, tree: tuned}, {name: lookup, kind: prompt_lookup}, "
+        "{name: hasty, kind: prompt_lookup, lenience: 0.001}]",
     ]
     recipe = load_recipe("quickstart", overrides)
     torch.manual_seed(0)
@@ -50,11 +51,13 @@ def test_one_after_the_other(recipe: Recipe) -> None:
     assert {row.method for row in proof.greedy} == {"tuned", "lookup"}
     assert {row.method for row in proof.distribution} == {"autoregressive", "tuned", "lookup"}
     assert all(row.tokens >= 20 for row in proof.distribution)
+    assert proof.left_out == ["hasty"]
 
     summary = evaluate(recipe)
     overall = {row["method"]: row for row in summary if row["category"] == "overall"}
-    assert set(overall) == {"autoregressive", "tuned", "lookup"}
-    assert all(row["greedy_identical"] for row in overall.values())
+    assert set(overall) == {"autoregressive", "tuned", "lookup", "hasty"}
+    assert all(row["greedy_identical"] for row in overall.values() if row["lossless"])
+    assert [name for name, row in overall.items() if not row["lossless"]] == ["hasty"]
     assert "## Is it lossless?\n\nProved: " in (folder.root / "report.md").read_text()
     # The measurement names the tree that it was made with, so that another tuning is not mixed into it.
     settings = json.loads((folder.eval / "settings.json").read_text())

@@ -23,6 +23,7 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "speedup_std": 0.05,
         "runs": 3,
         "tokens": 1234,
+        "lossless": True,
         "greedy_identical": True if temperature == 0 else None,
     }
     return values | changes
@@ -106,6 +107,13 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert page.count("<table>") == page.count("</table>") == 3
 
 
+def test_stop_strings_are_reported(tmp_path: Path) -> None:
+    values = facts(SUMMARY)
+    values["recipe"] = Recipe.model_validate({"name": "demo", "eval": {"stop": ["\n\n", "Q:"]}}).model_dump()
+    markdown, _ = write_report(tmp_path, values, [])
+    assert r'new tokens a turn (ended by "\n\n", "Q:" too), ' in markdown.read_text()
+
+
 def test_headline() -> None:
     assert headline(SUMMARY) == (
         "tree generates 2.01 +- 0.10 times as fast as the autoregressive loop, at 2.50 tokens per round "
@@ -144,3 +152,24 @@ def test_a_long_method_name_hides_no_figure() -> None:
     text = console.export_text()
     assert "2.71" in text
     assert "no bonus" in text
+
+
+def test_lenient_rows_are_marked_everywhere(tmp_path: Path) -> None:
+    """And the headline names the fastest of the lossless methods, unless there is none."""
+    lenient = [row("fast", name, speedup_mean=3.0, greedy_identical=None, lossless=False) for name in CATEGORIES]
+    summary = [*SUMMARY, *lenient]
+    assert headline(summary).startswith("tree generates 2.01")
+    assert headline(lenient).startswith("fast (not lossless) generates 3.00")
+    assert "identical" not in headline(lenient)
+    markdown, html = write_report(tmp_path, facts(summary), [])
+    for text in (markdown.read_text(), html.read_text()):
+        assert "measured with lenience below 1" in text
+        assert text.count("fast (not lossless)") == 3
+    assert re.search(r"\| fast \| 0 \| .* \| not lossless \|", markdown.read_text())
+    console = Console(record=True, width=140)
+    print_table(summary, console)
+    text = console.export_text()
+    assert text.count("not lossless") >= 4
+    assert "do not have the target's distribution" in " ".join(text.split())
+    for file in write_report(tmp_path, facts(SUMMARY), []):
+        assert "lossless" not in file.read_text().lower()

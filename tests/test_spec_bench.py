@@ -15,7 +15,8 @@ from draftsmith.eval import spec_bench
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
+from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
+from draftsmith.eval.stop_strings import StopStrings
 from draftsmith.eval.summary import acceptance_by_depth, summarize, summarize_timing
 from draftsmith.eval.theory import acceptance_rate, expected_tokens
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder
@@ -116,9 +117,10 @@ def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
     summary = summarize(records)
     assert [row["category"] for row in summary[:3]] == ["writing", "math", "overall"]
     assert len(summary) == 6 * 3
-    keys = "method temperature category tau tau_without_bonus speedup_mean speedup_std runs tokens greedy_identical"
+    keys = "method temperature category tau tau_without_bonus speedup_mean speedup_std runs tokens lossless"
     for row in summary:
-        assert list(row) == keys.split()
+        assert list(row) == [*keys.split(), "greedy_identical"]
+        assert row["lossless"]
         assert row["runs"] == 2
         assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
         assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
@@ -142,6 +144,57 @@ def test_finished_questions_are_not_asked_again(bench: SpecBench, tmp_path: Path
     for before, after in zip(whole, log, strict=True):
         for key, answer in before["answers"].items():
             assert answer["token_ids"] == after["answers"][key]["token_ids"]
+
+
+def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, tmp_path: Path) -> None:
+    """Asked in another order, by arms in another order, and alone: every arm samples the same answer."""
+    bench.run(JsonlLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
+    wanted = {(r["run"], r["question_id"]): r["answers"] for r in JsonlLog(tmp_path / "all.jsonl")}
+    assert wanted[0, 1]["chain@1"]["token_ids"] != wanted[1, 1]["chain@1"]["token_ids"]
+    assert len({str(wanted[run, 1]["autoregressive@1"]["token_ids"]) for run in (0, 1)}) == 2
+    bench.arms.reverse()
+    for name, questions in (("reversed", QUESTIONS[::-1]), ("alone", QUESTIONS[2:])):
+        bench.questions = questions
+        log = JsonlLog(tmp_path / f"{name}.jsonl")
+        bench.run(log, runs=2, warmup_questions=0)
+        for record in log:
+            for key, answer in record["answers"].items():
+                assert answer["token_ids"] == wanted[record["run"], record["question_id"]][key]["token_ids"], key
+
+
+def test_every_request_has_a_seed_of_its_own() -> None:
+    requests = [(0, 1, 0, "a@1"), (1, 1, 0, "a@1"), (0, 2, 0, "a@1"), (0, 1, 1, "a@1"), (0, 1, 0, "b@1")]
+    seeds = [request_seed(seed, *request) for seed in (0, 1) for request in requests]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[0] == request_seed(0, 0, 1, 0, "a@1")
+
+
+def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, tmp_path: Path) -> None:
+    """Every arm alike; the conversation goes on with the text before the stop string."""
+    free = JsonlLog(tmp_path / "free.jsonl")
+    bench.run(free, runs=1, warmup_questions=0)
+    text = next(iter(free))["answers"]["autoregressive@0"]["turns"][0]
+    bench._stop = StopStrings((text[4],), LetterTokenizer())
+    log = JsonlLog(tmp_path / "stopped.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    answers = next(iter(log))["answers"]
+    for key in ("autoregressive@0", "chain@0", "tree@0"):
+        assert answers[key]["token_ids"] == answers["autoregressive@0"]["token_ids"]
+        assert answers[key]["turns"][0] == text[: text.index(text[4])]
+        assert answers[key]["new_tokens"][0] == text.index(text[4]) + 1
+
+
+def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, tmp_path: Path) -> None:
+    """Almost everything is accepted; the answer is not the target's; nobody claims that it is."""
+    greedy = Sampling()
+    bench.arms = [bench.arms[0], Arm(bench.arms[1].method, greedy, torch.Generator(), lenience=1e-9)]
+    log = JsonlLog(tmp_path / "records.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    answers = next(iter(log))["answers"]
+    assert answers["chain@0"]["token_ids"] != answers["autoregressive@0"]["token_ids"]
+    row = summarize(list(log))[-1]
+    assert (row["method"], row["lossless"], row["greedy_identical"]) == ("chain", False, None)
+    assert row["tau"] > 2.5
 
 
 def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
