@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftsmith.eval.methods.method import Method
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tree import DraftTree
-from draftsmith.eval.tree_builders import TreeBuilder
+from draftsmith.eval.tree_builders import MarginalBuilder, TreeBuilder
 from draftsmith.models.drafter import SequenceDecoder
 
 
@@ -37,6 +38,11 @@ class DrafterMethod:
         self._decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest = -1
 
+    @property
+    def sequential(self) -> bool:
+        """Whether it drafts token after token, a forward each: Leviathan's gamma c, not ParallelSpec's c."""
+        return not isinstance(self._builder, MarginalBuilder)
+
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         self._decoder.start(torch.tensor(prompt_ids, device=features.device), features)
 
@@ -46,3 +52,8 @@ class DrafterMethod:
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
         self._decoder.observe(torch.tensor(committed_ids, device=features.device), features)
+
+
+def is_sequential(method: Method) -> bool:
+    """What is no drafter (prompt lookup, Lookahead) drafts at once, or nothing."""
+    return isinstance(method, DrafterMethod) and method.sequential
