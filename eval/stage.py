@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.eval.charts import draw_charts
+from draftsmith.eval.fair_clock import check_complete
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive, MethodSetting, make_method
 from draftsmith.eval.question_list import load_questions, questions_file
@@ -25,10 +26,12 @@ from draftsmith.models.packed_head import pack_heads
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
 
 WEIGHTS = "model.safetensors"
 TUNED_TREE = "tuned_tree"  # the key of a drafter's config that `draftsmith tune` writes
+FREE_KEYS = {"runs"}  # of the recipe's eval section: may differ from what the records were made with
+SETTINGS = "settings.json"  # in the eval folder: what its records were made with
 PROOF = "proof.json"  # what `draftsmith prove` leaves in the eval folder
 
 
@@ -44,12 +47,14 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
         if not (drafter_folder / "config.json").is_file():
             raise UserError(f"no trained drafter in {drafter_folder}: run `draftsmith train` with its recipe first")
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
-    check_settings(folder.eval / "settings.json", _settings(recipe))
+    check_settings(folder.eval / SETTINGS, _settings(recipe))
+    log = JsonlLog(folder.eval / "records.jsonl")
+    check_complete(list(log))
     target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
-        bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)
+        bench.run(log, recipe.eval.runs, recipe.eval.warmup_questions)
     finally:
         bench.session.close()
     notes = {
@@ -66,11 +71,11 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     """Write tables, pictures and report from the records alone. Returns the summary."""
-    recipe = with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     log_file, notes_file = folder.eval / "records.jsonl", folder.eval / "notes.json"
     if not log_file.is_file() or not notes_file.is_file():
         raise UserError(f"{folder.eval} holds no finished measurement: run `draftsmith eval` with this recipe first")
+    recipe = _as_measured(recipe)
     records = [record for record in JsonlLog(log_file) if record["run"] < recipe.eval.runs]
     notes = {"target_change": None, **json.loads(notes_file.read_text(encoding="utf-8"))}
     summary = [row | {"target_change": notes["target_change"]} for row in summarize(records)]
@@ -182,14 +187,27 @@ def _drafter_folders(recipe: Recipe) -> list[Path]:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What a measurement depends on. More runs may be added later, so their number is not part of it."""
+    """What a measurement depends on."""
     return {
-        "eval": recipe.eval.model_dump(exclude={"runs"}),
+        "eval": recipe.eval.model_dump(exclude=FREE_KEYS),
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
         "drafter_weights": drafter_weights(recipe),
         "questions_file": sha256_of(questions_file(recipe.eval.questions)),
     }
+
+
+def _as_measured(recipe: Recipe) -> Recipe:
+    """The recipe with the settings that the records were made with: a tree tuned since then is not theirs."""
+    recorded = json.loads((RunFolder(recipe).eval / SETTINGS).read_text(encoding="utf-8"))
+    free = recipe.eval.model_dump(include=FREE_KEYS)
+    return recipe.model_copy(
+        update={
+            "eval": EvalRecipe.model_validate(recorded["eval"] | free),
+            "target": TargetRecipe.model_validate(recorded["target"]),
+            "seed": recorded["seed"],
+        }
+    )
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:

@@ -1,6 +1,7 @@
 """`eval`, `tune` and `prove` one after the other, on the embedded target and a drafter fresh from it."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,40 @@ def test_one_after_the_other(recipe: Recipe) -> None:
     # The measurement names the tree that it was made with, so that another tuning is not mixed into it.
     settings = json.loads((folder.eval / "settings.json").read_text())
     assert settings["eval"]["methods"][0]["tree"] == tuned.chosen.tree
+
+
+def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
+    """Not one that was tuned afterwards."""
+    from draftsmith.eval.stage import report_again
+    from draftsmith.eval.tune import write_tuned
+    from draftsmith.recipes.schema import MethodRecipe
+
+    folder = RunFolder(recipe)
+    config = (folder.drafter / "config.json").read_text()
+    write_tuned(folder.drafter, MethodRecipe(name="x", tree="best_first", nodes=37, max_depth=2))
+    shown = {}
+
+    def note(root: object, facts: dict[str, Any], *_: object) -> None:
+        shown.update(facts["recipe"]["eval"]["methods"][0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.eval.stage.write_report", note)
+        report_again(recipe)
+    measured = json.loads((folder.eval / "settings.json").read_text())["eval"]["methods"][0]
+    assert shown == measured
+    assert shown["nodes"] != 37
+    with pytest.raises(UserError, match=r"other settings \(eval.methods changed\)"):
+        evaluate(recipe)
+    (folder.drafter / "config.json").write_text(config)
+
+
+def test_records_of_an_earlier_version_stop_the_evaluation_at_once(recipe: Recipe) -> None:
+    file = RunFolder(recipe).eval / "records.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace('"round_s"', '"rounds"'))
+    with pytest.raises(UserError, match="was measured by an earlier version of draftsmith"):
+        evaluate(recipe)
+    file.write_text(text)
 
 
 def test_a_proof_of_another_drafter_is_not_shown(recipe: Recipe) -> None:
