@@ -118,9 +118,7 @@ class SpecBench:
         shift = (run + index) % len(self.arms)
         answers = {}
         for arm in self.arms[shift:] + self.arms[:shift]:
-            stream = f"{self._seed}/{run}/{question.question_id}/{arm.key}"
-            arm.generator.manual_seed(zlib.crc32(stream.encode()))
-            answers[arm.key] = self._ask(arm, question, self._max_new_tokens)
+            answers[arm.key] = self.answer(arm, question, run)
         return {
             "run": run,
             "question_id": question.question_id,
@@ -128,6 +126,12 @@ class SpecBench:
             "tstamp": time.time(),
             "answers": {arm.key: answers[arm.key] for arm in self.arms},
         }
+
+    def answer(self, arm: Arm, question: Question, run: int = 0) -> dict[str, Any]:
+        """What one arm does with one question, as the records have it."""
+        stream = f"{self._seed}/{run}/{question.question_id}/{arm.key}"
+        arm.generator.manual_seed(zlib.crc32(stream.encode()))
+        return self._ask(arm, question, self._max_new_tokens)
 
     def _ask(self, arm: Arm, question: Question, max_new_tokens: int) -> dict[str, Any]:
         """All turns of a question, with the method's own answers as history."""

@@ -11,10 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.charts import draw_charts
 from draftsmith.eval.fair_clock import check_complete
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive, MethodSetting, make_method
+from draftsmith.eval.overlap import measure_untimed
 from draftsmith.eval.question_list import load_questions, questions_file
 from draftsmith.eval.report import print_table, write_report
 from draftsmith.eval.sampling import Sampling
@@ -30,8 +32,12 @@ from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Re
 
 WEIGHTS = "model.safetensors"
 TUNED_TREE = "tuned_tree"  # the key of a drafter's config that `draftsmith tune` writes
-FREE_KEYS = {"runs"}  # of the recipe's eval section: may differ from what the records were made with
+FREE_KEYS = {
+    "runs",
+    "untimed_questions",
+}  # of the recipe's eval section: may differ from what the records were made with
 SETTINGS = "settings.json"  # in the eval folder: what its records were made with
+UNTIMED = "untimed.json"
 PROOF = "proof.json"  # what `draftsmith prove` leaves in the eval folder
 
 
@@ -55,6 +61,11 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
         bench.run(log, recipe.eval.runs, recipe.eval.warmup_questions)
+        if recipe.eval.untimed_questions and _untimed(recipe) is None:
+            eos_ids = frozenset(answer_end_ids(target, tokenizer))
+            arms = measure_untimed(bench, recipe.eval.untimed_questions, eos_ids)
+            untimed = {"questions": recipe.eval.untimed_questions, "arms": arms}
+            write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
     finally:
         bench.session.close()
     notes = {
@@ -79,7 +90,7 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     records = [record for record in JsonlLog(log_file) if record["run"] < recipe.eval.runs]
     notes = {"target_change": None, **json.loads(notes_file.read_text(encoding="utf-8"))}
     summary = [row | {"target_change": notes["target_change"]} for row in summarize(records)]
-    timing = summarize_timing(records)
+    timing = summarize_timing(records, _untimed(recipe))
     write_answers(records, folder.eval / "answers", recipe.name)
     write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(folder.eval / "timing.json", json.dumps(timing, indent=2) + "\n")
@@ -214,6 +225,15 @@ def drafter_weights(recipe: Recipe) -> list[str | None]:
     """SHA-256 of the weights of the drafters that are measured."""
     files = [folder / WEIGHTS for folder in _drafter_folders(recipe)]
     return [sha256_of(file) if file.is_file() else None for file in files]
+
+
+def _untimed(recipe: Recipe) -> dict[str, Any] | None:
+    """By arm, what was measured off the clock with as many questions as the recipe asks for."""
+    file = RunFolder(recipe).eval / UNTIMED
+    if not file.is_file():
+        return None
+    untimed = json.loads(file.read_text(encoding="utf-8"))
+    return untimed["arms"] if untimed["questions"] == recipe.eval.untimed_questions else None
 
 
 def _proof(recipe: Recipe) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ tau (equation 1)     expected tokens with this alpha at each round's own depth. 
                      due to rounds being alike, as easy text comes in stretches
 theorem 3.8          that tau over (gamma c + 1), or over (c + 1): as if acceptances were independent and verification
                      cost a single step
-theorem 3.11         arithmetic per token over the target's own
+theorem 3.11         arithmetic per token over the target's own; as counted, in the pass that is measured apart
 best gamma           section 3.5; for a drafter that drafts at once, where c does not grow, `sufficient_gamma`
 
 Theory knows chains. Of a tree, a position is tried once whatever number of children it has, and gamma is its depth.
@@ -55,5 +55,6 @@ def theory_row(answers: list[Answer], cost_ratio: float, untimed: dict[str, Any]
         "tau_predicted_iid": tau,
         "speedup_predicted_iid": tau / (cost_ratio + 1),
         "operations_factor": None if c_operations is None else operations_factor(alpha, gamma, c_operations),
+        "operations_measured": untimed.get("operations_per_token"),
         "best_gamma": best_gamma(alpha, c) if sequential else sufficient_gamma(alpha),
     }

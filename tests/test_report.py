@@ -65,6 +65,7 @@ TIMING = [
         "tau_predicted_iid": 2.4,
         "speedup_predicted_iid": 1.92,
         "operations_factor": None,
+        "operations_measured": 1.25,
         "best_gamma": 5,
     }
 ]
@@ -106,7 +107,7 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert "| writing | tree" in text
     assert "| tree | 0 | 432.1 | 12.30 | 2.10 | - |" in text
     assert "| tree | 0 | 4.00 | 1.00 | 4.50 | 0.200 | 0.123 | 0.25 | 1.90 | 1.80 | 0.95 |" in text
-    assert "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 5 |" in text
+    assert "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 1.25 | 5 |" in text
     assert "| tree | 0 | 4 | 0.71 | 0.062 | 1.92 | 1.80 |" in text
     assert "![speedup](eval/speedup.png)" in text
     assert "draftsmith run runs/demo/recipe.yaml" in text
