@@ -22,6 +22,7 @@ from draftsmith.eval.report import print_table, write_report
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
 from draftsmith.eval.summary import summarize, summarize_timing
+from draftsmith.eval.theory_charts import draw_theory
 from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.drafter import Drafter, load_drafter
 from draftsmith.models.packed_head import pack_heads
@@ -105,7 +106,7 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
         "command": f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}",
         **notes,
     }
-    write_report(folder.root, facts, pictures)
+    write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
     print_table(summary)
     return summary
 

@@ -27,6 +27,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
         "eval.max_new_tokens=24",
         "eval.runs=1",
         "eval.warmup_questions=0",
+        "eval.untimed_questions=2",
         "eval.methods=[{name: tuned, tree: tuned}, {name: lookup, kind: prompt_lookup}]",
     ]
     recipe = load_recipe("quickstart", overrides)
@@ -57,6 +58,12 @@ def test_one_after_the_other(recipe: Recipe) -> None:
     assert set(overall) == {"autoregressive", "tuned", "lookup"}
     assert all(row["greedy_identical"] for row in overall.values())
     assert "## Is it lossless?\n\nProved: " in (folder.root / "report.md").read_text()
+    timing = {row["method"]: row for row in json.loads((folder.eval / "timing.json").read_text())}
+    assert timing["lookup"]["c_operations"] == 0
+    assert timing["lookup"]["alpha_drafter"] is None
+    assert timing["tuned"]["c_operations"] > 0
+    assert timing["tuned"]["alpha_drafter"] == pytest.approx(timing["tuned"]["alpha_overlap"])
+    assert (folder.eval / "theory_speedup.png").is_file()
     # The measurement names the tree that it was made with, so that another tuning is not mixed into it.
     settings = json.loads((folder.eval / "settings.json").read_text())
     assert settings["eval"]["methods"][0]["tree"] == tuned.chosen.tree

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from draftsmith.eval.charts import draw_charts
 from draftsmith.eval.report import headline, next_steps, print_table, write_report
+from draftsmith.eval.theory_charts import draw_theory
 from draftsmith.recipes.schema import Recipe
 
 
@@ -100,7 +101,8 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert [picture.name for picture in pictures] == ["speedup.png", "tau.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000 for picture in pictures)
 
-    markdown, html = write_report(tmp_path, facts(summary), pictures)
+    theory = draw_theory(TIMING, tmp_path / "eval")
+    markdown, html = write_report(tmp_path, facts(summary), pictures, theory)
     text = markdown.read_text()
     assert text.index("times as fast as the autoregressive loop") < text.index("## Overall")
     assert "tau = mean tokens committed per round, including the one token that the target itself contributes" in text
@@ -110,6 +112,7 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 1.25 | 5 |" in text
     assert "| tree | 0 | 4 | 0.71 | 0.062 | 1.92 | 1.80 |" in text
     assert "![speedup](eval/speedup.png)" in text
+    assert text.index("## Theory") < text.index("![theory_tokens](eval/theory_tokens.png)")
     assert "draftsmith run runs/demo/recipe.yaml" in text
     assert "1 question(s), 2 later turn(s)" in text
     # Tables stay tables: no blank line between their rows, and each row has as many cells as its header.
@@ -119,7 +122,7 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
         assert len({line.count("|") for line in lines}) == 1
 
     page = html.read_text()
-    assert page.count('src="data:image/png;base64,') == 2
+    assert page.count('src="data:image/png;base64,') == 2 + 3
     assert not re.search(r'(src|href)="(?!data:)', page), "the page must not need any other file"
     assert page.count("<table>") == page.count("</table>") == 6
 
