@@ -18,10 +18,10 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive, MethodSetting, make_method
 from draftsmith.eval.overlap import measure_untimed
 from draftsmith.eval.question_list import load_questions, questions_file
-from draftsmith.eval.report import print_table, write_report
+from draftsmith.eval.report import print_table, proof_sentence, write_report
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
-from draftsmith.eval.summary import summarize, summarize_timing
+from draftsmith.eval.summary import OVERALL, summarize, summarize_timing
 from draftsmith.eval.theory_charts import draw_theory
 from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.drafter import Drafter, load_drafter
@@ -30,13 +30,12 @@ from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+from draftsmith.train.drafter_card import write_card
 
 WEIGHTS = "model.safetensors"
 TUNED_TREE = "tuned_tree"  # the key of a drafter's config that `draftsmith tune` writes
-FREE_KEYS = {
-    "runs",
-    "untimed_questions",
-}  # of the recipe's eval section: may differ from what the records were made with
+# Of the recipe's eval section: may differ from what the records were made with.
+FREE_KEYS = {"runs", "untimed_questions"}
 SETTINGS = "settings.json"  # in the eval folder: what its records were made with
 UNTIMED = "untimed.json"
 PROOF = "proof.json"  # what `draftsmith prove` leaves in the eval folder
@@ -107,6 +106,7 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
         **notes,
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
+    update_card(recipe)
     print_table(summary)
     return summary
 
@@ -226,6 +226,34 @@ def drafter_weights(recipe: Recipe) -> list[str | None]:
     """SHA-256 of the weights of the drafters that are measured."""
     files = [folder / WEIGHTS for folder in _drafter_folders(recipe)]
     return [sha256_of(file) if file.is_file() else None for file in files]
+
+
+def update_card(recipe: Recipe) -> None:
+    """Write the model card of the run's own drafter again, with what was measured and proved of its weights."""
+    if (RunFolder(recipe).drafter / "config.json").is_file():
+        write_card(recipe, _card_figures(recipe), proof_sentence(_proof(recipe)))
+
+
+def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
+    folder = RunFolder(recipe)
+    if not (folder.eval / "summary.json").is_file():
+        return None
+    measured = _as_measured(recipe)
+    settings = json.loads((folder.eval / SETTINGS).read_text(encoding="utf-8"))
+    if settings["drafter_weights"] != drafter_weights(measured):
+        return None
+    own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
+    summary = json.loads((folder.eval / "summary.json").read_text(encoding="utf-8"))
+    notes = json.loads((folder.eval / "notes.json").read_text(encoding="utf-8"))
+    machine = json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"]["machine"]
+    rows = [row for row in summary if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None]
+    if not rows:
+        return None
+    return {
+        "rows": rows,
+        "questions": f"{notes['questions']} questions of `{questions_file(measured.eval.questions).name}`",
+        "machine": notes["device"] or f"{machine['processor']}, {machine['cpu_count']} CPUs",
+    }
 
 
 def _untimed(recipe: Recipe) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from draftsmith.eval.prove import prove
 from draftsmith.eval.stage import evaluate
@@ -53,6 +54,10 @@ def test_one_after_the_other(recipe: Recipe) -> None:
     assert {row.method for row in proof.distribution} == {"autoregressive", "tuned", "lookup"}
     assert all(row.tokens >= 20 for row in proof.distribution)
 
+    card = (folder.drafter / "README.md").read_text()
+    assert "Proved: " in card
+    assert "## Measured" not in card
+
     summary = evaluate(recipe)
     overall = {row["method"]: row for row in summary if row["category"] == "overall"}
     assert set(overall) == {"autoregressive", "tuned", "lookup"}
@@ -92,6 +97,44 @@ def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     with pytest.raises(UserError, match=r"other settings \(eval.methods changed\)"):
         evaluate(recipe)
     (folder.drafter / "config.json").write_text(config)
+
+
+def test_the_model_card_carries_figures_and_proof(recipe: Recipe) -> None:
+    folder = RunFolder(recipe)
+    card = ModelCard.load(folder.drafter / "README.md")
+    (row,) = (row for row in _rows(folder) if row["method"] == "tuned")
+    assert f"| tuned | 0 | {row['tau']:.2f} | {row['tau_without_bonus']:.2f} | {row['speedup_mean']:.2f} |" in card.text
+    assert "| lookup |" not in card.text, "what is not this drafter's"
+    assert "Proved: " in card.text
+    assert "On 7 questions of `embedded.jsonl`" in card.text
+
+
+def test_the_cards_example_runs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(recipe).drafter
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code.replace("owner/this-drafter", str(folder)), {})
+    assert len(capsys.readouterr().out) > 20
+
+
+def test_other_weights_inherit_neither_figures_nor_proof(recipe: Recipe) -> None:
+    from draftsmith.eval.stage import WEIGHTS, update_card
+
+    folder = RunFolder(recipe).drafter
+    weights = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(weights + b"\0")
+    update_card(recipe)
+    text = (folder / "README.md").read_text()
+    assert "## Measured" not in text
+    assert "## Is it lossless?" not in text
+    (folder / WEIGHTS).write_bytes(weights)
+    update_card(recipe)
+    text = (folder / "README.md").read_text()
+    assert "## Measured" in text
+    assert "## Is it lossless?" in text
+
+
+def _rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in json.loads((folder.eval / "summary.json").read_text()) if row["category"] == "overall"]
 
 
 def test_records_of_an_earlier_version_stop_the_evaluation_at_once(recipe: Recipe) -> None:
