@@ -9,13 +9,15 @@ accepted. p and q are standardised alike. At a node with children
     drafter   sum min(p, q) with the drafter's whole distribution there, however the tree used it: what a chain sampled
               from it would be accepted with
 
-At T = 0 both are the share of matches. The same pass counts operations, see `operations.py`.
+At T = 0 both are the share of matches. The same pass counts operations (`operations.py`), from each answer's second
+round on: in the first the drafter also reads the prompt, which theory leaves out on both sides.
 
 Shapes: N tree nodes, W nodes of one level, G drafted depths, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Collection
 from dataclasses import replace
@@ -90,10 +92,12 @@ class OverlapMeter:
         self.name = method.name
         self.overlap: list[float] = []
         self.drafter: list[float] = []
-        self.depths: list[int] = []  # of each round's tree
-        self.nodes: list[int] = []  # of each round's tree, the root included
+        # Of the rounds whose operations are counted: depths and nodes of the trees, root included; tokens committed.
+        self.operations = LinearOperations()
+        self.depths: list[int] = []
+        self.nodes: list[int] = []
         self.kept_tokens = 0
-        self.operations = LinearOperations()  # of drafting
+        self._counting = False
         self._sampling, self._eos_ids = sampling, eos_ids
         self._heard: _HeardAtOnce | _HeardStepwise | None = None
         if isinstance(method, DrafterMethod):
@@ -104,24 +108,25 @@ class OverlapMeter:
         self._verified: tuple[DraftTree, Tensor] | None = None
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
-        self._verified = None
+        self._verified, self._counting = None, False
         self._method.start(prompt_ids, features)
 
     def propose(self) -> DraftTree:
-        with self.operations:
+        with self.operations if self._counting else contextlib.nullcontext():
             return self._method.propose()
 
     def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
         self._verified = (tree, logits)
-        self.depths.append(tree.shape.max_depth)
-        self.nodes.append(len(tree))
+        if self._counting:
+            self.depths.append(tree.shape.max_depth)
+            self.nodes.append(len(tree))
         if isinstance(self._method, ReadsLogits):
             self._method.read_logits(tree, logits)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         if self._verified is not None:
             self._note(*self._verified, committed_ids)
-            self._verified = None
+            self._verified, self._counting = None, True
         self._method.observe(committed_ids, features)
 
     def _note(self, tree: DraftTree, logits: Tensor, committed_ids: list[int]) -> None:
@@ -129,7 +134,7 @@ class OverlapMeter:
         node: int | None = 0
         path: Path = ()
         for token in committed_ids:
-            self.kept_tokens += 1
+            self.kept_tokens += self._counting
             if node is not None and tree.children(node):
                 self._measure(tree, node, path, self._sampling.probabilities(logits[node]))
             if token in self._eos_ids:

@@ -29,6 +29,7 @@ COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 ALPHAS = tuple(step / 100 for step in range(100))
 LONGEST_GAMMA = 100
 MARKERS = "osD^vP*X<>"
+SHADES = ("#222222", "#999999", "#8B0000")  # of the first ten methods, the next, ...
 
 
 def draw_theory(timing: list[dict[str, Any]], folder: Path) -> list[Path]:
@@ -97,7 +98,7 @@ def _speedup(axes: list[Axes], points: list[dict[str, Any]]) -> None:
     _label(axes[0], "speedup", "figure 4: walltime improvement at c = 0 (points: measured)")
     _curves(axes[1], GAMMAS, "gamma", operations_curve)
     _points(axes[1], points, "operations_measured")
-    axes[1].set_ylim(0, 8)
+    axes[1].set_ylim(0, 1.1 * max([7.0, *(row["operations_measured"] or 0.0 for row in points)]))
     _label(axes[1], "operations over the target's own", "operations at c = 0 (points: counted)")
 
 
@@ -112,7 +113,8 @@ def _points(axes: Axes, rows: list[dict[str, Any]], key: str) -> None:
         if row[key] is not None:
             marker = MARKERS[number % len(MARKERS)]
             name = series_name(row, rows)
-            axes.plot([row["alpha"]], [row[key]], marker, color="#222222", markersize=7, label=name, zorder=3)
+            shade = SHADES[number // len(MARKERS) % len(SHADES)]
+            axes.plot([row["alpha"]], [row[key]], marker, color=shade, markersize=7, label=name, zorder=3)
 
 
 def _label(axes: Axes, label: str, title: str) -> None:
