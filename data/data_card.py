@@ -177,7 +177,7 @@ def _values(folder: Path, card: CardInput, made: _Made) -> dict[str, Any]:
             include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
         ),
         "tokens": {"prompt": _lengths(made.prompt_tokens), "answer": _lengths(made.answer_tokens)},
-        "engine": distilling.model_dump() | {"seed": recipe.seed} | card.engine,
+        "engine": distilling.model_dump(exclude={"options"}) | {"seed": recipe.seed} | card.engine,
         "hashes": {
             "sources": {s.label: _origin(s) for s in recipe.data.conversations.sources},
             "data_files": {file.relative_to(folder).as_posix(): sha256_of(file) for file in sorted(card.data_files)},

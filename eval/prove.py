@@ -36,7 +36,7 @@ from draftsmith.eval.methods.method import AUTOREGRESSIVE
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.spec_bench import Arm, first_turn_prompts
-from draftsmith.eval.stage import PROOF, drafter_weights, load_models, make_arms, with_tuned_trees
+from draftsmith.eval.stage import PROOF, drafter_weights, load_models, make_arms, update_card, with_tuned_trees
 from draftsmith.eval.tree import root_only
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -204,6 +204,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     samplings = [Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p) for temperature in temperatures]
     proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), weights, left_out)
     write_atomically(RunFolder(recipe).eval / PROOF, json.dumps(proof.as_json(), indent=2) + "\n")
+    update_card(recipe)
     return proof
 
 

@@ -50,7 +50,9 @@ def headline(summary: list[dict[str, Any]]) -> str:
     return sentence + f"; NOT LOSSLESS: some greedy answers differ from {whose}."
 
 
-def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) -> list[Path]:
+def write_report(
+    root: Path, facts: dict[str, Any], pictures: Iterable[Path], theory_pictures: Iterable[Path] = ()
+) -> list[Path]:
     """Write `report.md` and `report.html` into the run's folder.
 
     Args:
@@ -59,6 +61,7 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
             `turns_left_out`, `command`, `target_change` if the drafter comes with another target, and `proof` if
             there is one.
         pictures: PNG files below `root`.
+        theory_pictures: The same, for the section on theory.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -67,10 +70,8 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["number"] = _number
-    environment.filters["identity"] = _identity
+    environment.filters |= {"number": _number, "ms": _milliseconds, "identity": _identity}
     summary = facts["summary"]
-    pictures = list(pictures)
     values = {
         **facts,
         "headline": headline(summary),
@@ -80,7 +81,9 @@ def write_report(root: Path, facts: dict[str, Any], pictures: Iterable[Path]) ->
         "lenience_warning": None if all(row.get("lossless", True) for row in summary) else LENIENCE_WARNING,
         "overall": [row for row in summary if row["category"] == OVERALL],
         "by_category": _by_category(summary),
-        "pictures": [(file.stem, file.relative_to(root).as_posix(), _embedded(file)) for file in pictures],
+        "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
+        "pictures": _shown(root, pictures),
+        "theory_pictures": _shown(root, theory_pictures),
         "next_steps": next_steps(summary, facts["timing"], facts["recipe"]),
     }
     files = []
@@ -197,9 +200,18 @@ def _identity(row: dict[str, Any]) -> str:
     return {True: "yes", False: "NO", None: "-"}[row["greedy_identical"]]
 
 
+def _shown(root: Path, pictures: Iterable[Path]) -> list[tuple[str, str, str]]:
+    """Name, path for markdown, and data for HTML."""
+    return [(file.stem, file.relative_to(root).as_posix(), _embedded(file)) for file in pictures]
+
+
 def _embedded(picture: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode("ascii")
 
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _milliseconds(seconds: float | None, digits: int = 2) -> str:
+    return _number(None if seconds is None else 1000 * seconds, digits)

@@ -26,6 +26,8 @@ from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.data.question_list import Question
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
+from draftsmith.eval.fair_clock import answer_settings, target_settings
+from draftsmith.eval.methods.drafter import is_sequential
 from draftsmith.eval.methods.method import Method
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
@@ -36,6 +38,9 @@ from draftsmith.recipes.run_folder import write_atomically
 
 WARMUP_NEW_TOKENS = 64
 FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is not asked
+# What a record keeps of each `Generation`, a number a turn or a list of all turns' rounds.
+PHASES = ("first_token_s", "prefill_s", "draft_s", "verify_s", "choose_s", "commit_s")
+PER_ROUND = ("accept_lengths", "draft_lengths", "draft_depths", "round_s")
 PROCESS = uuid.uuid4().hex
 
 
@@ -84,6 +89,7 @@ class SpecBench:
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._eos_ids = frozenset(answer_end_ids(target, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
+        self._of_target = target_settings(target)
         limit = longest_sequence_tokens(target)
         self.questions = [question for question in questions if self._fits(question, limit)]
         self.left_out = len(questions) - len(self.questions)
@@ -120,7 +126,7 @@ class SpecBench:
         shift = (run + index) % len(self.arms)
         answers = {}
         for arm in self.arms[shift:] + self.arms[:shift]:
-            answers[arm.key] = self._ask(arm, question, self._max_new_tokens, run)
+            answers[arm.key] = self.answer(arm, question, run)
         return {
             "run": run,
             "question_id": question.question_id,
@@ -128,6 +134,10 @@ class SpecBench:
             "tstamp": time.time(),
             "answers": {arm.key: answers[arm.key] for arm in self.arms},
         }
+
+    def answer(self, arm: Arm, question: Question, run: int = 0) -> dict[str, Any]:
+        """What one arm does with one question, as the records have it."""
+        return self._ask(arm, question, self._max_new_tokens, run)
 
     def _ask(self, arm: Arm, question: Question, max_new_tokens: int, run: int = 0) -> dict[str, Any]:
         """All turns of a question, with the method's own answers as history."""
@@ -138,15 +148,19 @@ class SpecBench:
             "temperature": arm.sampling.temperature,
             "lenience": arm.lenience,
             "process": PROCESS,
+            "sequential": is_sequential(arm.method),
             "turns_left_out": 0,
         }
         per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
-        for key in (*per_turn, "prefill_s", "draft_s", "verify_s", "accept_lengths", "draft_lengths"):
+        for key in (*per_turn, *PHASES, "tried", *PER_ROUND):
             answer[key] = []
         for number, turn in enumerate(question.turns):
             arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
             history.append(Turn("user", turn))
             prompt_ids = prompt_token_ids(self._tokenizer, history)
+            if len(history) == 1:
+                made_with = answer_settings(self._of_target, prompt_ids, question.turns, arm.sampling, max_new_tokens)
+                answer["settings"] = made_with
             room = self.session.max_length_tokens - len(prompt_ids)
             if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
                 answer["turns_left_out"] = len(question.turns) - len(answer["turns"])
@@ -173,11 +187,10 @@ class SpecBench:
             answer["decoding_steps"].append(out.rounds)
             answer["new_tokens"].append(len(out.ids))
             answer["wall_time"].append(out.wall_time_s)
-            answer["prefill_s"].append(out.prefill_s)
-            answer["draft_s"].append(out.draft_s)
-            answer["verify_s"].append(out.verify_s)
-            answer["accept_lengths"] += out.accept_lengths
-            answer["draft_lengths"] += out.draft_lengths
+            for key in (*PHASES, "tried"):
+                answer[key].append(getattr(out, key))
+            for key in PER_ROUND:
+                answer[key] += getattr(out, key)
         return answer
 
     def _fits(self, question: Question, limit: int | None) -> bool:

@@ -218,6 +218,9 @@ class EvalRecipe(Section):
     )
     runs: int = Field(3, ge=1)
     warmup_questions: int = Field(2, ge=0)
+    untimed_questions: int = Field(
+        0, ge=0, description="asked once more, off the clock: alpha as E[sum min(p, q)], operations, for the report"
+    )
     temperatures: list[float] = [0.0]
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -81,7 +81,9 @@ def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
     assert report.steps == 30
     assert len(report.depth_accuracy) == 3
     assert "30 steps" in report.sentence()
-    assert {"config.json", "model.safetensors", "training.json", "settings.json"} <= {p.name for p in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "training.json", "settings.json", "README.md"} <= {
+        p.name for p in folder.iterdir()
+    }
     assert not any(VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
 
 

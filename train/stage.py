@@ -1,7 +1,7 @@
 """The train stage: tokens and a target in, a drafter folder out. What `draftsmith train` and `train_parallel.py` call.
 
 `runs/<name>/drafter/` gets `settings.json` before the first step, `checkpoints/` on the way, then `config.json`,
-`model.safetensors` and, last, `training.json`, which marks the folder as finished.
+`model.safetensors`, `training.json`, which marks the folder as finished, and the model card.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.arguments import enable_gradient_checkpointing, training_arguments
+from draftsmith.train.drafter_card import write_card
 from draftsmith.train.interrupt import StopOnInterrupt
 from draftsmith.train.offline import keep_what_is_read, open_features, refuse_obstacle
 from draftsmith.train.packing import PackedRows, check_packing
@@ -106,6 +107,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
     _save(trainer, run.drafter, args, settings, wall_time_s)
+    if trainer.is_world_process_zero():
+        write_card(recipe)
     return _read_report(run.drafter, was_finished=False)
 
 
@@ -190,6 +193,8 @@ def _save(
             "wall_time_s": round(wall_time_s, 1),
             "tokens": trainer.tokens_trained,
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "rows": len(trainer.train_dataset),
+            "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
             "history": history,
             "settings": settings,
         }
