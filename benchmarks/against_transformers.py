@@ -20,12 +20,12 @@ import torch
 
 from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
+from draftsmith.data.question_list import load_questions
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import tree_builder

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations import InvalidConversation, parse_conversation
+from draftsmith.data.json_records import read_json_records
 from draftsmith.data.ledger import LEDGER_FILE, LedgerView
-from draftsmith.data.sources import read_json_records
 from draftsmith.models.target import EMBEDDED_TARGET
 
 CLIENT_KILLS = 3

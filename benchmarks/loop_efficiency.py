@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.data.jsonl_log import JsonlLog
-from draftsmith.eval.question_list import load_questions
+from draftsmith.data.question_list import load_questions
 from draftsmith.eval.spec_bench import SpecBench
 from draftsmith.eval.stage import load_models, make_arms
 from draftsmith.eval.summary import summarize_timing

@@ -1,49 +1,40 @@
 """Token ids of a conversation and the mask of exactly those that the assistant produced.
 
-Works with any chat template, with or without `{% generation %}`, by comparing renderings. For the assistant turn i of
-a conversation whose full rendering is F:
+Works with any chat template, with or without `{% generation %}`: `answer_spans.py` finds the answers in its rendering,
+and the pieces between their borders are tokenised. Offsets are not used: `trim_offsets` (Llama 3) moves them.
 
-1. its start is where the generation prompt ends: render(turns before i, add_generation_prompt) is a prefix of F;
-   templates that write history differently (a generation prompt with an opened <think>, a system prompt that moves to
-   the last user turn) fall back to where the content itself starts;
-2. its content's end is found with a marker: render again with the content replaced by the marker; what follows the
-   marker there is what follows the content in F. So a content that the template trims or strips of its thoughts is
-   still found;
-3. its end is the first special token after the content, within the length of the turn's own ending
-   (`<|im_end|>`, but not the newline after it). A template without an end token carries the content alone.
+An answer need not be tokenised again where the ids that the target generated are known: they take its place, behind the
+very prompt that asked for them. What the template writes between the prompt and an answer (a space, an empty <think>
+block) is of the answer's ids then, and an answer that was cut short has no end token that would carry loss.
 
-Character positions become token positions by tokenising the pieces between them; where pieces do not add up to the
-whole (a token across a border), by the longest common prefix of ids. Offsets are not used: `trim_offsets` (Llama 3)
-moves them.
+A template may rewrite an answer once later turns follow (Qwen3 takes its thoughts out). What the target reads there is
+then not what it said: those words stay, without loss, as `unsaid_turns`.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, pairwise
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
+from draftsmith.data.answer_spans import PROBE, Span, TemplateProblem, find_span, render, token_ids
+from draftsmith.data.answer_spans import TemplateRefusal as TemplateRefusal
+from draftsmith.data.answer_spans import template_answer_lead as template_answer_lead
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 
-MARKER = "Xq7AnswerMarkerXq7"
-PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
-
-
-class TemplateProblem(UserError):
-    """The chat template cannot be followed through this conversation; others may pass."""
-
-
-class TemplateRefusal(TemplateProblem):
-    """The chat template raised, as many do on a system turn."""
+AnswerIds = list[list[int] | None]
 
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """`loss_mask[t]` is 1 iff `input_ids[t]` is a token of an assistant turn, its end token included."""
+    """`loss_mask[t]` is 1 iff `input_ids[t]` is a token of an assistant turn, its end token included.
+
+    `unsaid_turns` are the turns whose words in the history are not what the target said: they carry no loss.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
+    unsaid_turns: tuple[int, ...] = ()
 
     def answers(self) -> list[list[int]]:
         """The ids of each assistant turn: the runs of ones."""
@@ -57,50 +48,81 @@ class TokenizedConversation:
             previous = carries_loss
         return runs
 
-
-@dataclass(frozen=True)
-class _Span:
-    """Character positions of an assistant turn in the full rendering."""
-
-    start: int
-    content_end: int
-    turn_end: int
+    def with_last_answer_only(self) -> "TokenizedConversation":
+        """The same tokens with loss on the last run of ones alone."""
+        end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
+        start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
+        mask = [0] * start + self.loss_mask[start:]
+        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns)
 
 
 def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn]) -> list[int]:
     """Ids of the prompt that asks the target for the next assistant turn. No BOS is added beyond the template's own."""
-    return _token_ids(tokenizer, _render(tokenizer, tuple(turns), add_generation_prompt=True))
+    return token_ids(tokenizer, render(tokenizer, tuple(turns), add_generation_prompt=True))
 
 
-def tokenize_conversation(tokenizer: Any, conversation: Conversation) -> TokenizedConversation:
+def tokenize_conversation(
+    tokenizer: Any, conversation: Conversation, answer_ids: AnswerIds | None = None
+) -> TokenizedConversation:
     """Tokenise through the chat template, with the loss mask.
 
+    Args:
+        tokenizer: The target's, with a chat template.
+        conversation: Its turns.
+        answer_ids: For each assistant turn what the target generated, its end token included unless the answer was cut
+            short; None for a turn that is to be tokenised. A conversation that ends with such an answer ends with it,
+            whatever the template would write behind.
+
     Raises:
-        UserError: The tokenizer has no chat template.
+        UserError: The tokenizer has no chat template, or the answers' ids are not those of this conversation.
         TemplateProblem: The template refuses this conversation or hides an answer, or the mask would be empty or full.
     """
-    turns = conversation.turns
-    text = _render(tokenizer, turns)
-    _check_last_answer_is_whole(turns, text)
-    spans = [_find_span(tokenizer, turns, index, text) for index, turn in enumerate(turns) if turn.role == "assistant"]
-    borders = sorted({position for span in spans for position in (span.start, span.content_end, span.turn_end)})
-    input_ids, token_at = _tokenize_with_borders(tokenizer, text, borders)
+    turns, given = conversation.turns, _ids_by_turn(conversation, answer_ids)
+    last = len(turns) - 1
+    asking = last in given
+    shown = turns[:-1] if asking else turns
+    text = render(tokenizer, shown, add_generation_prompt=asking)
+    if not asking:
+        _check_last_answer_is_whole(turns, text)
     special = special_ids(tokenizer)
-    loss_mask = [0] * len(input_ids)
-    marked = _generation_mask(tokenizer, conversation, input_ids)
-    for number, span in enumerate(spans, start=1):
-        start, content_end, turn_end = (token_at[p] for p in (span.start, span.content_end, span.turn_end))
-        end_token = next((t for t in range(content_end, turn_end) if input_ids[t] in special), None)
-        end = content_end if end_token is None else end_token + 1
-        if marked is not None:
-            start = _first_marked(marked, start, content_end, number)
-        loss_mask[start:end] = [1] * (end - start)
+    spans = {
+        index: find_span(tokenizer, shown, index, text, special, asking)
+        for index, turn in enumerate(shown)
+        if turn.role == "assistant"
+    }
+    cut_short = {index for index, ids in given.items() if ids[-1] not in special}
+    borders = [p for index, span in spans.items() for p in (span.start, _end(span, index in cut_short))]
+    pieces = _pieces(tokenizer, text, borders)
+    marked = None if given else _generation_mask(tokenizer, conversation, list(chain(*pieces)))
+    input_ids, loss_mask, unsaid = [], [], []
+    for number, index in enumerate(spans):
+        before, rendered = pieces[2 * number : 2 * number + 2]
+        answer = given.get(index, rendered)
+        input_ids += before
+        loss_mask += [0] * len(before)
+        start = len(input_ids)
+        if answer is not rendered and not _same_words(tokenizer, answer, rendered):
+            unsaid.append(index)
+            input_ids += rendered
+            loss_mask += [0] * len(rendered)
+            continue
+        input_ids += answer
+        silent = 0 if marked is None else _first_marked(marked, start, len(input_ids), number + 1) - start
+        loss_mask += [0] * silent + [1] * (len(answer) - silent)
+    final = given[last] if asking else []
+    input_ids += pieces[-1] + final
+    loss_mask += [0] * len(pieces[-1]) + [1] * len(final)
     _check_mask(loss_mask, conversation)
-    return TokenizedConversation(input_ids, loss_mask)
+    tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid))
+    if turns[last].role == "assistant" and not asking and _forgets_the_prompt(tokenizer, turns, text, spans[last]):
+        answers = sum(turn.role == "assistant" for turn in turns)
+        earlier = [None] * (answers - 1) if answer_ids is None else answer_ids[:-1]
+        return tokenize_conversation(tokenizer, conversation, [*earlier, tokenized.answers()[-1]])
+    return tokenized
 
 
 def tokenize_truncated(
-    tokenizer: Any, conversation: Conversation, max_length_tokens: int
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
 ) -> tuple[TokenizedConversation, int] | None:
     """Like `tokenize_conversation`, cut on a turn boundary so that it fits and still ends with an assistant turn.
 
@@ -108,13 +130,23 @@ def tokenize_truncated(
         The tokens and the number of turns dropped from the end; None if even the first exchange does not fit.
     """
     turns = conversation.turns
+    _ids_by_turn(conversation, answer_ids)
     for end in range(len(turns), 0, -1):
         if turns[end - 1].role != "assistant":
             continue
-        tokenized = tokenize_conversation(tokenizer, Conversation(conversation.id, turns[:end]))
+        tokenized = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
         if len(tokenized.input_ids) <= max_length_tokens:
             return tokenized, len(turns) - end
     return None
+
+
+def up_to_turn(
+    conversation: Conversation, end: int, answer_ids: AnswerIds | None
+) -> tuple[Conversation, AnswerIds | None]:
+    """The first `end` turns, and the ids of the answers among them."""
+    turns = conversation.turns[:end]
+    answers = sum(turn.role == "assistant" for turn in turns)
+    return Conversation(conversation.id, turns), None if answer_ids is None else answer_ids[:answers]
 
 
 def template_end_token(tokenizer: Any) -> int | None:
@@ -124,62 +156,6 @@ def template_end_token(tokenizer: Any) -> int | None:
     """
     last = tokenize_conversation(tokenizer, Conversation("probe", PROBE)).answers()[-1][-1]
     return last if last in special_ids(tokenizer) else None
-
-
-def template_answer_lead(tokenizer: Any) -> str:
-    """What the template itself writes between the generation prompt and an answer, such as the space of Llama 2.
-
-    The target generates it; it must be taken off the answer before the template adds it again.
-    """
-    prompt = _render(tokenizer, PROBE[:1], add_generation_prompt=True)
-    text = _render(tokenizer, PROBE)
-    return text[len(prompt) : text.rindex(PROBE[1].content)] if text.startswith(prompt) else ""
-
-
-def _render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False) -> str:
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the target's tokenizer ({tokenizer.name_or_path or 'unnamed'}) has no chat template: "
-            "take an instruct model, or set tokenizer.chat_template and save the tokenizer beside the model"
-        )
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except TemplateError as error:
-        raise TemplateRefusal(
-            f"the target's chat template refuses a conversation with the roles {_roles(turns)}: {error}; "
-            "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
-        ) from None
-
-
-def _roles(turns: tuple[Turn, ...]) -> str:
-    shown = [turn.role for turn in turns[:4]]
-    return ", ".join(shown) + (", ..." if len(turns) > len(shown) else "")
-
-
-def _find_span(tokenizer: Any, turns: tuple[Turn, ...], index: int, text: str) -> _Span:
-    """Where assistant turn `index` lies in the full rendering `text` (steps 1 to 3 of the module)."""
-    marked_turns = (*turns[:index], Turn("assistant", MARKER), *turns[index + 1 :])
-    marked_text = _render(tokenizer, marked_turns)
-    before, _, after = marked_text.partition(MARKER)
-    ending = _render(tokenizer, marked_turns[: index + 1]).partition(MARKER)[2]
-    prompt = _render(tokenizer, turns[:index], add_generation_prompt=True)
-    if marked_text.count(MARKER) != 1 or not text.endswith(after):
-        raise TemplateProblem(
-            f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
-            "tokens cannot be told apart: correct tokenizer.chat_template"
-        )
-    if text.startswith(prompt):
-        start = len(prompt)
-    elif text.startswith(before):
-        start = len(before)
-    else:
-        raise TemplateProblem(
-            f"the target's chat template writes the text before turn {index + 1} differently once later turns follow, "
-            "so that the assistant's tokens cannot be told apart: correct tokenizer.chat_template"
-        )
-    content_end = max(start, len(text) - len(after))
-    return _Span(start, content_end, min(len(text), content_end + len(ending)))
 
 
 def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
@@ -192,26 +168,53 @@ def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
         )
 
 
-def _token_ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> dict[int, list[int]]:
+    """The ids that are given, by the index of their turn."""
+    if answer_ids is None:
+        return {}
+    answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
+    if len(answers) != len(answer_ids) or [] in answer_ids:
+        raise UserError(
+            f"conversation {conversation.id} has {len(answers)} assistant turns, and its answer_ids are "
+            f"{len(answer_ids)}, {answer_ids.count([])} of them empty: distil it again"
+        )
+    return {index: ids for index, ids in zip(answers, answer_ids, strict=True) if ids is not None}
 
 
-def _tokenize_with_borders(tokenizer: Any, text: str, borders: list[int]) -> tuple[list[int], dict[int, int]]:
-    """Token ids of `text` and the token position of each character position in `borders` (ascending)."""
-    input_ids = _token_ids(tokenizer, text)
-    pieces: list[int] = []
-    token_at: dict[int, int] = {}
-    for start, end in zip([0, *borders], [*borders, len(text)], strict=True):
-        if end > start:
-            pieces += _token_ids(tokenizer, text[start:end])
-        token_at[end] = len(pieces)
-    if pieces == input_ids:
-        return input_ids, token_at
-    return input_ids, {border: _common_prefix(_token_ids(tokenizer, text[:border]), input_ids) for border in borders}
+def _forgets_the_prompt(tokenizer: Any, turns: tuple[Turn, ...], text: str, span: Span) -> bool:
+    """Whether the last answer stands behind other words than the target was asked with.
+
+    Mistral's templates have the system prompt in the last turn if that is the user's, and nowhere if it is not.
+    A prompt that goes on where the answer starts (with an opened <think>) is another matter.
+    """
+    prompt = render(tokenizer, turns[:-1], add_generation_prompt=True)
+    return not text.startswith(prompt) and not prompt.startswith(text[: span.start])
 
 
-def _common_prefix(left: list[int], right: list[int]) -> int:
-    return next((t for t, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+def _end(span: Span, is_cut_short: bool) -> int:
+    return span.content_end if is_cut_short else span.end
+
+
+def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
+    """Token ids of the pieces of `text` between the borders (ascending), each as it follows what is before it."""
+    cuts = [0, *borders, len(text)]
+    pieces = [token_ids(tokenizer, text[start:end]) if end > start else [] for start, end in pairwise(cuts)]
+    if list(chain(*pieces)) == token_ids(tokenizer, text):
+        return pieces
+    # A token would lie across a border, or a piece gets another beginning by itself (SentencePiece's first space).
+    heads = [token_ids(tokenizer, text[:cut]) if cut else [] for cut in cuts]
+    return [
+        longer[len(shorter) :] if longer[: len(shorter)] == shorter else piece
+        for piece, (shorter, longer) in zip(pieces, pairwise(heads), strict=True)
+    ]
+
+
+def _same_words(tokenizer: Any, left: list[int], right: list[int]) -> bool:
+    """Whether both read the same, special tokens and white space aside."""
+    words = (
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in (left, right)
+    )
+    return len({"".join(text.split()) for text in words}) == 1
 
 
 def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list[int]) -> list[int] | None:

@@ -12,16 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.chat_tokens import TemplateProblem, TemplateRefusal, TokenizedConversation, tokenize_truncated
+from draftsmith.data.chat_tokens import (
+    PROBE,
+    TemplateProblem,
+    TemplateRefusal,
+    TokenizedConversation,
+    tokenize_truncated,
+)
 from draftsmith.data.conversations import Conversation, counted_reasons
 from draftsmith.data.distill import CUT_SHORT
-from draftsmith.data.finding import Finding
+from draftsmith.data.finding import Finding, Severity
 from draftsmith.data.ledger import DONE, FAILED, LEDGER_FILE, TRUNCATED, LedgerView
 from draftsmith.data.row_checks import Expected, check_rows
-from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.data.source_counts import SourceCounts
+from draftsmith.data.sources import load_conversations, question_sources
 from draftsmith.data.token_dataset import REPORT_NAME
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import FiltersRecipe, Recipe
 
 SAMPLE_CONVERSATIONS = 256
 EXAMPLE_ROWS = 64
@@ -52,13 +59,19 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
     skipping = recipe.data.conversations.model_copy(update={"skip_invalid": True})
     data = recipe.data.model_copy(update={"conversations": skipping})
     try:
-        found = list(load_conversations(data, recipe.seed, counts))
+        found = list(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
     except UserError as error:
         return Checked("source conversations", [*_invalid(recipe, counts, 0), Finding("source", "defect", str(error))])
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
-    rows, lost = _tokenize(expected.tokenizer, sample, recipe.data.max_length_tokens)
+    lost = _Lost()
+    prompts = [_with_stand_in_answers(conversation) for conversation in sample if not conversation.is_answered]
+    _tokenize(expected.tokenizer, prompts, recipe.data.max_length_tokens, lost)
+    answered = [conversation for conversation in sample if conversation.is_answered]
+    rows = _tokenize(expected.tokenizer, answered, recipe.data.max_length_tokens, lost)
     findings = [
         *_invalid(recipe, counts, len(found)),
+        *_left_out(recipe, counts),
+        *_unanswered(found),
         _template(recipe, lost, len(sample)),
         _lengths(lost.cut, lost.too_long, len(sample), recipe.data.max_length_tokens),
         *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
@@ -71,8 +84,7 @@ def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expecte
     findings = check_rows(_rows_of(dataset), expected, f"delete {folder / 'tokens'} and run `draftsmith distill` again")
     report = _read_json(folder / "tokens" / REPORT_NAME)
     if report is not None:
-        all_rows = report["rows"] + report["too_long"] + report["refused"]
-        findings.insert(0, _lengths(report["cut"], report["too_long"], all_rows, max_length_tokens))
+        findings.insert(0, _lengths(report["cut"], report["too_long"], report["conversations"], max_length_tokens))
     if (folder / LEDGER_FILE).exists():
         findings.insert(0, _truncated_answers(folder))
     examples = [
@@ -89,9 +101,9 @@ def _rows_of(dataset: Any) -> Iterator[TokenizedConversation]:
 
 
 def _tokenize(
-    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int
-) -> tuple[list[TokenizedConversation], _Lost]:
-    rows, lost = [], _Lost()
+    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int, lost: _Lost
+) -> list[TokenizedConversation]:
+    rows = []
     for conversation in conversations:
         try:
             result = tokenize_truncated(tokenizer, conversation, max_length_tokens)
@@ -104,7 +116,22 @@ def _tokenize(
         tokenized, dropped_turns = result
         lost.cut += dropped_turns > 0
         rows.append(tokenized)
-    return rows, lost
+    return rows
+
+
+def _with_stand_in_answers(conversation: Conversation) -> Conversation:
+    """So that prompts show whether they fit and go through the template; the rows themselves would show nothing."""
+    answer = PROBE[1]
+    turns = [turn if turn.content else answer for turn in conversation.turns]
+    return Conversation(conversation.id, tuple(turns if turns[-1].role == "assistant" else [*turns, answer]))
+
+
+def _unanswered(found: list[Conversation]) -> list[Finding]:
+    count = sum(not conversation.is_answered for conversation in found)
+    if not count:
+        return []
+    sentence = f"{count} of {len(found)} conversations, which the target answers: their rows are not looked at yet"
+    return [Finding("without answers", "ok", sentence, {"unanswered": count, "conversations": len(found)})]
 
 
 def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
@@ -130,8 +157,32 @@ def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
     return findings
 
 
+def _left_out(recipe: Recipe, counts: SourceCounts) -> list[Finding]:
+    """Duplicates, evaluation questions, and what the recipe's filters exclude; of a mixture, each source's share."""
+    read = sum(tally.read for tally in counts.by_source.values())
+    findings = [Finding("duplicates", "ok", f"{counts.duplicates} of {read}", {"count": counts.duplicates})]
+    files = question_sources(recipe)
+    for check, what, is_asked, unasked in (
+        ("evaluation questions", counts.contaminated, bool(files), "not looked for: data.conversations.decontaminate"),
+        ("filtered out", counts.filtered, recipe.data.conversations.filters != FiltersRecipe(), ""),
+    ):
+        figures = {"count": what.total(), "reasons": dict(what), "read": read}
+        if is_asked:
+            severity: Severity = "warning" if what.total() > MANY_LOST_FRAC * read else "ok"
+            findings.append(Finding(check, severity, f"{counted_reasons(what)} of {read} left out", figures))
+        elif unasked:
+            findings.append(Finding(check, "warning", f"{unasked} is empty", figures))
+    kept = sum(tally.kept for tally in counts.by_source.values())
+    if recipe.data.conversations.mixture:
+        findings += [
+            Finding(f"source {name}", "ok", f"{tally.kept / max(1, kept):.1%}: {tally.sentence()}", tally.as_json())
+            for name, tally in counts.by_source.items()
+        ]
+    return findings
+
+
 def _is_empty(reason: str) -> bool:
-    return reason.startswith("empty ") or reason in ("no turns", "no assistant turn")
+    return reason.startswith("empty ") or reason in ("no turns", "no user turn")
 
 
 def _template(recipe: Recipe, lost: _Lost, sampled: int) -> Finding:

@@ -33,7 +33,8 @@ from draftsmith.data.conversations import Conversation, Turn, counted_reasons
 from draftsmith.data.distill_settings import check_settings
 from draftsmith.data.engine import AnswerSampling, Completion, Engine, Failure, Outcome, Request
 from draftsmith.data.ledger import DONE, FAILED, TRUNCATED, Finished, Ledger, LedgerView
-from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.data.source_counts import SourceCounts
+from draftsmith.data.sources import load_conversations
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -67,7 +68,6 @@ class DistillReport:
     retried: int = 0
     lost: int = 0
     answers: int = 0
-    drifted_answers: int = 0
     tokens_generated: int = 0
     seconds: float = 0.0
 
@@ -79,9 +79,8 @@ class DistillReport:
             f"{self.kept} conversations written to {self.folder}, {self.already_done} were there already",
             f"shortened: {counted_reasons(self.shortened)}; failed: {counted_reasons(self.failed)}"
             + ("; `draftsmith distill --retry-failed` tries the engine's failures again" if engine_failures else ""),
-            f"source: {counted_reasons(self.sources.invalid)} invalid, {self.sources.duplicates} duplicates",
+            self.sources.sentence(),
             f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
-            f"{self.drifted_answers} answers would tokenise differently from what the target generated",
         ]
         if self.lost:
             lines.append(f"{self.lost} conversations went to another process, which had taken this one for dead")
@@ -138,7 +137,7 @@ def distill(
     """
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
     report = DistillReport(folder.data)
-    conversations = {c.id: c for c in load_conversations(recipe.data, recipe.seed, report.sources)}
+    conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
     check_settings(recipe, weights, tokenizer, folder.data)
     started = time.perf_counter()
     with Ledger(folder.data) as ledger:
@@ -301,16 +300,10 @@ class _Distillation:
         self.finished.append(Finished(rewriting.id, DONE if reason is None else state, reason, record))
 
     def _record(self, rewriting: _Rewriting) -> dict[str, Any]:
-        conversation = Conversation(rewriting.id, tuple(rewriting.turns))
-        answers = tokenize_conversation(self.tokenizer, conversation).answers()
-        # Where the text does not tokenise back to what was generated, the ids are what the target said.
-        drifted = [
-            turn
-            for turn, ids in enumerate(rewriting.answer_ids)
-            if ids is not None and (turn >= len(answers) or answers[turn] != ids)
-        ]
-        self.report.drifted_answers += len(drifted)
-        return {"messages": conversation.messages, "answer_ids": rewriting.answer_ids, "drifted_answers": drifted}
+        source = self.conversations[rewriting.id].source
+        conversation = Conversation(rewriting.id, tuple(rewriting.turns), source)
+        tokenize_conversation(self.tokenizer, conversation, rewriting.answer_ids)  # can it be trained on?
+        return {"source": source, "messages": conversation.messages, "answer_ids": rewriting.answer_ids}
 
     def _write(self) -> None:
         """All that is new goes to the ledger at once."""
@@ -358,7 +351,8 @@ def _pass_through(
             messages = conversations[key].messages
             if messages[-1]["role"] != "assistant":
                 messages.pop()
-            finished.append(Finished(key, DONE, None, {"messages": messages}))
+            record = {"source": conversations[key].source, "messages": messages}
+            finished.append(Finished(key, DONE, None, record))
         ledger.commit([], finished)
         report.kept += len(finished)
         bar.update(len(finished))
@@ -366,10 +360,14 @@ def _pass_through(
 
 @dataclass(frozen=True)
 class Distilled:
-    """A conversation with the target's answers; for each its token ids (end token included), where they are known."""
+    """A conversation with the target's answers; for each its token ids (end token included), where they are known.
+
+    `shortened` says why it lost its later turns, if it did.
+    """
 
     conversation: Conversation
     answer_ids: list[list[int] | None]
+    shortened: str | None = None
 
 
 def read_distilled(folder: Path) -> Iterator[Distilled]:
@@ -381,4 +379,5 @@ def read_distilled(folder: Path) -> Iterator[Distilled]:
     for record in LedgerView(folder).records():
         turns = tuple(Turn(message["role"], message["content"]) for message in record["messages"])
         answers = sum(turn.role == "assistant" for turn in turns)
-        yield Distilled(Conversation(record["id"], turns), record.get("answer_ids") or [None] * answers)
+        conversation = Conversation(record["id"], turns, record.get("source", ""))
+        yield Distilled(conversation, record.get("answer_ids") or [None] * answers, record["reason"])

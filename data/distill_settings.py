@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.question_list import questions_file
+from draftsmith.data.sources import question_sources
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.run_folder import sha256_of, write_atomically
 from draftsmith.recipes.schema import Recipe
 
 
@@ -36,12 +38,9 @@ def check_settings(recipe: Recipe, weights: str | None, tokenizer: Any, folder: 
 
 
 def _settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
-    source, settings = recipe.data.conversations, recipe.data.distill
+    settings = recipe.data.distill
     values: dict[str, Any] = {
-        "data.conversations.source": source.source,
-        "data.conversations.split": source.split,
-        "data.conversations.file": source.file,
-        "data.conversations.revision": source.revision,
+        **_selection(recipe),
         "data.distill.engine": settings.engine,
     }
     if settings.engine == "none":
@@ -59,3 +58,15 @@ def _settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, 
         "data.max_length_tokens": recipe.data.max_length_tokens,
         "seed": recipe.seed,
     }
+
+
+def _selection(recipe: Recipe) -> dict[str, Any]:
+    """Which conversations are taken. Limits are no part of it: more may be added, as may lines to a file."""
+    conversations = recipe.data.conversations
+    values = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
+    values["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
+    # Wherever the files lie: other questions would leave conversations in the folder that repeat them.
+    values["decontaminate (hashes of the question files)"] = sorted(
+        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
+    )
+    return {f"data.conversations.{key}": value for key, value in values.items()}

@@ -1,202 +1,169 @@
-"""Where conversations come from: a local file, a Hub dataset, or the standard library of the running Python.
+"""The recipe's conversations: the records of all sources, each validated, new, clean and wanted, in their shares.
 
-Each of them yields raw records with the place they were found; one loop validates, drops duplicates and
-applies the limit.
+A record is left out for the first reason that applies, in this order: it is invalid; its prompts, but for case and
+white space, came before, from whatever source; it belongs to the other split; it repeats an evaluation question; a
+filter excludes it. Each is counted.
 """
 
-import difflib
-import gzip
-import io
+import hashlib
+import heapq
 import json
-import lzma
-import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, cast
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeVar
 
-from draftsmith.data.conversations import Conversation, InvalidConversation, counted_reasons, parse_conversation
+from draftsmith.data.contamination import Contamination
+from draftsmith.data.conversations import Conversation, counted_reasons, is_heldout, parse_conversation
+from draftsmith.data.filters import Filters
+from draftsmith.data.source_counts import SourceCounts, Tally
+from draftsmith.data.source_records import STDLIB, open_records
+from draftsmith.data.turn import InvalidConversation
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ConversationsRecipe, DataRecipe
+from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 
-JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
-@dataclass
-class SourceCounts:
-    """What was left out, by reason; filled while `load_conversations` is consumed."""
-
-    invalid: Counter[str] = field(default_factory=Counter)
-    duplicates: int = 0
+KEY_BYTES = 16
+T = TypeVar("T")
 
 
 def load_conversations(
-    data_recipe: DataRecipe, seed: int = 0, counts: SourceCounts | None = None
+    recipe: Recipe, counts: SourceCounts | None = None, tokenizer: Any = None
 ) -> Iterator[Conversation]:
-    """Yield the first `limit` valid, distinct conversations of the recipe's source.
+    """Yield the conversations that the recipe asks for, one at a time; the order depends on nothing but the sources.
 
     Args:
-        data_recipe: The recipe's `data` section.
-        seed: Used by `stdlib`, which builds its conversations.
-        counts: Receives how many records were skipped or were duplicates.
+        recipe: Its `data` section is used, `eval.questions` by default to decontaminate, and `seed` by `stdlib`.
+        counts: Receives what became of every record.
+        tokenizer: The target's, for `filters.max_tokens`, which is not applied without one.
 
     Raises:
-        UserError: The source is missing, unreadable or holds nothing valid, or a record is invalid.
+        UserError: A source is missing or unreadable, a record is invalid, or nothing is left.
     """
-    recipe = data_recipe.conversations
+    conversations = recipe.data.conversations
     counts = counts if counts is not None else SourceCounts()
-    seen: set[str] = set()
-    for where, record in _records(recipe, seed):
-        if recipe.limit is not None and len(seen) >= recipe.limit:
-            return
-        try:
-            if isinstance(record, InvalidConversation):
-                raise record
-            conversation = parse_conversation(record, where)
-        except InvalidConversation as error:
-            if not recipe.skip_invalid:
-                raise
-            counts.invalid[error.reason] += 1
-            continue
-        if conversation.id in seen:
-            counts.duplicates += 1
-            continue
-        seen.add(conversation.id)
+    intake = _Intake(recipe, counts, tokenizer)
+    streams = [(source.weight, intake.usable(source)) for source in conversations.sources]
+    empty = True
+    for conversation in islice(interleave(streams), conversations.limit):
+        empty = False
         yield conversation
-    if not seen:
+    if empty:
+        names = ", ".join(source.source for source in conversations.sources)
+        key = "mixture" if conversations.mixture else "source"
         skipped = f": {counted_reasons(counts.invalid)} skipped as invalid" if counts.invalid else ""
         raise UserError(
-            f"{recipe.source} holds no valid conversation{skipped}; set data.conversations.source to another"
+            f"{names} holds no valid conversation{skipped}{_unwanted(counts)}; set data.conversations.{key} to another"
         )
 
 
-def _records(recipe: ConversationsRecipe, seed: int) -> Iterator[tuple[str, Any]]:
-    """(where it was found, record) pairs; a line that is not JSON arrives as the error that it is."""
-    if recipe.source == "stdlib":
-        from draftsmith.data.stdlib_conversations import build_conversations
+def interleave(streams: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
+    """Take from (weight, stream) pairs so that each has its share after any number of items, to about one item.
 
-        if recipe.split not in ("train", "heldout", "all"):
-            raise UserError(f"data.conversations.split of stdlib must be train, heldout or all, not {recipe.split}")
-        # The limit counts distinct conversations, so it is applied where duplicates are seen.
-        conversations = build_conversations(seed=seed, split=cast(Any, recipe.split))
-        return ((f"stdlib conversation {number}", record) for number, record in enumerate(conversations, start=1))
-    file = Path(recipe.source).expanduser()
-    if file.is_file():
-        return read_json_records(file)
-    if file.is_dir():
-        raise UserError(f"data.conversations.source {file} is a folder: name one .json or .jsonl file in it")
-    if _looks_like_a_file(recipe.source):
-        raise UserError(f"conversations file {file} does not exist{_nearest_file_hint(file)}")
-    return _hub_records(recipe)
-
-
-def read_json_records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Read a JSON array of records or JSON lines, plain or compressed (.gz, .xz, .zst).
-
-    Yields:
-        (`file line 3`, record); a line that is not JSON comes as an `InvalidConversation` in the record's place.
+    The n-th item of a stream is due at (n - 1/2) / weight, as Webster's method gives out seats; among equals the first
+    stream goes first. One that runs dry is left out from then on.
     """
-    from zstandard import ZstdError
-
-    try:
-        with _open_text(file) as stream:
-            first_line = next((line for line in stream if line.strip()), "")
-            stream.seek(0)
-            if first_line.lstrip().startswith("["):
-                yield from _array_records(file, stream)
-            else:
-                yield from _line_records(file, stream)
-    except UnicodeDecodeError:
-        raise UserError(
-            f"{file} is not UTF-8 text: convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
-        ) from None
-    except (gzip.BadGzipFile, lzma.LZMAError, ZstdError, EOFError) as error:
-        raise UserError(f"{file} cannot be decompressed ({error or 'it ends too early'}): fetch it again") from None
-
-
-def _open_text(file: Path) -> IO[str]:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
-    if file.suffix == ".xz":
-        return lzma.open(file, "rt", encoding="utf-8")
-    if file.suffix == ".zst":
-        import zstandard
-
-        # A zstd stream cannot seek back; conversation files fit in memory uncompressed.
-        with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
-            return io.StringIO(stream.read().decode("utf-8"))
-    return file.open(encoding="utf-8-sig")
-
-
-def _array_records(file: Path, stream: IO[str]) -> Iterator[tuple[str, Any]]:
-    try:
-        records = json.load(stream)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} line {error.lineno} is not JSON: {error.msg} (column {error.colno})") from None
-    for number, record in enumerate(records, start=1):
-        yield f"{file} conversation {number}", record
-
-
-def _line_records(file: Path, stream: IO[str]) -> Iterator[tuple[str, Any]]:
-    empty = True
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        empty = False
-        where = f"{file} line {number}"
+    due = [(0.5 / weight, index, 1) for index, (weight, _) in enumerate(streams)]
+    heapq.heapify(due)
+    while due:
+        _, index, number = due[0]
+        weight, stream = streams[index]
         try:
-            yield where, json.loads(line)
-        except json.JSONDecodeError as error:
-            sentence = f"not JSON: {error.msg} (column {error.colno})"
-            yield where, InvalidConversation(where, "not JSON", sentence)
-    if empty:
-        raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
+            item = next(stream)
+        except StopIteration:
+            heapq.heappop(due)
+            continue
+        heapq.heapreplace(due, ((number + 0.5) / weight, index, number + 1))
+        yield item
 
 
-def _looks_like_a_file(source: str) -> bool:
-    return (
-        source.startswith((".", "/", "~"))
-        or Path(source).suffix in (*JSON_SUFFIXES, *COMPRESSED_SUFFIXES)
-        or not HUB_ID.fullmatch(source)
-    )
+class _Intake:
+    """What the sources have in common: the prompts that came before, the questions to avoid, and the filters."""
 
+    def __init__(self, recipe: Recipe, counts: SourceCounts, tokenizer: Any) -> None:
+        self._recipe, self._counts = recipe, counts
+        conversations = recipe.data.conversations
+        self._seen: set[bytes] = set()
+        self._contamination = Contamination(question_sources(recipe), conversations.contamination_words)
+        self._filters = Filters(conversations.filters, tokenizer)
 
-def _nearest_file_hint(file: Path) -> str:
-    if not file.parent.is_dir():
-        return f": its folder {file.parent} does not exist either"
-    names = [entry.name for entry in file.parent.iterdir() if entry.is_file()]
-    nearest = difflib.get_close_matches(file.name, names, n=1, cutoff=0.5)
-    return f": did you mean {file.parent / nearest[0]}?" if nearest else ": correct data.conversations.source"
+    def usable(self, source: MixedSourceRecipe) -> Iterator[Conversation]:
+        """Those of one source that are left, up to its own limit."""
+        conversations = self._recipe.data.conversations
+        tally = self._counts.by_source.setdefault(source.label, Tally())
+        for where, record in open_records(source, self._recipe.seed, conversations.split):
+            tally.read += 1
+            try:
+                conversation = self._parse(record, where, source)
+            except InvalidConversation as error:
+                if not conversations.skip_invalid:
+                    raise
+                tally.invalid[error.reason] += 1
+                continue
+            if self._is_left_out(conversation, source, tally):
+                continue
+            tally.kept += 1
+            yield replace(conversation, source=source.label)
+            if tally.kept == source.limit:
+                return
 
-
-def _hub_records(recipe: ConversationsRecipe) -> Iterator[tuple[str, Any]]:
-    """A dataset of the Hugging Face Hub, or one JSON file of it.
-
-    A JSON file is read by our own reader: `datasets` infers one schema for all rows, which mixed ShareGPT dumps break.
-    """
-    try:
-        if recipe.file is not None and Path(recipe.file).suffix in (*JSON_SUFFIXES, *COMPRESSED_SUFFIXES):
-            import huggingface_hub
-
-            downloaded = huggingface_hub.hf_hub_download(
-                recipe.source, recipe.file, repo_type="dataset", revision=recipe.revision
+    def _parse(self, record: Any, where: str, source: MixedSourceRecipe) -> Conversation:
+        if isinstance(record, InvalidConversation):
+            raise record
+        conversation = parse_conversation(record, where, source.columns)
+        if self._recipe.data.distill.engine == "none" and not conversation.is_answered:
+            sentence = (
+                "a question has no answer, and with data.distill.engine: none nobody gives one "
+                "(with another engine the target does)"
             )
-            return read_json_records(Path(downloaded))
-        import datasets
+            raise InvalidConversation(where, "no answer", sentence)
+        return conversation
 
-        rows = datasets.load_dataset(
-            recipe.source, data_files=recipe.file, revision=recipe.revision, split=recipe.split
+    def _is_left_out(self, conversation: Conversation, source: MixedSourceRecipe, tally: Tally) -> bool:
+        recipe = self._recipe.data.conversations
+        key = near_identity(conversation)
+        if key in self._seen:
+            tally.duplicates += 1
+            return True
+        self._seen.add(key)
+        if recipe.split != "all" and source.source != STDLIB:
+            belongs_to = "heldout" if is_heldout(conversation.id, recipe.heldout_frac) else "train"
+            if belongs_to != recipe.split:
+                tally.other_split += 1
+                return True
+        match = self._contamination.find(conversation)
+        if match is not None:
+            tally.contaminated[match.reason] += 1
+            self._counts.contaminated_ids[conversation.id] = match.question
+            return True
+        reason = self._filters.find(conversation)
+        if reason is not None:
+            tally.filtered[reason] += 1
+            return True
+        return False
+
+
+def near_identity(conversation: Conversation) -> bytes:
+    """A hash of the prompt side that case and white space do not change."""
+    prompts = [[t.role, " ".join(t.content.casefold().split())] for t in conversation.turns if t.role != "assistant"]
+    return hashlib.sha256(json.dumps(prompts).encode()).digest()[:KEY_BYTES]
+
+
+def question_sources(recipe: Recipe) -> list[str]:
+    """The question files that conversations are kept apart from."""
+    named = recipe.data.conversations.decontaminate
+    return [recipe.eval.questions] if named is None else named
+
+
+def _unwanted(counts: SourceCounts) -> str:
+    """Of a source from which nothing is left: what was left out although it is valid."""
+    other_split = sum(tally.other_split for tally in counts.by_source.values())
+    parts = [
+        f"{count} {what}"
+        for count, what in (
+            (other_split, "of the other split"),
+            (counts.contaminated.total(), "contaminated"),
+            (counts.filtered.total(), "filtered out"),
         )
-    except (
-        Exception
-    ) as error:  # the Hub's libraries raise from a dozen unrelated classes (HTTP, offline, parsing, split)
-        reason = " ".join(str(error).split()) or type(error).__name__
-        part = f"split {recipe.split}" + (f", file {recipe.file}" if recipe.file else "")
-        raise UserError(
-            f"Hub dataset {recipe.source} ({part}) cannot be loaded: {reason[:300]}; check the name and the network, "
-            "or set data.conversations.source to a local file"
-        ) from None
-    return ((f"{recipe.source} row {number}", row) for number, row in enumerate(rows, start=1))
+        if count
+    ]
+    return f" ({', '.join(parts)})" if parts else ""

@@ -6,102 +6,90 @@ built again only when the conversations, the tokenizer, its chat template or the
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
+from filelock import FileLock
 from tqdm import tqdm
 
-from draftsmith.data.chat_tokens import TemplateProblem, tokenize_truncated
 from draftsmith.data.distill import read_distilled
 from draftsmith.data.ledger import LedgerView
+from draftsmith.data.token_rows import RowCounts, write_token_rows
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
-ROWS_IN_A_SHARD = 4096
+MOST_PROCESSES = 8  # by default
 REPORT_NAME = "token_report.json"
-FORMAT_VERSION = 1
-FEATURES = {"input_ids": "int32", "loss_mask": "int8"}
+FORMAT_VERSION = 2
 
 
 @dataclass
-class TokenReport:
+class TokenReport(RowCounts):
     """`cut` conversations lost trailing turns to the length; `too_long` did not fit at all."""
 
-    path: str
-    rows: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    cut: int = 0
-    too_long: int = 0
-    refused: int = 0
+    path: str = ""
     reused: bool = False
 
     def sentence(self) -> str:
         """One line for the console."""
+        extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
         return (
-            f"{self.rows} conversations, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; "
-            f"{self.cut} cut on a turn boundary, {self.too_long} too long, {self.refused} refused by the chat template"
+            f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; of "
+            f"{self.conversations} conversations {self.cut} cut on a turn boundary, {self.too_long} too long, "
+            f"{self.refused} refused by the chat template"
         )
 
 
 def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progress: bool = True) -> TokenReport:
     """Tokenise what was distilled to the Arrow dataset `folder.data/tokens`, or keep that if nothing has changed.
 
-    Columns: `input_ids` (int32) and `loss_mask` (int8), one row a conversation, in the order of their ids.
+    Columns: `input_ids` (int32), `loss_mask` (int8) and `length` (int32), rows in the order of the conversations' ids:
+    one a conversation, and more where `tokenize_rows` says so.
 
     Raises:
         UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
     """
     view = LedgerView(folder.data)
+    # Two distillations that share a folder end at the same time.
+    with FileLock(folder.data / "tokens.lock"):
+        return _build(recipe, tokenizer, folder, view, progress)
+
+
+def _build(recipe: Recipe, tokenizer: Any, folder: RunFolder, view: LedgerView, progress: bool) -> TokenReport:
     final = folder.data / "tokens"
     max_length_tokens = recipe.data.max_length_tokens
     fingerprint = _fingerprint(view, tokenizer, max_length_tokens)
     reusable = _existing_report(final, fingerprint)
     if reusable is not None:
         return reusable
-    report = TokenReport(str(final))
-    shards: list[Any] = []
-    rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": []}
-    distilled = tqdm(read_distilled(folder.data), total=len(view), desc="tokenise", unit="conv", disable=not progress)
-    for kept in distilled:
-        try:
-            result = tokenize_truncated(tokenizer, kept.conversation, max_length_tokens)
-        except TemplateProblem:
-            report.refused += 1
-            continue
-        if result is None:
-            report.too_long += 1
-            continue
-        tokenized, dropped_turns = result
-        report.cut += dropped_turns > 0
-        report.rows += 1
-        report.tokens += len(tokenized.input_ids)
-        report.loss_tokens += sum(tokenized.loss_mask)
-        rows["input_ids"].append(np.array(tokenized.input_ids, dtype=np.int32))
-        rows["loss_mask"].append(np.array(tokenized.loss_mask, dtype=np.int8))
-        if len(rows["input_ids"]) == ROWS_IN_A_SHARD:
-            shards.append(_shard(rows))
-            rows = {"input_ids": [], "loss_mask": []}
-    if report.rows == 0:
+    building = final.with_name(final.name + ".partial")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    rows_file = building / "rows.arrow"
+    with tqdm(total=len(view), desc="tokenise", unit="conv", disable=not progress) as bar:
+        counts = write_token_rows(
+            ((distilled.conversation, distilled.answer_ids) for distilled in read_distilled(folder.data)),
+            tokenizer,
+            max_length_tokens,
+            rows_file,
+            recipe.data.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
+            bar,
+        )
+    if counts.rows == 0:
+        shutil.rmtree(building)
         raise UserError(
-            f"no conversation of {folder.data} is left to train on ({len(view)} read, {report.too_long} longer "
-            f"than {max_length_tokens} tokens, {report.refused} refused by the chat template): "
+            f"no conversation of {folder.data} is left to train on ({counts.conversations} read, {counts.too_long} "
+            f"longer than {max_length_tokens} tokens, {counts.refused} refused by the chat template): "
             "raise data.max_length_tokens"
         )
-    if rows["input_ids"]:
-        shards.append(_shard(rows))
-    _save_atomically(datasets.concatenate_datasets(shards), final, report, fingerprint)
+    report = TokenReport(**asdict(counts), path=str(final))
+    _save_atomically(rows_file, final, report, fingerprint)
     return report
-
-
-def _shard(rows: dict[str, list[Any]]) -> Any:
-    features = {name: datasets.Sequence(datasets.Value(dtype)) for name, dtype in FEATURES.items()}
-    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
 
 
 def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> str:
@@ -130,20 +118,24 @@ def _existing_report(final: Path, fingerprint: str) -> TokenReport | None:
     return TokenReport(**(recorded | {"path": str(final), "reused": True}))
 
 
-def _save_atomically(dataset: Any, final: Path, report: TokenReport, fingerprint: str) -> None:
+def _save_atomically(rows_file: Path, final: Path, report: TokenReport, fingerprint: str) -> None:
     """Save beside the final place, then rename; an older dataset goes only once the new one is whole."""
-    building = final.with_name(final.name + ".partial")
-    old = final.with_name(final.name + ".old.partial")
-    for leftover in (building, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    datasets.disable_progress_bars()
-    try:
-        dataset.save_to_disk(str(building))
-    finally:
-        datasets.enable_progress_bars()
+    whole, old = rows_file.parent / "whole", final.with_name(final.name + ".old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    save_rows(rows_file, whole)
     record = json.dumps(asdict(report) | {"fingerprint": fingerprint}, indent=2) + "\n"
-    (building / REPORT_NAME).write_text(record, encoding="utf-8")
+    (whole / REPORT_NAME).write_text(record, encoding="utf-8")
     if final.exists():
         final.rename(old)
-    building.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    whole.rename(final)
+    for leftover in (rows_file.parent, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def save_rows(rows_file: Path, folder: Path) -> None:
+    """The Arrow file as a dataset that `datasets.load_from_disk` maps into memory."""
+    datasets.disable_progress_bars()
+    try:
+        datasets.Dataset.from_file(str(rows_file)).save_to_disk(str(folder))
+    finally:
+        datasets.enable_progress_bars()

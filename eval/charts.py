@@ -16,6 +16,8 @@ from draftsmith.eval.summary import OVERALL
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
+NOT_LOSSLESS = "not lossless"  # a method with lenience
+
 
 def draw_charts(summary: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
     """Write `speedup.png` and `tau.png`."""
@@ -76,6 +78,7 @@ def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: st
 
 
 def series_name(row: dict[str, Any], summary: list[dict[str, Any]]) -> str:
-    """The method, with its temperature where several were measured."""
+    """The method, with its temperature where several were measured, and what must not be overlooked."""
     several = len({other["temperature"] for other in summary}) > 1
-    return f"{row['method']} T={row['temperature']:g}" if several else row["method"]
+    name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
+    return name if row.get("lossless", True) else f"{name} ({NOT_LOSSLESS})"

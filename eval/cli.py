@@ -15,6 +15,7 @@ from draftsmith.eval.pipeline import (
     run_distill,
     run_doctor,
     run_eval,
+    run_features,
     run_plan,
     run_prove,
     run_report,
@@ -54,6 +55,20 @@ def distill(
     loaded = load_recipe(recipe, overrides)
     run_distill(loaded, retry_failed)
     _next(f"draftsmith train {_again(recipe, overrides)}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def features(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Accept the size that is computed first.")] = False,
+) -> None:
+    """Write the target's hidden states to disk, to train without running it; says first how much that will be."""
+    loaded = load_recipe(recipe, overrides)
+    run_features(loaded, confirmed=yes)
+    offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
+    _next(f"draftsmith train {_again(recipe, [*offline, 'data.features.source=offline'])}")
 
 
 @app.command()

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.pipeline import console, run_distill, run_eval, run_train
+from draftsmith.eval.pipeline import console, run_distill, run_eval, run_features, run_train
 from draftsmith.models.drafter import Drafter, load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
@@ -21,8 +21,12 @@ from draftsmith.recipes.schema import MethodRecipe, Recipe
 
 # What every recipe of a comparison must say alike: who answers which questions, and how.
 SHARED_EVAL_KEYS = (
-    "questions", "limit_per_category", "max_new_tokens", "runs", "warmup_questions", "temperatures", "top_k", "top_p",
+    "questions", "limit_per_category", "max_new_tokens", "stop", "runs", "warmup_questions", "temperatures", "top_k",
+    "top_p",
 )  # fmt: skip
+
+# Of the data section, what only training and the tokeniser's speed know of.
+NOT_OF_THE_DATA = {"packing", "tokenize_processes"}
 
 
 def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list[Recipe]:
@@ -52,6 +56,8 @@ def compare(recipes: list[Recipe], name: str) -> list[dict[str, Any]]:
     for recipe in recipes:
         _reuse_data(recipe, recipes)
         run_distill(recipe)
+        if recipe.data.features.source == "offline":
+            run_features(recipe)
         run_train(recipe)
     together = [recipe for recipe in recipes if not _changes_target(recipe)]
     rows: list[dict[str, Any]] = []
@@ -109,7 +115,8 @@ def _reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
         return
     for other in recipes:
         source = RunFolder(other).data
-        same = (other.data, other.seed, other.target) == (recipe.data, recipe.seed, recipe.target)
+        data, others_data = (each.data.model_dump(exclude=NOT_OF_THE_DATA) for each in (recipe, other))
+        same = (others_data, other.seed, other.target) == (data, recipe.seed, recipe.target)
         if same and other is not recipe and (source / "tokens").is_dir():
             partial = folder.with_name("data.partial")
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,7 +1,7 @@
 """The loop: draft, verify, commit. One for every method, the autoregressive baseline included.
 
-The first token comes from the prefill and belongs to no round. Tokens behind an end token or beyond the limit are cut
-and count nowhere.
+The first token comes from the prefill and belongs to no round. Tokens behind an end token, behind the one that
+completes a stop string, or beyond the limit are cut and count nowhere.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from draftsmith.eval.methods.method import Method, ReadsLogits
 from draftsmith.eval.sampling import Sampling, first_token
 from draftsmith.eval.session import TargetSession
+from draftsmith.eval.stop_strings import StopStrings, StopWatch
 from draftsmith.eval.verify import verify
 from draftsmith.recipes.errors import UserError
 
@@ -23,18 +24,33 @@ from draftsmith.recipes.errors import UserError
 class Generation:
     """One answer and what it took.
 
-    ids: generated token ids, the end token included.
+    ids: generated token ids, the end token or the token that completed a stop string included.
     accept_lengths: tokens kept per round, the target's own included; their mean is tau.
     draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
+    text_before_stop: the text before the stop string that ended the answer, if one did.
+    draft_depths: the longest path drafted, per round.
+    tried: drafted positions that verification came to; the share of accepted ones is the acceptance rate alpha.
+    round_s: seconds of each round, of which the four phases below are the parts.
+    first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
+    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree, its device waited for;
+        choosing the path, which waits for the device itself; keeping it. What the commit leaves to a GPU is done
+        while the next draft is, and counts there.
     """
 
     ids: list[int]
     accept_lengths: list[int] = field(default_factory=list)
     draft_lengths: list[int] = field(default_factory=list)
+    draft_depths: list[int] = field(default_factory=list)
+    tried: int = 0
+    round_s: list[float] = field(default_factory=list)
     wall_time_s: float = 0.0
+    first_token_s: float = 0.0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    text_before_stop: str | None = None
+    choose_s: float = 0.0
+    commit_s: float = 0.0
 
     @property
     def rounds(self) -> int:
@@ -54,8 +70,12 @@ def generate(
     max_new_tokens: int,
     eos_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
+    stop: StopStrings | None = None,
+    lenience: float = 1.0,
 ) -> Generation:
     """Answer a prompt. Greedy answers are exactly the target's; sampled ones have exactly its distribution.
+
+    Neither holds with a lenience below 1, see `draftsmith.eval.verify`.
 
     Raises:
         UserError: Prompt and answer do not fit into the session.
@@ -69,44 +89,57 @@ def generate(
     began = clock()
     step = session.prefill(prompt_ids)
     newest = first_token(step.logits[-1], sampling, generator)
+    first_s = clock() - began
     method.start(prompt_ids, step.features)
     method.observe([newest], step.features[-1:])
-    out = Generation([newest])
-    out.prefill_s = clock() - began
+    out = Generation([newest], first_token_s=first_s)
+    started = clock()
+    out.prefill_s = started - began
     reader = method if isinstance(method, ReadsLogits) else None
-    while len(out.ids) < max_new_tokens and newest not in eos_ids:
+    watch = None if stop is None else stop.watch()
+    _, ended = _kept([newest], eos_ids, watch)
+    while len(out.ids) < max_new_tokens and not ended:
         # 1. Draft. What is deeper than the tokens that are still wanted could not be kept.
-        started = clock()
         tree = method.propose().cut_to_depth(max_new_tokens - len(out.ids) - 1)
         drafted = clock()
         # 2. Verify all nodes in one forward.
         step = session.forward_tree(tree)
         session.synchronize()
-        out.verify_s += clock() - drafted
-        out.draft_s += drafted - started
-        verdict = verify(tree, step.logits, sampling, generator)
+        verified = clock()
+        verdict = verify(tree, step.logits, sampling, generator, lenience)
         if reader is not None:
             reader.read_logits(tree, step.logits)
+        chosen = clock()
         # 3. Commit the accepted path and the target's own token.
         path = verdict.path
         session.commit(path)
         committed = [tree.tokens[node] for node in path[1:]]
         committed.append(verdict.next_token)
-        kept = _kept(committed, eos_ids, max_new_tokens - len(out.ids))
+        kept, ended = _kept(committed[: max_new_tokens - len(out.ids)], eos_ids, watch)
         out.ids += committed[:kept]
         out.accept_lengths.append(kept)
         out.draft_lengths.append(min(kept, len(path) - 1))
-        newest = out.ids[-1]
+        out.draft_depths.append(tree.shape.max_depth)
+        rejected = kept == len(committed) and bool(tree.children(path[-1]))
+        out.tried += out.draft_lengths[-1] + rejected
         features = step.features[: len(path)] if path[-1] == len(path) - 1 else step.features[path]
         method.observe(committed, features)
+        done = clock()
+        out.draft_s += drafted - started
+        out.verify_s += verified - drafted
+        out.choose_s += chosen - verified
+        out.commit_s += done - chosen
+        out.round_s.append(done - started)
+        started = done
+    out.text_before_stop = None if watch is None else watch.text_before
     session.synchronize()
     out.wall_time_s = clock() - began
     return out
 
 
-def _kept(committed: list[int], eos_ids: Collection[int], wanted: int) -> int:
-    """How many of the committed tokens belong to the answer."""
-    for index, token in enumerate(committed[:wanted]):
-        if token in eos_ids:
-            return index + 1
-    return min(len(committed), wanted)
+def _kept(committed: list[int], eos_ids: Collection[int], watch: StopWatch | None) -> tuple[int, bool]:
+    """How many of the committed tokens belong to the answer, and whether it ends with them."""
+    for index, token in enumerate(committed):
+        if token in eos_ids or (watch is not None and watch.completes(token)):
+            return index + 1, True
+    return len(committed), False

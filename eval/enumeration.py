@@ -34,6 +34,8 @@ DETERMINISTIC_TREES = [
     ((-1, 0, 0, 1, 1, 2), [0, 3, 1, 0, 2, 2]),
     ((-1, 0, 0, 0, 0), [0, 0, 1, 2, 3]),
 ]
+# Which of two drafters draws, one after the other, for trees merged from several.
+MERGED_DRAWS = [(0, 1), (0, 0), (0, 1, 0)]
 
 
 class Outcomes:
@@ -60,11 +62,14 @@ class Outcomes:
         return self._choose(probabilities.tolist())
 
 
-def every_verdict(tree: DraftTree, logits: Tensor, sampling: Sampling) -> Iterator[tuple[float, Verdict]]:
+def every_verdict(
+    tree: DraftTree, logits: Tensor, sampling: Sampling, lenience: float = 1.0
+) -> Iterator[tuple[float, Verdict]]:
+    """Everything that verification can say, with its probability."""
     scripts: list[list[int]] = [[]]
     while scripts:
         chooser = Outcomes(scripts.pop())
-        verdict = walk(tree, logits, sampling, chooser)
+        verdict = walk(tree, logits, sampling, chooser, lenience)
         scripts += chooser.branches
         yield chooser.probability, verdict
 
@@ -107,15 +112,44 @@ def joint_distribution(
                     tokens[child] = value
             drawn_trees.append((weight, tokens))
     for weight, tokens in drawn_trees:
-        tree = DraftTree(tokens, shape, q_rows)
-        contexts = [tuple(tokens[step] for step in shape.path_to(node)[1:]) for node in range(len(shape))]
-        logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
-        for probability, verdict in every_verdict(tree, logits, sampling):
-            committed = [tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
-            if len(committed) == 1:
-                joint[committed[0]] += weight * probability * sampling.probabilities(target_of[committed[0],])
-            else:
-                joint[committed[0], committed[1]] += weight * probability
+        joint += weight * _joint_of(DraftTree(tokens, shape, q_rows), target_of, sampling)
+    return joint
+
+
+def merged_joint_distribution(
+    target_of: dict[tuple[int, ...], Tensor], q_of_model: list[Tensor], models: tuple[int, ...], sampling: Sampling
+) -> Tensor:
+    """The same, of first tokens drawn independently from these models in this order, equal ones merged.
+
+    Below the first one the last model draws a second token.
+    """
+    joint = torch.zeros(V, V, dtype=torch.float64)
+    for *firsts, second in itertools.product(range(V), repeat=len(models) + 1):
+        weight = float(q_of_model[models[-1]][second])
+        for model, token in zip(models, firsts, strict=True):
+            weight *= float(q_of_model[model][token])
+        if weight == 0:
+            continue
+        children = list(dict.fromkeys(firsts))
+        draws_below = [[(1 + children.index(token), model) for model, token in zip(models, firsts, strict=True)]]
+        draws_below += [[(len(children) + 1, models[-1])], *([] for _ in children)]
+        shape = TreeShape.of((-1, *[0] * len(children), 1))
+        tree = DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
+        joint += weight * _joint_of(tree, target_of, sampling)
+    return joint
+
+
+def _joint_of(tree: DraftTree, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
+    """[V, V]: of one tree."""
+    joint = torch.zeros(V, V, dtype=torch.float64)
+    contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
+    logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
+    for probability, verdict in every_verdict(tree, logits, sampling):
+        committed = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
+        if len(committed) == 1:
+            joint[committed[0]] += probability * sampling.probabilities(target_of[committed[0],])
+        else:
+            joint[committed[0], committed[1]] += probability
     return joint
 
 
@@ -148,6 +182,7 @@ def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
         joints += [
             joint_distribution(parents, target_of, None, tokens, sampling) for parents, tokens in DETERMINISTIC_TREES
         ]
+        joints += [merged_joint_distribution(target_of, q_of_depth, models, sampling) for models in MERGED_DRAWS]
         error = max(error, *(float((joint - wanted).abs().max()) for joint in joints))
     return error
 

@@ -4,11 +4,13 @@ Each stage imports what it needs when it runs, so that `--help` and a mistyped r
 """
 
 import json
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.prompt import Confirm
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
@@ -23,6 +25,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
+    from draftsmith.data.data_card import CARD, write_card_of_run
     from draftsmith.data.distill import distill
     from draftsmith.data.engine import EngineSetting, open_engine
     from draftsmith.data.token_dataset import build_token_dataset
@@ -35,7 +38,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
         weights_hash,
     )
 
-    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {recipe.data.conversations.source}")
+    sources = ", ".join(source.label for source in recipe.data.conversations.sources)
+    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {sources}")
     tokenizer = load_tokenizer(recipe.target)
     folder = RunFolder(recipe)
 
@@ -48,9 +52,44 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
 
     open_or_none = None if recipe.data.distill.engine == "none" else opened
     weights = weights_hash(recipe.target)
-    console.print(distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed).sentence())
-    console.print(build_token_dataset(recipe, tokenizer, folder).sentence())
+    report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed)
+    console.print(report.sentence())
+    tokens = build_token_dataset(recipe, tokenizer, folder)
+    console.print(tokens.sentence())
+    if not tokens.reused or not (folder.data / CARD).exists():
+        write_card_of_run(folder.data, recipe, report.sources, tokenizer, weights)
     folder.record("distill")
+
+
+def run_features(recipe: Recipe, confirmed: bool = False) -> None:
+    """Write the target's hidden states to `features/`, after their size was said and accepted.
+
+    Args:
+        confirmed: Accepted already; otherwise the terminal is asked.
+    """
+    from draftsmith.train.features import project_features, write_features
+
+    console.rule(f"[bold]features[/bold]  of {recipe.target.model} for a {recipe.drafter.kind} drafter")
+    projection = project_features(recipe)
+    console.print(projection.sentence())
+    if not projection.missing:
+        return
+    projection.refuse_what_does_not_fit()
+    if not confirmed and not sys.stdin.isatty():
+        raise UserError(
+            f"nothing was written to {projection.folder}: accept its size with `draftsmith features ... --yes`"
+        )
+    if not confirmed and not _accepted("Write them?"):
+        raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
+    console.print(write_features(recipe, projection).sentence())
+    RunFolder(recipe).record("features")
+
+
+def _accepted(question: str) -> bool:
+    try:
+        return Confirm.ask(question, console=console)
+    except EOFError:
+        return False
 
 
 def run_train(recipe: Recipe) -> None:
@@ -126,6 +165,8 @@ def run_plan(recipe: Recipe, json_file: Path | None, **options: Any) -> None:
 def run_all(recipe: Recipe) -> None:
     """Everything, in one process."""
     run_distill(recipe)
+    if recipe.data.features.source == "offline":
+        run_features(recipe)
     run_train(recipe)
     run_eval(recipe)
 

@@ -1,5 +1,7 @@
 """`draftsmith prove`: evidence, on the user's own target and drafter, that nothing but the speed changes.
 
+Of lossless methods; those with a lenience below 1 are left out and named.
+
 1. Greedy identity: every method's greedy answers against the loop's without a draft. At the first difference the gap
    between the target's two largest logits tells a numerical tie from a bug: a gap within the noise between two correct
    ways of computing the same logits (token by token with a cache, and all at once) may fall either way.
@@ -26,16 +28,17 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from draftsmith.data.question_list import load_questions
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.enumeration import largest_error
 from draftsmith.eval.methods.method import AUTOREGRESSIVE
-from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.spec_bench import Arm, first_turn_prompts
-from draftsmith.eval.stage import PROOF, drafter_weights, load_models, make_arms, with_tuned_trees
+from draftsmith.eval.stage import PROOF, drafter_weights, load_models, make_arms, update_card, with_tuned_trees
 from draftsmith.eval.tree import root_only
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 
@@ -97,6 +100,7 @@ class Proof:
     distribution: list[DistributionProof]
     enumeration_error: float
     drafter_weights: list[str | None]  # SHA-256, of what this is the proof of
+    left_out: list[str] = field(default_factory=list)  # methods with lenience: nobody says that they are lossless
 
     @property
     def significance(self) -> float:
@@ -123,6 +127,7 @@ class Proof:
             "significance": self.significance,
             "enumeration_error": self.enumeration_error,
             "drafter_weights": self.drafter_weights,
+            "left_out": self.left_out,
         }
 
     def show(self, console: Console) -> None:
@@ -150,6 +155,8 @@ class Proof:
             table.add_row(proof.method, *figures, f"{proof.p_value:.3f}", verdict)
         console.print(table)
         console.print(f"verifier, by enumeration: largest error {self.enumeration_error:.1e}")
+        if self.left_out:
+            console.print(f"not lossless by their lenience, so left out: {', '.join(self.left_out)}", style="bold")
         console.print("[bold]proved[/bold]" if self.holds else "[bold red]NOT PROVED[/bold red]")
 
 
@@ -162,9 +169,11 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
         new_tokens: Of every answer at most.
 
     Raises:
-        UserError: There is no trained drafter, or no question fits the target.
+        UserError: There is no trained drafter, no lossless method, or no question that fits the target.
     """
-    recipe = with_tuned_trees(recipe)
+    left_out = [method.name for method in recipe.eval.methods if method.lenience < 1]
+    weights = drafter_weights(recipe)
+    recipe = _lossless_only(with_tuned_trees(recipe))
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
     asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
@@ -193,9 +202,20 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
                 distribution.append(_test(target, arm, drawn))
             progress.update()
     samplings = [Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p) for temperature in temperatures]
-    proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), drafter_weights(recipe))
+    proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), weights, left_out)
     write_atomically(RunFolder(recipe).eval / PROOF, json.dumps(proof.as_json(), indent=2) + "\n")
+    update_card(recipe)
     return proof
+
+
+def _lossless_only(recipe: Recipe) -> Recipe:
+    methods = [method for method in recipe.eval.methods if method.lenience == 1]
+    if recipe.eval.methods and not methods:
+        raise UserError(
+            "every method of eval.methods has a lenience below 1, which is not lossless, so there is nothing to prove: "
+            "add a method without lenience"
+        )
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
 
 
 def _answer(session: TargetSession, arm: Arm, prompt: list[int], new_tokens: int, eos_ids: frozenset[int]) -> list[int]:

@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,39 @@ from tqdm import tqdm
 from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
 from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.data.question_list import Question
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
+from draftsmith.eval.fair_clock import answer_settings, target_settings
+from draftsmith.eval.methods.drafter import is_sequential
 from draftsmith.eval.methods.method import Method
-from draftsmith.eval.question_list import Question
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.stop_strings import StopStrings
 from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
 
 WARMUP_NEW_TOKENS = 64
 FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is not asked
+# What a record keeps of each `Generation`, a number a turn or a list of all turns' rounds.
+PHASES = ("first_token_s", "prefill_s", "draft_s", "verify_s", "choose_s", "commit_s")
+PER_ROUND = ("accept_lengths", "draft_lengths", "draft_depths", "round_s")
 PROCESS = uuid.uuid4().hex
 
 
 @dataclass
 class Arm:
-    """One method at one temperature: one row of the table. `feature_layers`: what its drafter reads of the target."""
+    """One method at one temperature: one row of the table.
+
+    feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
+    """
 
     method: Method
     sampling: Sampling
     generator: torch.Generator
     feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    lenience: float = 1.0
 
     @property
     def key(self) -> str:
@@ -61,7 +71,8 @@ class SpecBench:
         arms: What is compared; each temperature has its autoregressive arm. May be set later, before `run`.
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
-        seed: Of all sampling; each (run, question, arm) has its own stream, whatever was resumed.
+        seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
+        stop: Strings that end an answer; see `draftsmith.eval.stop_strings`.
     """
 
     def __init__(
@@ -72,10 +83,13 @@ class SpecBench:
         questions: list[Question],
         max_new_tokens: int,
         seed: int = 0,
+        stop: Sequence[str] = (),
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._eos_ids = frozenset(answer_end_ids(target, tokenizer))
+        self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
+        self._of_target = target_settings(target)
         limit = longest_sequence_tokens(target)
         self.questions = [question for question in questions if self._fits(question, limit)]
         self.left_out = len(questions) - len(self.questions)
@@ -112,9 +126,7 @@ class SpecBench:
         shift = (run + index) % len(self.arms)
         answers = {}
         for arm in self.arms[shift:] + self.arms[:shift]:
-            stream = f"{self._seed}/{run}/{question.question_id}/{arm.key}"
-            arm.generator.manual_seed(zlib.crc32(stream.encode()))
-            answers[arm.key] = self._ask(arm, question, self._max_new_tokens)
+            answers[arm.key] = self.answer(arm, question, run)
         return {
             "run": run,
             "question_id": question.question_id,
@@ -123,40 +135,62 @@ class SpecBench:
             "answers": {arm.key: answers[arm.key] for arm in self.arms},
         }
 
-    def _ask(self, arm: Arm, question: Question, max_new_tokens: int) -> dict[str, Any]:
+    def answer(self, arm: Arm, question: Question, run: int = 0) -> dict[str, Any]:
+        """What one arm does with one question, as the records have it."""
+        return self._ask(arm, question, self._max_new_tokens, run)
+
+    def _ask(self, arm: Arm, question: Question, max_new_tokens: int, run: int = 0) -> dict[str, Any]:
         """All turns of a question, with the method's own answers as history."""
         self.session.read_layers(arm.feature_layers)
         history: list[Turn] = []
         answer: dict[str, Any] = {
             "method": arm.method.name,
             "temperature": arm.sampling.temperature,
+            "lenience": arm.lenience,
             "process": PROCESS,
+            "sequential": is_sequential(arm.method),
             "turns_left_out": 0,
         }
         per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
-        for key in (*per_turn, "prefill_s", "draft_s", "verify_s", "accept_lengths", "draft_lengths"):
+        for key in (*per_turn, *PHASES, "tried", *PER_ROUND):
             answer[key] = []
-        for turn in question.turns:
+        for number, turn in enumerate(question.turns):
+            arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
             history.append(Turn("user", turn))
             prompt_ids = prompt_token_ids(self._tokenizer, history)
+            if len(history) == 1:
+                made_with = answer_settings(self._of_target, prompt_ids, question.turns, arm.sampling, max_new_tokens)
+                answer["settings"] = made_with
             room = self.session.max_length_tokens - len(prompt_ids)
             if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
                 answer["turns_left_out"] = len(question.turns) - len(answer["turns"])
                 break
             wanted = min(max_new_tokens, room)
-            out = generate(self.session, arm.method, prompt_ids, arm.sampling, wanted, self._eos_ids, arm.generator)
-            text = self._tokenizer.decode(out.ids, skip_special_tokens=True).strip()
+            out = generate(
+                self.session,
+                arm.method,
+                prompt_ids,
+                arm.sampling,
+                wanted,
+                self._eos_ids,
+                arm.generator,
+                self._stop,
+                arm.lenience,
+            )
+            text = out.text_before_stop
+            if text is None:
+                text = self._tokenizer.decode(out.ids, skip_special_tokens=True)
+            text = text.strip()
             history.append(Turn("assistant", text))
             answer["turns"].append(text)
             answer["token_ids"].append(out.ids)
             answer["decoding_steps"].append(out.rounds)
             answer["new_tokens"].append(len(out.ids))
             answer["wall_time"].append(out.wall_time_s)
-            answer["prefill_s"].append(out.prefill_s)
-            answer["draft_s"].append(out.draft_s)
-            answer["verify_s"].append(out.verify_s)
-            answer["accept_lengths"] += out.accept_lengths
-            answer["draft_lengths"] += out.draft_lengths
+            for key in (*PHASES, "tried"):
+                answer[key].append(getattr(out, key))
+            for key in PER_ROUND:
+                answer[key] += getattr(out, key)
         return answer
 
     def _fits(self, question: Question, limit: int | None) -> bool:
@@ -165,6 +199,11 @@ class SpecBench:
             return True
         prompt_ids = prompt_token_ids(self._tokenizer, [Turn("user", question.turns[0])])
         return len(prompt_ids) + min(self._max_new_tokens, FEWEST_NEW_TOKENS) <= limit
+
+
+def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:
+    """Of one answer's generator: what is sampled for a turn depends on nothing that was measured before it."""
+    return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{arm_key}".encode())
 
 
 def first_turn_prompts(

@@ -11,24 +11,33 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.data.jsonl_log import JsonlLog
+from draftsmith.data.question_list import load_questions, questions_file
+from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.charts import draw_charts
+from draftsmith.eval.fair_clock import check_complete
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive, MethodSetting, make_method
-from draftsmith.eval.question_list import load_questions, questions_file
-from draftsmith.eval.report import print_table, write_report
+from draftsmith.eval.overlap import measure_untimed
+from draftsmith.eval.report import print_table, proof_sentence, write_report
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
-from draftsmith.eval.summary import summarize, summarize_timing
+from draftsmith.eval.summary import OVERALL, summarize, summarize_timing
+from draftsmith.eval.theory_charts import draw_theory
 from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.drafter import Drafter, load_drafter
 from draftsmith.models.packed_head import pack_heads
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+from draftsmith.train.drafter_card import write_card
 
 WEIGHTS = "model.safetensors"
 TUNED_TREE = "tuned_tree"  # the key of a drafter's config that `draftsmith tune` writes
+# Of the recipe's eval section: may differ from what the records were made with.
+FREE_KEYS = {"runs", "untimed_questions"}
+SETTINGS = "settings.json"  # in the eval folder: what its records were made with
+UNTIMED = "untimed.json"
 PROOF = "proof.json"  # what `draftsmith prove` leaves in the eval folder
 
 
@@ -44,12 +53,19 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
         if not (drafter_folder / "config.json").is_file():
             raise UserError(f"no trained drafter in {drafter_folder}: run `draftsmith train` with its recipe first")
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
-    check_settings(folder.eval / "settings.json", _settings(recipe))
+    check_settings(folder.eval / SETTINGS, _settings(recipe))
+    log = JsonlLog(folder.eval / "records.jsonl")
+    check_complete(list(log))
     target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed, recipe.eval.stop)
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
-        bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)
+        bench.run(log, recipe.eval.runs, recipe.eval.warmup_questions)
+        if recipe.eval.untimed_questions and _untimed(recipe) is None:
+            eos_ids = frozenset(answer_end_ids(target, tokenizer))
+            arms = measure_untimed(bench, recipe.eval.untimed_questions, eos_ids)
+            untimed = {"questions": recipe.eval.untimed_questions, "arms": arms}
+            write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
     finally:
         bench.session.close()
     notes = {
@@ -66,15 +82,15 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     """Write tables, pictures and report from the records alone. Returns the summary."""
-    recipe = with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     log_file, notes_file = folder.eval / "records.jsonl", folder.eval / "notes.json"
     if not log_file.is_file() or not notes_file.is_file():
         raise UserError(f"{folder.eval} holds no finished measurement: run `draftsmith eval` with this recipe first")
+    recipe = _as_measured(recipe)
     records = [record for record in JsonlLog(log_file) if record["run"] < recipe.eval.runs]
     notes = {"target_change": None, **json.loads(notes_file.read_text(encoding="utf-8"))}
     summary = [row | {"target_change": notes["target_change"]} for row in summarize(records)]
-    timing = summarize_timing(records)
+    timing = summarize_timing(records, _untimed(recipe))
     write_answers(records, folder.eval / "answers", recipe.name)
     write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(folder.eval / "timing.json", json.dumps(timing, indent=2) + "\n")
@@ -89,7 +105,8 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
         "command": f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}",
         **notes,
     }
-    write_report(folder.root, facts, pictures)
+    write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
+    update_card(recipe)
     print_table(summary)
     return summary
 
@@ -142,12 +159,12 @@ def make_arms(
                 setting = MethodSetting(
                     method, target, tokenizer, tokens_folder, max_length_tokens, sampling, generator
                 )
-                arms.append(Arm(make_method(setting), sampling, generator))
+                arms.append(Arm(make_method(setting), sampling, generator, lenience=method.lenience))
                 continue
             folder = _drafter_folder(recipe, method)
             decoder = decoders[folder]
             drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
-            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers))
+            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
     keys = [arm.key for arm in arms]
     for key in keys:
         if keys.count(key) > 1:
@@ -182,9 +199,9 @@ def _drafter_folders(recipe: Recipe) -> list[Path]:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What a measurement depends on. More runs may be added later, so their number is not part of it."""
+    """What a measurement depends on."""
     return {
-        "eval": recipe.eval.model_dump(exclude={"runs"}),
+        "eval": recipe.eval.model_dump(exclude=FREE_KEYS),
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
         "drafter_weights": drafter_weights(recipe),
@@ -192,10 +209,60 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def _as_measured(recipe: Recipe) -> Recipe:
+    """The recipe with the settings that the records were made with: a tree tuned since then is not theirs."""
+    recorded = json.loads((RunFolder(recipe).eval / SETTINGS).read_text(encoding="utf-8"))
+    free = recipe.eval.model_dump(include=FREE_KEYS)
+    return recipe.model_copy(
+        update={
+            "eval": EvalRecipe.model_validate(recorded["eval"] | free),
+            "target": TargetRecipe.model_validate(recorded["target"]),
+            "seed": recorded["seed"],
+        }
+    )
+
+
 def drafter_weights(recipe: Recipe) -> list[str | None]:
     """SHA-256 of the weights of the drafters that are measured."""
     files = [folder / WEIGHTS for folder in _drafter_folders(recipe)]
     return [sha256_of(file) if file.is_file() else None for file in files]
+
+
+def update_card(recipe: Recipe) -> None:
+    """Write the model card of the run's own drafter again, with what was measured and proved of its weights."""
+    if (RunFolder(recipe).drafter / "config.json").is_file():
+        write_card(recipe, _card_figures(recipe), proof_sentence(_proof(recipe)))
+
+
+def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
+    folder = RunFolder(recipe)
+    if not (folder.eval / "summary.json").is_file():
+        return None
+    measured = _as_measured(recipe)
+    settings = json.loads((folder.eval / SETTINGS).read_text(encoding="utf-8"))
+    if settings["drafter_weights"] != drafter_weights(measured):
+        return None
+    own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
+    summary = json.loads((folder.eval / "summary.json").read_text(encoding="utf-8"))
+    notes = json.loads((folder.eval / "notes.json").read_text(encoding="utf-8"))
+    machine = json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"]["machine"]
+    rows = [row for row in summary if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None]
+    if not rows:
+        return None
+    return {
+        "rows": rows,
+        "questions": f"{notes['questions']} questions of `{questions_file(measured.eval.questions).name}`",
+        "machine": notes["device"] or f"{machine['processor']}, {machine['cpu_count']} CPUs",
+    }
+
+
+def _untimed(recipe: Recipe) -> dict[str, Any] | None:
+    """By arm, what was measured off the clock with as many questions as the recipe asks for."""
+    file = RunFolder(recipe).eval / UNTIMED
+    if not file.is_file():
+        return None
+    untimed = json.loads(file.read_text(encoding="utf-8"))
+    return untimed["arms"] if untimed["questions"] == recipe.eval.untimed_questions else None
 
 
 def _proof(recipe: Recipe) -> dict[str, Any] | None:

@@ -4,12 +4,14 @@ tau                  tokens kept per round, the target's own included (the paper
 tau_without_bonus    drafted tokens kept per round
 speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions, same
                      process, prefill included on both sides; mean and standard deviation are over the runs
+tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
+latency              seconds between tokens as a user sees them: see `latency_percentiles`
+t_draft, ...         seconds of a round's phases (see `Generation`), medians over questions of means over rounds
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): what is lost
                      in the loop's own Python; decoding = without the prefill
-cost ratio c         t_draft / t_target_step, of a whole round
-alpha, tau (iid)     mean acceptance rate, and Leviathan's equation 1 with it: what the measured tau has above that is
-                     due to rounds being alike, as easy text comes in stretches
-theorem 3.8          tau (iid) / (c + 1): as if acceptances were independent and verification cost a single step
+cost ratio           t_draft / t_target_step, of a whole round
+
+What theory makes of these figures is in `theory_table.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
+from draftsmith.eval.fair_clock import Answer, Record, check_fair_clock
 from draftsmith.eval.methods.method import AUTOREGRESSIVE
-from draftsmith.eval.theory import acceptance_rate, expected_tokens
-from draftsmith.recipes.errors import UserError
+from draftsmith.eval.theory_table import theory_row
 
 OVERALL = "overall"
-Record = dict[str, Any]
-Answer = dict[str, Any]
 
 
 def summarize(records: list[Record]) -> list[dict[str, Any]]:
     """One row for each method, temperature and category, `overall` included.
 
     Raises:
-        UserError: There is no record, or one mixes measurements of several processes.
+        UserError: There is no record, or one compares what cannot be compared.
     """
     check_fair_clock(records)
     return [
@@ -39,25 +41,6 @@ def summarize(records: list[Record]) -> list[dict[str, Any]]:
         for key in records[0]["answers"]
         for category in [*dict.fromkeys(record["category"] for record in records), OVERALL]
     ]
-
-
-def check_fair_clock(records: list[Record]) -> None:
-    """A speedup compares times of one process only."""
-    if not records:
-        raise UserError("nothing has been measured yet: run `draftsmith eval` with this recipe first")
-    for record in records:
-        answers = record["answers"].values()
-        if len({answer["process"] for answer in answers}) > 1:
-            raise UserError(
-                f"run {record['run']} of question {record['question_id']} mixes times of several processes, which "
-                "cannot be compared: delete that line from records.jsonl and run `draftsmith eval` again"
-            )
-        baselines = {answer["temperature"] for answer in answers if answer["method"] == AUTOREGRESSIVE}
-        if not baselines >= {answer["temperature"] for answer in answers}:
-            raise UserError(
-                f"run {record['run']} of question {record['question_id']} lacks its autoregressive baseline: "
-                "delete that line from records.jsonl and run `draftsmith eval` again"
-            )
 
 
 Pair = tuple[int, Answer, Answer]  # run, the method's answer, the baseline's answer
@@ -81,7 +64,9 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
     for run in runs:
         of_run = [(answer, baseline) for number, answer, baseline in pairs if number == run]
         speedups.append(_speed(answer for answer, _ in of_run) / _speed(baseline for _, baseline in of_run))
-    greedy = answers[0]["temperature"] == 0
+    # Records older than lenience have none.
+    lossless = answers[0].get("lenience", 1.0) == 1
+    greedy = answers[0]["temperature"] == 0 and lossless
     return {
         "method": answers[0]["method"],
         "temperature": answers[0]["temperature"],
@@ -92,6 +77,10 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         "speedup_std": statistics.stdev(speedups) if len(speedups) > 1 else None,
         "runs": len(runs),
         "tokens": sum(sum(answer["new_tokens"]) for answer in answers),
+        "tokens_per_s": _speed(answers),
+        "first_token_s": statistics.median(seconds for answer in answers for seconds in answer["first_token_s"]),
+        **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(answers, 50, 90), strict=True)),
+        "lossless": lossless,
         "greedy_identical": all(a["token_ids"] == b["token_ids"] for _, a, b in pairs) if greedy else None,
     }
 
@@ -105,28 +94,45 @@ def _speed(answers: Iterable[Answer]) -> float:
     return tokens / seconds
 
 
-def summarize_timing(records: list[Record]) -> list[dict[str, Any]]:
-    """For each method and temperature: where a round's time went, and predicted beside measured speedup."""
+def latency_percentiles(answers: Iterable[Answer], *percents: float) -> list[float | None]:
+    """Seconds from one token to the next as a user sees them, percentiles over all tokens after the prefill's.
+
+    A round's tokens arrive together: each of k kept ones counts as the round's seconds / k. Linear between tokens.
+    """
+    per_token = [
+        (seconds / kept, kept)
+        for answer in answers
+        for seconds, kept in zip(answer["round_s"], answer["accept_lengths"], strict=True)
+    ]
+    if not per_token:
+        return [None for _ in percents]
+    seconds, kept = zip(*per_token, strict=True)
+    return np.percentile(np.repeat(seconds, kept), percents).tolist()
+
+
+def summarize_timing(records: list[Record], untimed: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """For each method and temperature: where a round's time went, and predicted beside measured speedup.
+
+    Args:
+        untimed: By arm, what `overlap.py` measured apart from the clock.
+    """
     check_fair_clock(records)
     rows = []
     for key in records[0]["answers"]:
         pairs = _pairs(records, key, OVERALL)
         rounds = sum(len(answer["accept_lengths"]) for _, answer, _ in pairs)
         if rounds:
-            rows.append(_timing_row(pairs, rounds))
+            rows.append(_timing_row(pairs, rounds, (untimed or {}).get(key)))
     return rows
 
 
-def _timing_row(pairs: list[Pair], rounds: int) -> dict[str, Any]:
+def _timing_row(pairs: list[Pair], rounds: int, untimed: dict[str, Any] | None) -> dict[str, Any]:
     answers = [answer for _, answer, _ in pairs]
     baselines = [baseline for _, _, baseline in pairs]
     t_target_s = _median_per_round(baselines, "verify_s")
     t_draft_s = _median_per_round(answers, "draft_s")
     t_verify_s = _median_per_round(answers, "verify_s")
     draft_lengths = [length for answer in answers for length in answer["draft_lengths"]]
-    gamma = max(draft_lengths, default=0)  # the deepest token ever kept
-    alpha = acceptance_rate(draft_lengths, gamma)
-    tau_iid = expected_tokens(alpha, gamma)
     tau = sum(sum(answer["accept_lengths"]) for answer in answers) / rounds
     predicted = tau * t_target_s / (t_draft_s + t_verify_s)
     decoding_speedup = _decoding_speed(answers) / _decoding_speed(baselines)
@@ -138,7 +144,8 @@ def _timing_row(pairs: list[Pair], rounds: int) -> dict[str, Any]:
         "t_target_step_s": t_target_s,
         "t_draft_s": t_draft_s,
         "t_verify_forward_s": t_verify_s,
-        "t_loop_s": _loop_time(answers) / rounds,
+        "t_choose_s": _median_per_round(answers, "choose_s"),
+        "t_commit_s": _median_per_round(answers, "commit_s"),
         "cost_ratio": t_draft_s / t_target_s,
         "speedup_predicted": predicted,
         "speedup_decoding": decoding_speedup,
@@ -146,9 +153,7 @@ def _timing_row(pairs: list[Pair], rounds: int) -> dict[str, Any]:
         "loop_efficiency": decoding_speedup / predicted,
         "loop_efficiency_with_prefill": speedup / predicted,
         "acceptance_by_depth": acceptance_by_depth(draft_lengths),
-        "alpha": alpha,
-        "tau_predicted_iid": tau_iid,
-        "speedup_predicted_iid": tau_iid / (t_draft_s / t_target_s + 1),
+        **theory_row(answers, t_draft_s / t_target_s, untimed),
     }
 
 
@@ -175,11 +180,3 @@ def _decoding_speed(answers: list[Answer]) -> float:
     """Tokens per second after the prefill, which gave each turn's first token."""
     tokens = sum(sum(answer["accept_lengths"]) for answer in answers)
     return tokens / sum(sum(answer["wall_time"]) - sum(answer["prefill_s"]) for answer in answers)
-
-
-def _loop_time(answers: list[Answer]) -> float:
-    """Seconds in rounds that neither drafted nor ran the target."""
-    return sum(
-        sum(answer["wall_time"]) - sum(answer["prefill_s"]) - sum(answer["draft_s"]) - sum(answer["verify_s"])
-        for answer in answers
-    )

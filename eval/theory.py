@@ -8,8 +8,6 @@ of one another and that verification takes no longer than a single step: what is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 MOST_TOKENS = 32  # gammas tried
 
 
@@ -38,10 +36,13 @@ def best_gamma(alpha: float, c: float, parallel: bool = False, at_most: int = MO
     return max(range(at_most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c, parallel))
 
 
-def acceptance_rate(draft_lengths: Sequence[int], gamma: int) -> float:
-    """alpha as measured: accepted over tried. A round tries one more than it accepts, unless it accepts all gamma."""
-    tried = sum(min(length + 1, gamma) for length in draft_lengths)
-    return sum(draft_lengths) / tried if tried else 0.0
+def sufficient_gamma(alpha: float, share: float = 0.99, at_most: int = MOST_TOKENS) -> int:
+    """For a drafter whose cost does not grow with gamma: the least gamma with `share` of what endless drafts give.
+
+    They give 1 / (1 - alpha) tokens a round, of which gamma drafted tokens give a share of 1 - alpha^(gamma+1).
+    """
+    _check(alpha, 0)
+    return next((gamma for gamma in range(at_most) if 1 - alpha ** (gamma + 1) >= share), at_most)
 
 
 def _check(alpha: float, gamma: int) -> None:

@@ -84,6 +84,8 @@ class DraftTree:
         shape: The parents, from which everything else follows.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
+        draws: [N], or None. Below each node its independent draws in order, as (child, row of q), for children that
+            come from several drafters, or with replacement: q is [R, V] then, and a child drawn twice is listed twice.
         log_confidence: [N], or None. The drafter's log probability of the path to each node, where a builder knows it:
             the N' best nodes are the best tree of N' nodes.
     """
@@ -92,11 +94,15 @@ class DraftTree:
     shape: TreeShape
     q: Tensor | None = None
     log_confidence: list[float] | None = None
+    draws: list[list[tuple[int, int]]] | None = None
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.shape):
             raise ValueError(f"{len(self.tokens)} tokens do not fit a tree of {len(self.shape)} nodes")
-        if self.q is not None and len(self.q) != len(self.tokens):
+        if self.draws is not None:
+            if len(self.draws) != len(self.tokens) or self.q is None:
+                raise ValueError(f"{len(self.tokens)} nodes need as many lists of draws, and q: not {len(self.draws)}")
+        elif self.q is not None and len(self.q) != len(self.tokens):
             raise ValueError(f"q has {len(self.q)} rows for a tree of {len(self.tokens)} nodes")
 
     def __len__(self) -> int:
@@ -130,8 +136,13 @@ class DraftTree:
         kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
         new_index = {node: index for index, node in enumerate(kept)}
         parents = tuple(new_index.get(self.parents[node], -1) for node in kept)
-        q = None if self.q is None else self.q[kept]
-        return DraftTree([self.tokens[node] for node in kept], TreeShape.of(parents), q)
+        tokens, shape = [self.tokens[node] for node in kept], TreeShape.of(parents)
+        if self.draws is not None:
+            draws = [
+                [(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in kept
+            ]
+            return DraftTree(tokens, shape, self.q, draws=draws)
+        return DraftTree(tokens, shape, None if self.q is None else self.q[kept])
 
 
 def root_only(token: int) -> DraftTree:

@@ -1,4 +1,4 @@
-"""What a level of a draft tree is filled with: the most likely tokens, or draws without replacement.
+"""What a level of a draft tree is filled with: the most likely tokens, or draws with or without replacement.
 
 Shapes: R rows, V vocabulary, N tree nodes.
 """
@@ -79,6 +79,11 @@ def draw_without_replacement(q: Tensor, count: int, generator: torch.Generator |
     race = q / torch.empty_like(q).exponential_(generator=generator)
     drawn = race.topk(count, dim=-1).indices
     return drawn.masked_fill(q.gather(-1, drawn) <= 0, -1).tolist()
+
+
+def draw_independently(q: Tensor, count: int, generator: torch.Generator | None) -> list[list[int]]:
+    """`count` tokens from each row of q [R, V], with replacement."""
+    return torch.multinomial(q, count, replacement=True, generator=generator).tolist()
 
 
 def without_blanks(tree: DraftTree) -> DraftTree:

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from draftsmith.data.question_list import load_questions
 from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.question_list import load_questions
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.spec_bench import first_turn_prompts

@@ -1,7 +1,11 @@
-"""Verification: which path of a draft tree the target accepts, and the token that it adds itself. Lossless.
+"""Verification: which path of a draft tree the target accepts, and the token that it adds itself.
+
+Lossless, unless lenience below 1 is asked for (Leviathan et al., appendix A.5): q is multiplied by it in the comparison
+with p, the residual staying what it is. Then no token is more likely than p / lenience; nothing else is promised.
 
 ParallelSpec (arXiv 2410.05589) Algorithm 1; Leviathan et al. (2211.17192) for one child; SpecInfer (2305.09781)
-Algorithm 2 for several, with children drawn *without* replacement.
+Algorithm 2 for several, whose children are drawn independently, from one drafter or several; or *without* replacement
+from one.
 
 Pure: no model and no cache. All randomness goes through a `Chooser`, so that the tests can walk through every outcome
 of this very code and compare the distribution of the result with p.
@@ -11,6 +15,8 @@ Shapes: N tree nodes, V vocabulary. p = target, q = drafter.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,17 +57,26 @@ class RandomChooser:
         return draw(probabilities, self._generator)
 
 
-def verify(tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Verdict:
+def verify(
+    tree: DraftTree,
+    logits: Tensor,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+    lenience: float = 1.0,
+) -> Verdict:
     """Accept a path of the tree.
 
     Args:
         logits: [N, V] of the target at every node.
         sampling: Applied to the target's logits; `tree.q` must have been standardised with the same one.
         generator: For temperatures > 0.
+        lenience: In (0, 1]; 1 is lossless.
     """
-    if sampling.greedy:
-        return _verify_greedy(tree, logits.argmax(-1).tolist())
-    return walk(tree, logits, sampling, RandomChooser(generator))
+    if not sampling.greedy:
+        return walk(tree, logits, sampling, RandomChooser(generator), lenience)
+    if lenience < 1:
+        return _verify_greedy_leniently(tree, logits, lenience)
+    return _verify_greedy(tree, logits.argmax(-1).tolist())
 
 
 def _verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
@@ -78,29 +93,56 @@ def _verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
             return Verdict(path, wanted)
 
 
-def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser) -> Verdict:
+def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -> Verdict:
+    """Follow the most likely child x with p(x) >= lenience max p, where p is not standardised to its argmax (A.5)."""
+    path = [0]
+    while True:
+        node_logits = logits[path[-1]].float()
+        best = int(node_logits.argmax())
+        # p(x) / max p = exp(logit(x) - largest logit)
+        least = float(node_logits[best]) + math.log(lenience)
+        good = [child for child in tree.children(path[-1]) if float(node_logits[tree.tokens[child]]) >= least]
+        if not good:
+            return Verdict(path, best)
+        path.append(max(good, key=lambda child: float(node_logits[tree.tokens[child]])))
+
+
+def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verdict:
     """Stochastic verification of the tree, from the root down. Arguments as in `verify`."""
     path = [0]
     while True:
         node = path[-1]
         p = sampling.probabilities(logits[node])
-        q = None if tree.q is None else tree.q[node].to(p.dtype)
-        for child in tree.children(node):
+        for child, q in _drafted(tree, node, p.dtype):
             token = tree.tokens[child]
-            # 1. Accept x with probability min(1, p(x) / q(x)); a deterministic child has q = the point mass on it.
+            # 1. Accept x with probability min(1, p(x) / (l q(x))), l being the lenience; a deterministic child has q =
+            # the point mass on it.
             p_token = float(p[token])
             q_token = 1.0 if q is None else float(q[token])
-            if chooser.accept(min(1.0, p_token / q_token)):
+            if chooser.accept(min(1.0, p_token / (lenience * q_token))):
                 path.append(child)
                 break
             # 2. Rejected: what is left to sample from is p minus what q has covered already.
             p = _residual(p, q, token)
-            # 3. The next sibling was drawn from q without x.
-            if q is not None:
-                q = _without(q, token)
         else:
-            # 4. No child left: the target contributes a token from what is left of p.
+            # 3. No child left: the target contributes a token from what is left of p.
             return Verdict(path, chooser.draw(p))
+
+
+def _drafted(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
+    """The draws below a node in order, each with the q [V] that it came from; None: it was chosen deterministically."""
+    if tree.q is None:
+        for child in tree.children(node):
+            yield child, None
+    elif tree.draws is not None:
+        for child, row in tree.draws[node]:
+            yield child, tree.q[row].to(dtype)
+    elif children := tree.children(node):
+        q = tree.q[node].to(dtype)
+        for child in children:
+            yield child, q
+            # The next sibling was drawn from q without x.
+            q = _without(q, tree.tokens[child])
 
 
 def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:

@@ -112,6 +112,8 @@ class Drafter(PreTrainedModel):
     _attached: _Attached | None = None
     # Drafts a token from the tokens it drafted before (a StepwiseDecoder).
     stepwise = False
+    # Why it cannot be trained on features from disk (`data.features.source: offline`), for the user; None if it can.
+    offline_obstacle: str | None = None
     # Optimiser steps done; the trainer keeps it up to date.
     training_step = 0
 
@@ -255,6 +257,24 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
     drafter = drafter_class.from_pretrained(folder, dtype=target.dtype).to(target.device)
     drafter.attach(target)
     return drafter.freeze()
+
+
+def document_starts(position_ids_bs: Tensor) -> Tensor:
+    """[B, S] bool: the first token of each document of packed rows, where position ids do not go on counting.
+
+    The same rule by which transformers keeps packed documents apart in the target's attention.
+    """
+    first_b1 = torch.ones_like(position_ids_bs[:, :1], dtype=torch.bool)
+    return torch.cat([first_b1, position_ids_bs.diff(dim=1) != 1], dim=1)
+
+
+def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """[B, S, F]: h_{t-1} at t, the feature that predicted x_t; zeros for a document's first token."""
+    previous_bsf = torch.cat([torch.zeros_like(features_bsf[:, :1]), features_bsf[:, :-1]], dim=1)
+    if position_ids is None:
+        return previous_bsf
+    starts_bs = document_starts(position_ids.expand(features_bsf.shape[:2]))
+    return previous_bsf.masked_fill(starts_bs.unsqueeze(-1), 0.0)
 
 
 def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.cached_decoder import TreeDecoder
-from draftsmith.models.drafter import MODEL_TYPE_PREFIX, StepwiseDecoder
+from draftsmith.models.drafter import MODEL_TYPE_PREFIX, StepwiseDecoder, previous_features
 from draftsmith.models.drafter_options import whole_number
 from draftsmith.models.eagle3_layer import Eagle3Shape, Eagle3ShapeConfig
 from draftsmith.models.group_attention import group_attention
@@ -85,11 +85,10 @@ class Eagle3Drafter(Eagle3Shape):
     ) -> Tensor:
         """[N, D] of the present rows, before the final norm: stream after stream. Features are those AT each token."""
         batch, _, length = rows.shape
+        previous_bsf = previous_features(features, position_ids).flatten(0, 1)
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device)
         positions_bs = position_ids.expand_as(input_ids)
-        # h_{t-1}, the features that predicted x_t; zeros for the first token.
-        previous_bsf = torch.cat([torch.zeros_like(features[:, :1]), features[:, :-1]], dim=1).flatten(0, 1)
         # What the next stream reads beside its tokens: g first, then the outputs of the stream before it.
         feedback_bsd = self.fc(previous_bsf.to(self.fc.weight.dtype))
         memory, outputs, places = EarlierStreams(self.config.attention), [], []
@@ -103,7 +102,7 @@ class Eagle3Drafter(Eagle3Shape):
             token_n = input_ids[batch_n, (position_n + j).clamp_max(length - 1)]
             hidden = self.drafted_inputs(token_n, feedback_bsd[stream.index_n]).unsqueeze(0)
             rotary = self.rotary_of(hidden, (positions_bs[batch_n, position_n] + j).unsqueeze(0))
-            memory.begin_stream(stream)
+            memory.begin_stream(stream.in_documents(positions_bs))
             outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
             places.append(place_n)
             feedback_nd = self.feedback_of(outputs[-1])
@@ -128,7 +127,7 @@ class EarlierStreams:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._rows: GroupRows | None = None
-        self._keys_values: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._keys_values: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {}
 
     def begin_stream(self, rows: GroupRows) -> None:
         """The next stream's present rows, on a grid of one stream."""
@@ -139,10 +138,12 @@ class EarlierStreams:
         if self._rows is None:
             raise ValueError("attending needs a stream: call begin_stream() first")
         streams = self._keys_values.setdefault(layer_index, [])
-        streams.append((self._rows.to_grid(k_bhrd), self._rows.to_grid(v_bhrd)))
-        k_bhgsd, v_bhgsd = (torch.cat(parts, dim=2) for parts in zip(*streams, strict=True))
-        out = group_attention(self._rows.to_grid(q_bhrd), k_bhgsd, v_bhgsd, self._backend, scale)
-        return self._rows.from_grid(out)
+        streams.append((self._rows.to_grids(k_bhrd), self._rows.to_grids(v_bhrd)))
+        out = []
+        for document, q_bhgsd in enumerate(self._rows.to_grids(q_bhrd)):
+            k_bhgsd, v_bhgsd = (torch.cat([stream[kv][document] for stream in streams], dim=2) for kv in (0, 1))
+            out.append(group_attention(q_bhgsd, k_bhgsd, v_bhgsd, self._backend, scale))
+        return self._rows.from_grids(out)
 
 
 DRAFTER = Eagle3Drafter

@@ -28,6 +28,7 @@ from draftsmith.models.drafter import (
     DrafterConfig,
     DrafterOutput,
     depth_labels,
+    previous_features,
 )
 from draftsmith.models.drafter_options import normalized_weights, one_of, whole_number
 from draftsmith.models.group_attention import BACKENDS
@@ -244,13 +245,13 @@ class HydraDrafter(Drafter):
 
     def states_of(self, rows: GroupRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros outside `rows`, which has one stream."""
-        # h_{t-1}, the feature that predicted x_t; zeros for the first token.
-        previous_bsd = torch.cat([torch.zeros_like(features[:, :1]), features[:, :-1]], dim=1).to(self.dtype)
+        previous_bsd = previous_features(features, position_ids).to(self.dtype)
         if self.prefix is None:
             return previous_bsd
         batch, length = previous_bsd.shape[:2]
         if position_ids is None:
             position_ids = torch.arange(length, device=features.device)
+        rows = rows.in_documents(position_ids)
         positions_n = position_ids.expand(batch, length)[rows.batch_n, rows.position_n]
         hidden = previous_bsd[rows.batch_n, rows.position_n].unsqueeze(0)
         rotary = self.prefix.rotary_of(hidden, positions_n.unsqueeze(0))

@@ -26,6 +26,7 @@ from draftsmith.models.drafter import (
     DrafterConfig,
     DrafterOutput,
     depth_labels,
+    previous_features,
 )
 from draftsmith.models.drafter_options import normalized_weights, one_of, whole_number
 from draftsmith.models.losses import LOSSES, head_loss
@@ -148,11 +149,11 @@ class MedusaDrafter(Drafter):
             features: [B, S, D] of the target, AT each token; also the teacher's, where the loss has one.
             loss_mask: [B, S], 1 at tokens that may be predicted.
             attention_mask: Not needed: heads see one position.
-            position_ids: Not needed.
+            position_ids: [B, S] of packed documents, which each start anew at 0; else not needed.
             teacher_features: Not needed.
         """
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        previous_bsd = _previous(features)
+        previous_bsd = previous_features(features, position_ids)
         results = []
         for j, weight in enumerate(self.config.resolved_depth_weights()):
             batch_n, position_n = (labels_bgs[:, j] != IGNORED_LABEL).nonzero(as_tuple=True)
@@ -174,7 +175,7 @@ class MedusaDrafter(Drafter):
         )
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return self.logits_of(_previous(features)).movedim(0, 1)
+        return self.logits_of(previous_features(features, position_ids)).movedim(0, 1)
 
     # ---- shared by training and decoding ----
 
@@ -203,7 +204,7 @@ class MedusaDecoder:
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence: features [P, D] are those AT the prompt's tokens."""
-        self._previous_d = _previous(features.unsqueeze(0))[0, -1]
+        self._previous_d = previous_features(features.unsqueeze(0))[0, -1]
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         """Features [n, D] predicted the n new tokens: the last of them is h_{t-1}."""
@@ -216,11 +217,6 @@ class MedusaDecoder:
         if self._previous_d is None:
             raise ValueError("drafting needs a sequence: call start() first")
         return self._drafter.logits_of(self._previous_d).float()
-
-
-def _previous(features_bsd: Tensor) -> Tensor:
-    """h_{t-1} at t; zeros for the first token, which nothing predicted."""
-    return torch.cat([torch.zeros_like(features_bsd[:, :1]), features_bsd[:, :-1]], dim=1)
 
 
 DRAFTER = MedusaDrafter

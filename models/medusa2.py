@@ -95,6 +95,7 @@ class Medusa2Drafter(MedusaDrafter):
     """The drafter q, and the change of the target that belongs to it; see the module's docstring."""
 
     config_class = Medusa2Config
+    offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
 
     def build(self, config: Medusa2Config) -> None:
         super().build(config)
@@ -175,7 +176,7 @@ class Medusa2Drafter(MedusaDrafter):
 
         The others are those of `MedusaDrafter.forward`.
         """
-        output = super().forward(input_ids, features, loss_mask)
+        output = super().forward(input_ids, features, loss_mask, position_ids=position_ids)
         output.loss = self.config.heads_weight * output.loss
         if self.trains_target:
             output.loss = output.loss + self._target_loss(input_ids, features, loss_mask, teacher_features)

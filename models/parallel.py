@@ -29,6 +29,7 @@ from draftsmith.models.drafter import (
     DrafterOutput,
     StepwiseDecoder,
     depth_labels,
+    previous_features,
 )
 from draftsmith.models.drafter_options import layer_numbers, normalized_weights, number, one_of, whole_number
 from draftsmith.models.group_attention import BACKENDS
@@ -182,7 +183,8 @@ class ParallelDrafter(Drafter):
             features: [B, S, F] of the target, AT each token.
             loss_mask: [B, S], 1 at tokens that may be predicted.
             attention_mask: Not needed: padding carries no label and nothing real sees it.
-            position_ids: [B, S], 0..S-1 by default.
+            position_ids: [B, S], 0..S-1 by default; packed documents each have their own, from 0 on, and at their
+                first token a `loss_mask` of 0.
             teacher_features: [B, S, D] that the LM head reads, for losses that compare with the target's distribution.
         """
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
@@ -218,9 +220,7 @@ class ParallelDrafter(Drafter):
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
         """[N, D] of the present rows, before the final norm. Features are those AT each token."""
-        # h_{t-1}, the feature that predicted x_t; zeros for the first token.
-        previous_bsf = torch.cat([torch.zeros_like(features[:, :1]), features[:, :-1]], dim=1)
-        real_bse = self.real_inputs(input_ids, previous_bsf)
+        real_bse = self.real_inputs(input_ids, previous_features(features, position_ids))
         newest_ne = real_bse[rows.batch_n, rows.position_n]
         is_mask_n = rows.stream_n > 0
         masks_ke = self.mask_inputs()
@@ -230,6 +230,8 @@ class ParallelDrafter(Drafter):
         hidden = torch.where(is_mask_n[:, None], of_masks_ne, newest_ne).unsqueeze(0)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        else:
+            rows = rows.in_documents(position_ids)
         positions_n = position_ids.expand_as(input_ids)[rows.batch_n, rows.position_n] + rows.stream_n
         rotary = self.rotary_of(hidden, positions_n.unsqueeze(0))
         return self.run_layers(hidden, rotary, group_rows=rows, group_backend=self.config.attention)[0]

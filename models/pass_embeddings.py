@@ -72,6 +72,7 @@ class PassEmbeddingsDrafter(ParallelDrafter):
     """The drafter q, whose only parameters are `masks` [T, D]; see the module's docstring."""
 
     config_class = PassEmbeddingsConfig
+    offline_obstacle = "it reads no features: its own forward runs the target's layers"
 
     def build(self, config: PassEmbeddingsConfig) -> None:
         self.layers_config = layers_config(config.target_config, config.num_layers)

@@ -244,6 +244,15 @@ class FeatureTap:
             raise _AllTapped
 
 
+def drop_decoder_layers(target: PreTrainedModel) -> None:
+    """Leave the embedding, the final norm and the LM head: all that training on features from disk asks for.
+
+    A target whose layers are kept under a name that is not known here stays whole.
+    """
+    with contextlib.suppress(UserError):
+        del decoder_layers(target)[:]
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, first to last.
 
@@ -265,7 +274,15 @@ def _looks_like_a_path(model: str) -> bool:
 
 
 def _read(location: str, load: Any) -> Any:
-    """Call a `from_pretrained`, with its failures told in one sentence."""
+    return read_pretrained("target.model", location, load)
+
+
+def read_pretrained(what: str, location: str, load: Any) -> Any:
+    """Call a `from_pretrained`, with its failures told in one sentence.
+
+    Args:
+        what: What is loaded, as the user knows it: a key of the recipe, say.
+    """
     try:
         return load()
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -273,6 +290,6 @@ def _read(location: str, load: Any) -> Any:
         if len(reason) > 300:
             reason = reason[:300] + " ..."
         raise UserError(
-            f"target.model {location} cannot be loaded ({reason}): give a folder with a transformers checkpoint, a Hub "
-            "id that this machine can reach, or `embedded`"
+            f"{what} {location} cannot be loaded ({reason}): give a folder with a transformers checkpoint, or a Hub id "
+            "that this machine can reach"
         ) from None

@@ -165,5 +165,6 @@ def _attend(
         return cached_attention.attend(module.layer_idx, query, key, value, scale), None
     if group_rows is None:
         raise ValueError("the drafter's layers need `group_rows` in training or `cached_attention` in decoding")
-    q_bhgsd, k_bhgsd, v_bhgsd = (group_rows.to_grid(part) for part in (query, key, value))
-    return group_rows.from_grid(group_attention(q_bhgsd, k_bhgsd, v_bhgsd, backend=group_backend, scale=scale)), None
+    grids = (group_rows.to_grids(part) for part in (query, key, value))
+    out = [group_attention(q, k, v, group_backend, scale) for q, k, v in zip(*grids, strict=True)]
+    return group_rows.from_grids(out), None

@@ -41,7 +41,7 @@ def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] |
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{file}: {_explain(schema, error)}") from None
+        raise UserError(f"{file}: {explain(schema, error)}") from None
 
 
 def find_recipe(path: str | Path) -> Path:
@@ -88,10 +88,14 @@ def _number_or(value: Any) -> Any:
     return value
 
 
-def _explain(schema: type[BaseModel], error: ValidationError) -> str:
-    """The first mistake, as `section.key`: what is wrong and what would be right."""
+def explain(schema: type[BaseModel], error: ValidationError, section: str = "") -> str:
+    """The first mistake, as `section.key`: what is wrong and what would be right.
+
+    Args:
+        section: Where in the recipe the schema's keys lie.
+    """
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
+    key = ".".join(str(part) for part in ([section] if section else []) + list(first["loc"]))
     if first["type"] == "extra_forbidden":
         valid = _keys_at(schema, first["loc"][:-1])
         nearest = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.5)

@@ -24,6 +24,7 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         self.root = Path(recipe.runs_dir) / recipe.name
         self.data = self.root / "data"
+        self.features = self.root / "features"
         self.drafter = self.root / "drafter"
         self.eval = self.root / "eval"
         self._recipe = recipe
@@ -32,7 +33,7 @@ class RunFolder:
         """Write the resolved recipe and add this stage to `provenance.json`.
 
         Args:
-            stage: `distill`, `train` or `eval`.
+            stage: `distill`, `features`, `train` or `eval`.
             inputs: Files that the stage read, by name; their SHA-256 is written down.
         """
         self.root.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ class RunFolder:
             "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "commit": _commit(),
-            "versions": _versions(),
+            "versions": versions(),
             "machine": {
                 "platform": platform.platform(),
                 "processor": platform.processor() or platform.machine(),
@@ -85,11 +86,12 @@ def _commit() -> str | None:
     return result.stdout.strip() or None if result.returncode == 0 else None
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Of Python and the packages that results depend on, as far as they are installed."""
+    found = {"python": platform.python_version()}
     for package in PACKAGES_OF_RECORD:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return found

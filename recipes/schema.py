@@ -3,9 +3,11 @@
 `train:` is handed to `transformers.TrainingArguments` as it is, `drafter.options` to the drafter's own config class.
 """
 
-from typing import Any, Literal
+import re
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DRAFTER_KIND = "drafter"  # of an `eval.methods` entry: the run's trained drafter
 
@@ -30,15 +32,105 @@ class TargetRecipe(Section):
     chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
 
 
-class ConversationsRecipe(Section):
-    """Where the prompts come from."""
+class ColumnsRecipe(Section):
+    """Columns of records that hold prompts instead of a list of turns. By default the first of the usual names."""
+
+    prompt: str | None = Field(
+        None, description="prompt, instruction, question or turns; text, or a list of user turns"
+    )
+    input: str | None = Field(None, description="input or context: text that goes under the first prompt")
+    answer: str | None = Field(None, description="response, output, answer or completion; may be absent or empty")
+    system: str | None = Field(None, description="system_prompt or system")
+
+
+class SourceRecipe(Section):
+    """One place that conversations come from."""
 
     source: str = Field("stdlib", description="local .json/.jsonl(.gz/.xz/.zst), Hub dataset id, or `stdlib`")
-    split: str = "train"
+    name: str | None = Field(None, description="for counts and the data card; by default the file's or the dataset's")
+    hub_split: str = Field("train", description="the split of a Hub dataset")
     file: str | None = Field(None, description="one file of a Hub dataset, for repositories that hold several")
     revision: str | None = None
-    limit: int | None = Field(None, ge=1, description="take the first n valid conversations")
+    columns: ColumnsRecipe = ColumnsRecipe()
+    limit: int | None = Field(None, ge=1, description="take the first n conversations that can be used")
+
+    @property
+    def label(self) -> str:
+        """The name that counts go under."""
+        if self.name is not None:
+            return self.name
+        without_suffixes = re.sub(r"(\.(jsonl?|ndjson|gz|xz|zst))+$", "", self.source)
+        return self.source if without_suffixes == self.source else PurePath(without_suffixes).name
+
+
+class MixedSourceRecipe(SourceRecipe):
+    """One source of a mixture."""
+
+    source: str
+    weight: float = Field(1.0, gt=0, description="its share of the conversations, relative to the other weights")
+
+
+class FiltersRecipe(Section):
+    """Conversations that are left out, and counted, though they are valid. By default none is."""
+
+    languages: list[str] = Field([], description="ISO 639-1 codes: user turns in another language are left out")
+    min_turns: int = Field(1, ge=1, description="user turns")
+    max_turns: int | None = Field(None, ge=1, description="user turns")
+    min_turn_chars: int = Field(1, ge=1, description="of every user and assistant turn")
+    max_turn_chars: int | None = Field(None, ge=1, description="of every user and assistant turn")
+    max_tokens: int | None = Field(None, ge=1, description="of all turns together, in the target's tokens")
+
+
+class ConversationsRecipe(SourceRecipe):
+    """Where the prompts come from: one source, or a mixture of several.
+
+    Of a mixture, `weight`s are shares of the conversations taken, and hold until a source runs dry; the others then go
+    on by theirs. With a `limit` that no source runs dry before, they hold for the whole.
+    """
+
+    mixture: list[MixedSourceRecipe] = Field([], description="several sources, in place of `source`")
     skip_invalid: bool = Field(False, description="count malformed conversations and go on instead of stopping")
+    split: Literal["train", "heldout", "all"] = "train"
+    heldout_frac: float = Field(
+        0.0, ge=0, lt=1, description="put aside by a hash of the id; stdlib has a split of its own, by module"
+    )
+    decontaminate: list[str] | None = Field(
+        None, description="question files whose questions are kept out; by default eval.questions, [] for none"
+    )
+    contamination_words: int = Field(
+        13, ge=5, description="that many words in a row in common with a question are too many"
+    )
+    filters: FiltersRecipe = FiltersRecipe()
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _split_is_ours(cls, value: Any) -> Any:
+        if value not in ("train", "heldout", "all"):
+            raise ValueError("must be train, heldout or all (a Hub dataset's own split is `hub_split`)")
+        return value
+
+    @model_validator(mode="after")
+    def _sources_fit_together(self) -> "ConversationsRecipe":
+        if self.mixture:
+            alone = SourceRecipe(limit=self.limit)
+            for key in SourceRecipe.model_fields:
+                if getattr(self, key) != getattr(alone, key):
+                    raise ValueError(f"`{key}` belongs to the entries of `mixture`: move it there")
+        labels = [source.label for source in self.sources]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(f"`mixture` has two sources with the name {twice}: give one another `name`")
+        if self.split == "heldout" and not self.heldout_frac and any(s.source != "stdlib" for s in self.sources):
+            raise ValueError("`split: heldout` needs a `heldout_frac` above 0")
+        return self
+
+    @property
+    def sources(self) -> list[MixedSourceRecipe]:
+        """Those of the mixture, or the only one. Its limit is that of the whole."""
+        if self.mixture:
+            return self.mixture
+        values = {key: getattr(self, key) for key in SourceRecipe.model_fields if key != "limit"}
+        return [MixedSourceRecipe(**values)]
 
 
 class DistillRecipe(Section):
@@ -54,10 +146,26 @@ class DistillRecipe(Section):
     max_new_tokens: int = Field(512, ge=1)
 
 
+class FeaturesRecipe(Section):
+    """The target's hidden states that drafters train on: computed in every step, or once, into `features/`."""
+
+    source: Literal["online", "offline"] = Field(
+        "online", description="`offline`: train reads what `draftsmith features` wrote, and runs no target"
+    )
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what runs the target offline")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="on disk")
+    batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline; of engine transformers")
+
+
 class DataRecipe(Section):
     conversations: ConversationsRecipe = ConversationsRecipe()
     distill: DistillRecipe = DistillRecipe()
     max_length_tokens: int = Field(2048, ge=8, description="longer conversations are cut on a turn boundary")
+    features: FeaturesRecipe = FeaturesRecipe()
+    packing: bool = Field(
+        False, description="train on rows of several conversations, together at most max_length_tokens long"
+    )
+    tokenize_processes: int | None = Field(None, ge=1, description="by default one a processor, 8 at most")
 
 
 class DrafterRecipe(Section):
@@ -85,6 +193,9 @@ class MethodRecipe(Section):
     nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
     branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")
     paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
+    lenience: float = Field(
+        1.0, gt=0, le=1, description="below 1 drafts are accepted more readily, which is NOT lossless (2211.17192, A.5)"
+    )
     drafter: str | None = Field(None, description="folder of another run's drafter; by default the run's own")
 
     @model_validator(mode="after")
@@ -102,8 +213,14 @@ class EvalRecipe(Section):
     )
     limit_per_category: int | None = Field(None, ge=1)
     max_new_tokens: int = Field(512, ge=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="strings that end an answer, beside the end tokens; they are no part of its text"
+    )
     runs: int = Field(3, ge=1)
     warmup_questions: int = Field(2, ge=0)
+    untimed_questions: int = Field(
+        0, ge=0, description="asked once more, off the clock: alpha as E[sum min(p, q)], operations, for the report"
+    )
     temperatures: list[float] = [0.0]
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -45,8 +45,8 @@ GOLDEN = {
         "<|channel|>final<|message|>Bye<|return|>",
     ],
     "MISTRAL": [" Hello there, ünï 👋</s>", " Bye</s>"],
-    # "Bot: Hello": the token " Hello" crosses the border; it carries loss because it holds the assistant's text.
-    "NO_END_TOKEN": [" Hello there, ünï 👋", "Bye"],
+    # "Bot: Hello" would be tokenised with " Hello" across the border; the target reads "Bot: " and says "Hello".
+    "NO_END_TOKEN": ["Hello there, ünï 👋", "Bye"],
 }
 
 
@@ -57,7 +57,9 @@ def test_golden_masks(name: str, trim_offsets: bool) -> None:
     tokenized = tokenize_conversation(tokenizer, TWO_ROUNDS)
     assert [tokenizer.decode(run) for run in tokenized.answers()] == GOLDEN[name]
     rendered = tokenizer.apply_chat_template(TWO_ROUNDS.messages, tokenize=False)
-    assert tokenized.input_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(tokenized.input_ids) == rendered
+    if name != "NO_END_TOKEN":
+        assert tokenized.input_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name not in ("LLAMA2", "MISTRAL", "NO_END_TOKEN")])
@@ -71,15 +73,15 @@ def test_system_prompt_that_moves_to_the_last_user_turn() -> None:
     """Mistral v0.3: no generation prompt of the history is a prefix of the whole, the answers are found still."""
     tokenizer = tiny_tokenizer(templates.MISTRAL)
     runs = [tokenizer.decode(run) for run in tokenize_conversation(tokenizer, WITH_SYSTEM).answers()]
-    assert [run.strip() for run in runs] == ["Hello there, ünï 👋</s>", "Bye</s>"]
+    assert runs == GOLDEN["MISTRAL"]
 
 
 def test_what_follows_the_prompt_is_what_carries_loss() -> None:
     """Train = decode: the ids before the first answer are the prompt's ids, and the answer's follow at once."""
-    for name in ("CHATML", "LLAMA3", "LLAMA2", "ZEPHYR", "GENERATION", "HARMONY"):
+    for name in ("CHATML", "LLAMA3", "LLAMA2", "ZEPHYR", "GENERATION", "HARMONY", "NO_END_TOKEN"):
         tokenizer = tiny_tokenizer(getattr(templates, name))
         tokenized = tokenize_conversation(tokenizer, TWO_ROUNDS)
-        for end in (1, 3):
+        for end in (1, 3) if name != "NO_END_TOKEN" else (1,):  # its history has " Hello" as one token again
             prompt = prompt_token_ids(tokenizer, TWO_ROUNDS.turns[:end])
             assert tokenized.input_ids[: len(prompt)] == prompt, name
             assert tokenized.loss_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1], name

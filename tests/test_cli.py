@@ -13,7 +13,9 @@ from draftsmith.recipes.errors import exit_with_one_sentence
 RUNNER = CliRunner()
 
 
-@pytest.mark.parametrize("command", ["distill", "train", "eval", "report", "run", "doctor", "plan", "compare"])
+@pytest.mark.parametrize(
+    "command", ["distill", "features", "train", "eval", "report", "run", "doctor", "plan", "compare"]
+)
 def test_a_missing_recipe_is_one_sentence_in_every_command(command: str) -> None:
     result = RUNNER.invoke(cli.app, [command, "no-such-recipe.yaml"])
     assert result.exit_code == 2

@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from draftsmith.data.ledger import LedgerView
 from draftsmith.eval.cli import app
-from draftsmith.eval.compare import _changes_target, compare, expand_variants, joint_recipe
+from draftsmith.eval.compare import _changes_target, _reuse_data, compare, expand_variants, joint_recipe
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder
 
 
 def test_variants_of_one_key() -> None:
@@ -53,6 +54,17 @@ def test_a_drafter_that_changes_its_target_is_measured_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("override", "same"), [("data.packing=true", True), ("data.max_length_tokens=100", False)])
+def test_data_are_reused_unless_they_would_be_others(tmp_path: Path, override: str, same: bool) -> None:
+    first, second = (
+        load_recipe("quickstart", [f"runs_dir={tmp_path}", f"name={name}", *extra])
+        for name, extra in (("first", []), ("second", [override]))
+    )
+    (RunFolder(first).data / "tokens").mkdir(parents=True)
+    _reuse_data(second, [first, second])
+    assert (RunFolder(second).data / "tokens").is_dir() == same
+
+
 def test_a_whole_comparison(tmp_path: Path) -> None:
     """Two kinds of drafters; the second takes over the first one's conversations."""
     overrides = [

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.eval.decoding import Generation, generate
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive
+from draftsmith.eval.methods.method import Autoregressive, Method
+from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree import DraftTree, TreeShape
@@ -20,7 +21,8 @@ from draftsmith.eval.tree_builders import (
     StaticBuilder,
     TreeBuilder,
 )
-from draftsmith.eval.tree_growers import StaticGrower
+from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.models.drafter import StepwiseDecoder
 from draftsmith.recipes.errors import UserError
 
 V = 11
@@ -91,7 +93,10 @@ def test_never_always_sometimes(session: TargetSession) -> None:
         assert out.draft_lengths == drafts
         assert sum(out.accept_lengths) + 1 == len(out.ids)
         assert (out.rounds, out.accepted_drafts) == (len(accept_lengths), sum(drafts))
-        assert out.wall_time_s >= out.prefill_s + out.draft_s + out.verify_s
+        assert out.wall_time_s >= out.prefill_s + sum(out.round_s)
+        assert sum(out.round_s) == pytest.approx(out.draft_s + out.verify_s + out.choose_s + out.commit_s)
+        assert len(out.round_s) == out.rounds
+        assert 0 < out.first_token_s < out.prefill_s
 
 
 def test_the_limit_cuts_the_last_round(session: TargetSession) -> None:
@@ -102,6 +107,48 @@ def test_the_limit_cuts_the_last_round(session: TargetSession) -> None:
     assert out.accept_lengths == [5, 2]
     assert out.draft_lengths == [4, 1]
     assert generate(session, Scripted(answer, None), PROMPT, GREEDY, 1).rounds == 0
+
+
+def test_tried_positions(session: TargetSession) -> None:
+    """Every accepted one and the rejected one after it; none where the path is used up, or where the answer ends."""
+    answer = answer_of(session, 24)
+    for spoil_depth, tried in [(None, 4 * 3), (1, 15), (3, 3 * 5)]:
+        out = generate(session, Scripted(answer, spoil_depth), PROMPT, GREEDY, 16)
+        # The last tree of the spoiled ones is cut to what is still wanted: no drafted token at depth 3, or none at all.
+        assert out.tried == tried - (spoil_depth is not None)
+        assert max(out.draft_depths) == 4
+        assert (out.draft_depths[-1] < 4) == (spoil_depth is not None)
+    end = next(token for index, token in enumerate(answer) if index >= 2 and token not in answer[:index])
+    out = generate(session, Scripted(answer, 4), PROMPT, GREEDY, 20, {end})
+    assert out.tried <= sum(out.draft_lengths) + out.rounds
+
+
+def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves only where each phase does its work."""
+    from draftsmith.eval import decoding
+
+    now = [0.0]
+
+    def taking(seconds: float, function: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            now[0] += seconds
+            return function(*arguments, **options)
+
+        return timed
+
+    answer = answer_of(session, 24)
+    method = Scripted(answer, None)
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(decoding, "verify", taking(4.0, decoding.verify))
+    monkeypatch.setattr(method, "start", taking(32.0, method.start))
+    monkeypatch.setattr(method, "propose", taking(1.0, method.propose))
+    for name, seconds in (("prefill", 64.0), ("forward_tree", 2.0), ("commit", 8.0)):
+        monkeypatch.setattr(session, name, taking(seconds, getattr(session, name)))
+    out = generate(session, method, PROMPT, GREEDY, 16)
+    assert (out.first_token_s, out.prefill_s) == (64.0, 96.0)
+    assert (out.draft_s, out.verify_s, out.choose_s, out.commit_s) == (3.0, 6.0, 12.0, 24.0)
+    assert out.round_s == [15.0] * 3
+    assert out.wall_time_s == 96.0 + 45.0
 
 
 def test_an_end_token_cuts_the_round(session: TargetSession) -> None:
@@ -190,7 +237,9 @@ BUILDERS: dict[str, TreeBuilder] = {
     "chain": ChainBuilder(),
     "static": StaticBuilder(PATHS),
     "best_first": BestFirstBuilder(nodes=5, branch=3),
+    "grown chain": ChainGrower(),
     "grown static": StaticGrower(PATHS),
+    "grown best_first": BestFirstGrower(nodes=5, branch=3),
 }
 
 
@@ -205,17 +254,29 @@ def third_token_distribution(target: LlamaForCausalLM, sampling: Sampling) -> Te
     return torch.einsum("a,ab,abc->c", first, second, third)
 
 
-@pytest.mark.parametrize("builder", BUILDERS.values(), ids=BUILDERS.keys())
+def noisy_method(name: str, sampling: Sampling, generator: torch.Generator) -> Method:
+    noise = torch.Generator().manual_seed(3)
+
+    def stepwise() -> StepwiseDecoder:
+        return NoisyStepwiseDecoder(torch.randn(1 + V, V, generator=noise, dtype=torch.float64))
+
+    if name == "merged":
+        return SpecInfer("noisy", [stepwise(), stepwise()], [2, 1], 2, sampling, generator)
+    builder = BUILDERS[name]
+    marginals = torch.randn(2, V, generator=noise, dtype=torch.float64)
+    decoder: Any = NoisyDecoder(marginals) if isinstance(builder, MarginalBuilder) else stepwise()
+    return DrafterMethod("noisy", decoder, builder, sampling, generator)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", [*BUILDERS, "merged"])
 def test_sampling_keeps_the_distribution(
-    target: LlamaForCausalLM, session: TargetSession, builder: TreeBuilder
+    target: LlamaForCausalLM, session: TargetSession, name: str, temperature: float
 ) -> None:
     """Chi-square of the third token over 700 answers; the 0.1 % quantile for 10 degrees of freedom is 29.6."""
-    sampling = Sampling(0.9)
-    stepwise = not isinstance(builder, MarginalBuilder)
-    draft = torch.randn(1 + V if stepwise else 2, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    sampling = Sampling(temperature)
     generator = torch.Generator().manual_seed(4)
-    decoder: Any = NoisyStepwiseDecoder(draft) if stepwise else NoisyDecoder(draft)
-    method = DrafterMethod("noisy", decoder, builder, sampling, generator)
+    method = noisy_method(name, sampling, generator)
     answers, rounds = 700, 0
     counts = torch.zeros(V, dtype=torch.float64)
     for _ in range(answers):

@@ -19,8 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.distill import DistillReport, distill, read_distilled
+from draftsmith.data.distill_settings import check_settings
 from draftsmith.data.engine import AnswerSampling, Completion, EngineSetting, Failure, Outcome, Request, open_engine
 from draftsmith.data.ledger import LedgerView
+from draftsmith.data.question_list import questions_file
 from draftsmith.data.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -118,7 +120,7 @@ def everything(data: Path) -> tuple[list[Any], dict[str, Any]]:
 def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     report = run(make_recipe(source), tmp_path / "out", engine)
-    assert (report.kept, report.answers, report.drifted_answers) == (7, 11, 0)
+    assert (report.kept, report.answers) == (7, 11)
     turns = kept(tmp_path / "out")["one"].turns
     prompt = ""
     for question, answer in zip(turns[0::2], turns[1::2], strict=True):
@@ -252,17 +254,8 @@ def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_pat
     """The target generates " Hello"; Llama 2's template adds that space to the text "Hello" itself."""
     engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
     engine.complete = lambda prompt: Completion(engine.tokenizer(" hi </s>")["input_ids"], "stop")  # type: ignore[method-assign]
-    assert run(make_recipe(source), tmp_path / "out", engine).drifted_answers == 0
-
-
-def test_drift_is_counted(source: Path, tmp_path: Path) -> None:
-    """An answer spelt in single bytes is read back in merged tokens."""
-    engine = HashEngine(tiny_tokenizer(templates.CHATML))
-    spelt = [engine.tokenizer.convert_tokens_to_ids(letter) for letter in "Hello"]
-    end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    engine.complete = lambda prompt: Completion([*spelt, end], "stop")  # type: ignore[method-assign]
-    report = run(make_recipe(source), tmp_path / "out", engine)
-    assert report.drifted_answers == report.answers == 11
+    run(make_recipe(source), tmp_path / "out", engine)
+    assert kept(tmp_path / "out")["alone"].turns[1].content == "hi "
 
 
 def test_engine_none_passes_through(tmp_path: Path) -> None:
@@ -299,6 +292,62 @@ def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: dict[s
         run(Recipe.model_validate(values), tmp_path / "out", engine)
     assert key in str(caught.value)
     assert "give the recipe another name, restore the key, or delete that folder" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"split": "all"}, "data.conversations.split = 'train'"),
+        ({"heldout_frac": 0.1}, "data.conversations.heldout_frac = 0.0"),
+        ({"decontaminate": []}, "data.conversations.decontaminate (hashes of the question files)"),
+        ({"contamination_words": 8}, "data.conversations.contamination_words = 13"),
+        ({"filters": {"min_turns": 2}}, "data.conversations.filters"),
+        ({"columns": {"prompt": "query"}}, "data.conversations.columns"),
+        ({"mixture": [{"source": "a.jsonl"}], "source": "stdlib"}, "data.conversations.source"),
+    ],
+)
+def test_conversations_chosen_otherwise_are_never_mixed(
+    source: Path, tmp_path: Path, keys: dict[str, Any], key: str
+) -> None:
+    recipe = make_recipe(source)
+    check_settings(recipe, None, tiny_tokenizer(templates.CHATML), tmp_path / "out")
+    values = recipe.model_dump()
+    values["data"]["conversations"] |= keys
+    with pytest.raises(UserError) as caught:
+        check_settings(Recipe.model_validate(values), None, tiny_tokenizer(templates.CHATML), tmp_path / "out")
+    assert f"was distilled with {key}" in str(caught.value)
+
+
+def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:
+    """Lines to a file, a higher limit, another name, the same questions in another place."""
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    questions = questions_file("embedded").read_bytes()
+    (tmp_path / "q.jsonl").write_bytes(questions)
+    recipe = make_recipe(source)
+    recipe.data.conversations.limit = 3
+    assert run(recipe, tmp_path / "out", engine).kept == 3
+    write_source(source, [*QUESTIONS, ["q9"]])
+    recipe.data.conversations.limit = None
+    recipe.data.conversations.name = "chats, second edition"
+    recipe.data.conversations.decontaminate = [str(tmp_path / "q.jsonl")]
+    assert run(recipe, tmp_path / "out", engine).kept == 5
+    (tmp_path / "q.jsonl").write_bytes(questions + b'{"question_id": 0, "category": "x", "turns": ["one"]}\n')
+    with pytest.raises(UserError, match=r"decontaminate \(hashes of the question files\)"):
+        run(recipe, tmp_path / "out", engine)
+
+
+def test_prompts_without_answers_are_asked_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["one", "two"]}\n')
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    run(make_recipe(tmp_path / "prompts.jsonl"), tmp_path / "out", engine)
+    (talk,) = kept(tmp_path / "out").values()
+    assert talk.source == "prompts"
+    assert [turn.role for turn in talk.turns] == ["user", "assistant"] * 2
+    first, second = (turn.content for turn in talk.turns if turn.role == "assistant")
+    prompt = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert first == engine.answer(prompt)
+    prompt += f"{first}<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert second == engine.answer(prompt)
 
 
 def test_refusals(source: Path, tmp_path: Path) -> None:

@@ -276,6 +276,33 @@ def test_batches_that_mask_the_pad_token(tmp_path: Path, monkeypatch: pytest.Mon
     assert "padding changes the loss mask of 3 real tokens" in findings["source/padding"]["sentence"]
 
 
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    """Of a mixture: one prompt twice, one a question, one too long; prompts without answers are no defect."""
+    case = clinic(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["Say hi 1"]}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "SAY HI 0"}\n{"prompt": "other"}\n{"prompt": "' + "x" * 99 + '"}\n'
+    )
+    values = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    values["data"]["conversations"] = {
+        "mixture": [{"source": str(tmp_path / f"{name}.jsonl")} for name in ("talk", "prompts")],
+        "decontaminate": [str(tmp_path / "q.jsonl")],
+        "filters": {"max_turn_chars": 60},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    code, findings, _ = case.examine()
+    assert code == 0
+    assert findings["source/duplicates"]["figures"] == {"count": 1}
+    assert findings["source/evaluation questions"]["sentence"] == "1 (1 is a question) of 6 left out"
+    assert findings["source/filtered out"]["sentence"] == "1 (1 a turn of more than 60 characters) of 6 left out"
+    assert findings["source/without answers"]["figures"] == {"unanswered": 1, "conversations": 3}
+    assert findings["source/source talk"]["sentence"].startswith("66.7%: 2 of 3 records kept, contaminated: 1")
+    assert findings["source/source prompts"]["figures"]["duplicates"] == 1
+    assert findings["source/end tokens"]["figures"]["answers"] == 2
+    _, findings, _ = case.examine("data.conversations.decontaminate=[]")
+    assert findings["source/evaluation questions"]["severity"] == "warning"
+
+
 def test_what_distillation_lost(tmp_path: Path) -> None:
     """Two of five conversations hit max_new_tokens; one that is being worked on does not count."""
     case = clinic(tmp_path)
@@ -286,7 +313,7 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
         ledger.lease(["0", "1", "2", "3", "4", "5"])
         kept = [Finished("0", TRUNCATED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
         ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
-    report = {"rows": 3, "cut": 1, "too_long": 2, "refused": 0}
+    report = {"conversations": 5, "rows": 3, "cut": 1, "too_long": 2, "refused": 0}
     (data / "tokens" / "token_report.json").write_text(json.dumps(report))
     code, findings, printed = case.examine()
     assert code == 0

@@ -1,9 +1,11 @@
 """`eval`, `tune` and `prove` one after the other, on the embedded target and a drafter fresh from it."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from draftsmith.eval.prove import prove
 from draftsmith.eval.stage import evaluate
@@ -26,7 +28,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
         "eval.max_new_tokens=24",
         "eval.runs=1",
         "eval.warmup_questions=0",
-        "eval.methods=[{name: tuned, tree: tuned}, {name: lookup, kind: prompt_lookup}]",
+        "eval.untimed_questions=2",
+        "eval.methods=[{name: tuned, tree: tuned}, {name: lookup, kind: prompt_lookup}, "
+        "{name: hasty, kind: prompt_lookup, lenience: 0.001}]",
     ]
     recipe = load_recipe("quickstart", overrides)
     torch.manual_seed(0)
@@ -50,15 +54,99 @@ def test_one_after_the_other(recipe: Recipe) -> None:
     assert {row.method for row in proof.greedy} == {"tuned", "lookup"}
     assert {row.method for row in proof.distribution} == {"autoregressive", "tuned", "lookup"}
     assert all(row.tokens >= 20 for row in proof.distribution)
+    assert proof.left_out == ["hasty"]
+
+    card = (folder.drafter / "README.md").read_text()
+    assert "Proved: " in card
+    assert "## Measured" not in card
 
     summary = evaluate(recipe)
     overall = {row["method"]: row for row in summary if row["category"] == "overall"}
-    assert set(overall) == {"autoregressive", "tuned", "lookup"}
-    assert all(row["greedy_identical"] for row in overall.values())
+    assert set(overall) == {"autoregressive", "tuned", "lookup", "hasty"}
+    assert all(row["greedy_identical"] for row in overall.values() if row["lossless"])
+    assert [name for name, row in overall.items() if not row["lossless"]] == ["hasty"]
     assert "## Is it lossless?\n\nProved: " in (folder.root / "report.md").read_text()
+    timing = {row["method"]: row for row in json.loads((folder.eval / "timing.json").read_text())}
+    assert timing["lookup"]["c_operations"] == 0
+    assert timing["lookup"]["alpha_drafter"] is None
+    assert timing["tuned"]["c_operations"] > 0
+    assert timing["tuned"]["alpha_drafter"] == pytest.approx(timing["tuned"]["alpha_overlap"])
+    assert (folder.eval / "theory_speedup.png").is_file()
     # The measurement names the tree that it was made with, so that another tuning is not mixed into it.
     settings = json.loads((folder.eval / "settings.json").read_text())
     assert settings["eval"]["methods"][0]["tree"] == tuned.chosen.tree
+
+
+def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
+    """Not one that was tuned afterwards."""
+    from draftsmith.eval.stage import report_again
+    from draftsmith.eval.tune import write_tuned
+    from draftsmith.recipes.schema import MethodRecipe
+
+    folder = RunFolder(recipe)
+    config = (folder.drafter / "config.json").read_text()
+    write_tuned(folder.drafter, MethodRecipe(name="x", tree="best_first", nodes=37, max_depth=2))
+    shown = {}
+
+    def note(root: object, facts: dict[str, Any], *_: object) -> None:
+        shown.update(facts["recipe"]["eval"]["methods"][0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.eval.stage.write_report", note)
+        report_again(recipe)
+    measured = json.loads((folder.eval / "settings.json").read_text())["eval"]["methods"][0]
+    assert shown == measured
+    assert shown["nodes"] != 37
+    with pytest.raises(UserError, match=r"other settings \(eval.methods changed\)"):
+        evaluate(recipe)
+    (folder.drafter / "config.json").write_text(config)
+
+
+def test_the_model_card_carries_figures_and_proof(recipe: Recipe) -> None:
+    folder = RunFolder(recipe)
+    card = ModelCard.load(folder.drafter / "README.md")
+    (row,) = (row for row in _rows(folder) if row["method"] == "tuned")
+    assert f"| tuned | 0 | {row['tau']:.2f} | {row['tau_without_bonus']:.2f} | {row['speedup_mean']:.2f} |" in card.text
+    assert "| lookup |" not in card.text, "what is not this drafter's"
+    assert "Proved: " in card.text
+    assert "On 7 questions of `embedded.jsonl`" in card.text
+
+
+def test_the_cards_example_runs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(recipe).drafter
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code.replace("owner/this-drafter", str(folder)), {})
+    assert len(capsys.readouterr().out) > 20
+
+
+def test_other_weights_inherit_neither_figures_nor_proof(recipe: Recipe) -> None:
+    from draftsmith.eval.stage import WEIGHTS, update_card
+
+    folder = RunFolder(recipe).drafter
+    weights = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(weights + b"\0")
+    update_card(recipe)
+    text = (folder / "README.md").read_text()
+    assert "## Measured" not in text
+    assert "## Is it lossless?" not in text
+    (folder / WEIGHTS).write_bytes(weights)
+    update_card(recipe)
+    text = (folder / "README.md").read_text()
+    assert "## Measured" in text
+    assert "## Is it lossless?" in text
+
+
+def _rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in json.loads((folder.eval / "summary.json").read_text()) if row["category"] == "overall"]
+
+
+def test_records_of_an_earlier_version_stop_the_evaluation_at_once(recipe: Recipe) -> None:
+    file = RunFolder(recipe).eval / "records.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace('"round_s"', '"rounds"'))
+    with pytest.raises(UserError, match="was measured by an earlier version of draftsmith"):
+        evaluate(recipe)
+    file.write_text(text)
 
 
 def test_a_proof_of_another_drafter_is_not_shown(recipe: Recipe) -> None:

@@ -1,16 +1,20 @@
 """The invariants that every drafter keeps, whatever it is: a new file in `models/` is under test by existing.
 
-1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design.
+1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design. And training on features
+from disk is training.
 """
 
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors import safe_open
 from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from tiny_runs import token_rows
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding import generate
@@ -22,6 +26,13 @@ from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.drafter import Drafter, drafter_kinds, load_drafter
 from draftsmith.models.target import target_features
 from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.train.arguments import training_arguments
+from draftsmith.train.collate import collate_right_padded
+from draftsmith.train.feature_cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
+from draftsmith.train.feature_engine import TransformersFeatures
+from draftsmith.train.features import shard_features
+from draftsmith.train.packing import pack_documents
+from draftsmith.train.trainer import DrafterTrainer, layers_read, training_features
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
@@ -174,3 +185,76 @@ def test_padding_on_the_right_changes_nothing(kind: str, options: dict[str, Any]
     batch = random_batch(target, drafter=drafter)
     padded = {name: torch.nn.functional.pad(x, (0, 0, 0, 5) if x.ndim == 3 else (0, 5)) for name, x in batch.items()}
     torch.testing.assert_close(drafter(**padded).loss, drafter(**batch).loss)
+
+
+def cached(
+    target: PreTrainedModel, drafter: Drafter, tokens: datasets.Dataset, dtype: str, folder: Path
+) -> FeatureCache:
+    """All rows' features on disk, a few rows to a shard."""
+    layers, lengths = layers_read(drafter), [len(ids) for ids in tokens["input_ids"]]
+    hidden_size = target.config.hidden_size
+    index = FeatureIndex(layers, hidden_size, {"data.features.dtype": dtype}, cut_into_shards(lengths, 1 << 23))
+    engine = TransformersFeatures(target, layers, batch_size=3)
+    for shard in index.shards:
+        write_shard(folder / shard.file, shard_features(engine, index, tokens, shard, tqdm(disable=True)))
+    return FeatureCache(folder, index, layers)
+
+
+@every_drafter
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-8)])
+def test_features_from_disk_give_the_same_loss(
+    kind: str, options: dict[str, Any], dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Of a training step, online and offline; and in fp32 the same gradient (TV's jumps where p = q)."""
+    target, drafter = target_and_drafter(kind, options)
+    if drafter.offline_obstacle is not None:
+        pytest.skip(f"{kind}: {drafter.offline_obstacle}")
+    tokens = token_rows()
+    args = training_arguments({}, tmp_path, 0, use_cpu=True)
+    results = []
+    for cache in (None, cached(target, drafter, tokens, dtype, tmp_path)):
+        trainer = DrafterTrainer(drafter, target, args, tokens, cache)
+        batch = trainer.data_collator([trainer.train_dataset[row] for row in (3, 6, 0)])
+        torch.manual_seed(5)  # noise, and rows that are dropped
+        drafter.zero_grad()
+        loss, output = trainer.compute_loss(drafter.train(), batch, return_outputs=True)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+        results.append([loss, output.depth_loss_sum, output.depth_count.float()])
+        results[-1] += [gradient] if dtype == "float32" else []
+    for online, offline in zip(*results, strict=True):
+        assert (offline - online).norm() <= tolerance * online.norm()
+
+
+@every_drafter
+@pytest.mark.parametrize("backend", ["folded", "dense"])
+def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backend: str) -> None:
+    """Documents in rows of their own or packed into rows: the same labels, loss, gradients and sums of each depth.
+
+    Documents end and begin in the middle of answers, so that a label, a feature or a key from next door would count.
+    """
+    target, drafter = target_and_drafter(kind, options)
+    if "attention" in drafter.config.to_dict():
+        drafter.config.attention = backend
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length in (9, LENGTH, 4, 1, 7):
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "loss_mask": [int(t % 7 != 2) for t in range(length)]})
+    packed = [pack_documents([rows[0], rows[1], rows[2]]), pack_documents([rows[3], rows[4]])]
+    results = []
+    for batch in (collate_right_padded(rows), collate_right_padded(packed)):
+        ids, positions = batch["input_ids"], batch.get("position_ids")
+        features, teacher = training_features(drafter, target, ids, positions)
+        output = drafter(ids, features, batch["loss_mask"], position_ids=positions, teacher_features=teacher)
+        output.loss.backward()
+        gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+        results.append((output, gradients))
+        drafter.zero_grad()
+    (expected, expected_gradients), (found, gradients) = results
+    assert torch.equal(found.depth_count, expected.depth_count)
+    assert expected.depth_count.min() > 0
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.depth_loss_sum, expected.depth_loss_sum, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.depth_correct, expected.depth_correct)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)

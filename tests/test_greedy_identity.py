@@ -6,6 +6,7 @@ The reference is `generate` of transformers, which shares no code with ours.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,12 +28,14 @@ from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.method import Autoregressive, Method
+from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
 from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
-from draftsmith.models.drafter import load_drafter_class
+from draftsmith.models.drafter import StepwiseDecoder, load_drafter_class
 
 GREEDY = Sampling()
 DEPTHS = 4
@@ -171,6 +174,14 @@ def test_methods_without_training(name: str) -> None:
     wanted = greedy_reference(target, prompt, new_tokens)
     decoder = DraftModelDecoder(draft, 4, 50, 97)
     methods: list[Method] = [PromptLookup("prompt_lookup"), Lookahead("lookahead")]
+    decoders: list[StepwiseDecoder] = [decoder, DraftModelDecoder(target, 2, 50, 97)]
+    methods += [
+        SpecInfer("specinfer", decoders, [1, 2, 1, 1], 1, GREEDY),
+        SpecInfer("alone", decoders[:1], [3], 2, GREEDY),
+    ]
+    counts = NgramModel([(np.array([*prompt, *wanted[:25], 1, 2]), np.ones(33))], 2, 97)
+    ngram = NgramDecoder(counts, 4, target.device)
+    methods += [DrafterMethod(f"ngram, {tree}", ngram, GROWERS[tree], GREEDY) for tree in GROWERS]
     methods += [DrafterMethod(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
     with TargetSession(target, len(prompt) + new_tokens) as session:
         for method in methods:

@@ -56,3 +56,17 @@ def test_drop_only_in_training() -> None:
     assert dropped.depth_count[0] == everything.depth_count[0]
     assert dropped.depth_count[1:].sum() < everything.depth_count[1:].sum()
     assert torch.isfinite(dropped.loss)
+
+
+def test_documents_by_hand() -> None:
+    """Two streams of a row of 5: documents x_0 x_1 x_2 and x_3 x_4, the second without its first token's mask."""
+    index = torch.tensor([0, 1, 2, 3, 4, 5, 6, 9])  # stream 0, then masks at 0, 1 and 4
+    rows = GroupRows((1, 2, 5), index)
+    packed = rows.in_documents(torch.tensor([[0, 1, 2, 0, 1]]))
+    found = [(places.tolist(), document.shape, document.index_n.tolist()) for places, document in packed.documents]
+    assert found == [([0, 1, 2, 5, 6], (1, 2, 3), [0, 1, 2, 3, 4]), ([3, 4, 7], (1, 2, 2), [0, 1, 3])]
+    values = torch.arange(8.0).view(1, 1, 8, 1)
+    grids = packed.to_grids(values)
+    assert [grid.flatten().tolist() for grid in grids] == [[0, 1, 2, 5, 6, 0], [3, 4, 0, 7]]
+    assert torch.equal(packed.from_grids(grids), values.transpose(1, 2))
+    assert rows.in_documents(torch.arange(7, 12)[None]) is rows  # one document, whatever its first position

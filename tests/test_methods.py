@@ -88,7 +88,7 @@ def test_greedy_identity(
 
 
 def test_every_method_file_is_tested() -> None:
-    assert set(method_kinds()) == {"draft_model", *(kind for kind, _ in CASES)}
+    assert set(method_kinds()) == {"draft_model", "specinfer", *(kind for kind, _ in CASES)}
 
 
 @pytest.mark.parametrize(("kind", "keys"), [("prompt_lookup", {}), ("lookahead", {}), ("ngram", {"tree": "chain"})])
@@ -287,11 +287,22 @@ class TestDraftModel:
     ("keys", "message"),
     [
         ({"kind": "promt_lookup"}, "kind `promt_lookup` does not exist: use drafter, draft_model, lookahead, ngram"),
-        ({"kind": "prompt_lookup", "options": {"ngram": 3}}, "options.ngram.*options of prompt_lookup are max_ngram"),
-        ({"kind": "prompt_lookup", "options": {"max_ngram": 0}}, "options.max_ngram.*greater than or equal to 1"),
+        (
+            {"kind": "prompt_lookup", "options": {"ngram": 3}},
+            r"method x: unknown key `options\.ngram`: did you mean `max_ngram`\?",
+        ),
+        (
+            {"kind": "lookahead", "options": {"zzz": 3}},
+            r"unknown key `options\.zzz`: valid keys there are from_prompt, guesses, level, window",
+        ),
+        (
+            {"kind": "prompt_lookup", "options": {"max_ngram": 0}},
+            r"key `options\.max_ngram`: input should be greater than or equal to 1, not 0",
+        ),
+        ({"kind": "draft_model"}, r"method x: key `options\.model` is missing: add it"),
         (
             {"kind": "draft_model", "options": {"model": "/no/such/model"}},
-            "draft model /no/such/model cannot be loaded",
+            r"draft model /no/such/model cannot be loaded \(.*\): give a folder with a transformers",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -14,15 +15,19 @@ from typer.testing import CliRunner
 from draftsmith.eval import cli
 from draftsmith.models import target as target_module
 from draftsmith.models.drafter import drafter_kinds, load_drafter_class
-from draftsmith.models.target import target_without_weights
+from draftsmith.models.target import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 from draftsmith.train.arguments import training_arguments
 from draftsmith.train.collate import collate_right_padded
 from draftsmith.train.dry_run import DryRun
 from draftsmith.train.dry_step import DryTraining, StepCost
+from draftsmith.train.features import project_features, write_features
+from draftsmith.train.offline import keep_what_is_read, open_features
 from draftsmith.train.plan import Line, PlanOptions, make_plan
 from draftsmith.train.plan_data import training_data
+from draftsmith.train.stage import tokens_hash
 from draftsmith.train.trainer import DrafterTrainer
 
 # What a kind needs to reach its most expensive step at once.
@@ -69,8 +74,12 @@ def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list
     target = LlamaForCausalLM(config).eval().requires_grad_(False)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     drafter.prepare(rows)
+    return traced_peak_bytes(DrafterTrainer(drafter, target, args, rows))
+
+
+def traced_peak_bytes(trainer: DrafterTrainer) -> int:
+    target, drafter = trainer._target, trainer._drafter
     weights = {*target.parameters(), *drafter.parameters(), *drafter.buffers()}
-    trainer = DrafterTrainer(drafter, target, args, rows)
     with torch.profiler.profile(profile_memory=True) as profile:
         trainer.train()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -105,6 +114,34 @@ def test_every_drafter_is_planned_as_it_is_trained(tmp_path: Path, kind: str) ->
     row = training_row(96, 64)
     predicted = predicted_step(recipe, row).peak[1].peak_bytes
     assert predicted == pytest.approx(measured_peak_bytes(recipe, config, row, tmp_path), rel=0.05)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumulation: int) -> None:
+    """No layers of the target; all batches of a step at once. The CPU also holds the batch after them."""
+    config, row, offline = llama_config(num_hidden_layers=8), training_row(96, 64), {"features": {"source": "offline"}}
+    recipe = recipe_of(
+        tmp_path, config, data={"max_length_tokens": 96, **offline}, train={"gradient_accumulation_steps": accumulation}
+    )  # fmt: skip
+    tokens = datasets.Dataset.from_list([row] * (4 * 2 * accumulation))
+    tokens.save_to_disk(str(RunFolder(recipe).data / "tokens"))
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "target")
+    write_features(recipe, project_features(recipe), progress=False)
+    predicted = predicted_step(recipe, row).peak[1]
+    batch_bytes = 2 * 96 * 64 * 2
+    assert predicted.at_peak_bytes["target"] < 3 * 512 * 64 * 4  # embedding, LM head, norm
+    assert predicted.at_peak_bytes["features"] >= accumulation * batch_bytes
+    target, _ = load_target(recipe.target)
+    drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
+    cache = open_features(recipe, tokens_hash(tokens), drafter)
+    keep_what_is_read(target, drafter, torch.device("cpu"))
+    args = training_arguments(recipe.train, tmp_path, 0, use_cpu=True)
+    measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, tokens, cache))
+    assert predicted.peak_bytes + batch_bytes == pytest.approx(measured, rel=0.05)
+    (line,) = make_plan(recipe, PlanOptions(peak_tflops=1.0)).disk
+    assert line.amount == project_features(recipe).total_bytes
+    assert "are free on that disk" in line.how
 
 
 @pytest.mark.parametrize(
@@ -246,6 +283,13 @@ def test_the_feature_cache(tmp_path: Path) -> None:
     with_teacher.drafter.kind, with_teacher.drafter.options = "eagle3", {"feature_layers": [0, 2]}
     (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
     assert line.amount == 2 * 64 * 3 * (20 + 9 + 30)
+    assert "are free on that disk; training online needs none of it" in line.how
+    with_teacher.data.features.dtype = "float32"
+    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    assert line.amount == 4 * 64 * 3 * (20 + 9 + 30)
+    with_teacher.drafter.kind, with_teacher.drafter.options = "medusa2", {}
+    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    assert (line.amount, line.how.partition(":")[0]) == (0, "not for drafter.kind medusa2")
 
 
 def save_tokens(recipe: Recipe, lengths: list[int]) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_models import tiny_target
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from draftsmith.eval.prove import (
     _compare,
     _test,
     chi_square_uniform,
+    prove,
     rosenblatt,
 )
 from draftsmith.eval.report import proof_sentence
@@ -25,6 +27,8 @@ from draftsmith.eval.session import TargetSession
 from draftsmith.eval.spec_bench import Arm
 from draftsmith.eval.tree import DraftTree, TreeShape
 from draftsmith.eval.verify import Verdict
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
 
 PROMPT = [5, 9, 33, 12]
 
@@ -138,3 +142,16 @@ def test_all_of_it_must_hold() -> None:
     assert sentence is not None
     assert sentence.startswith("NOT PROVED: 12 greedy tokens of 1 method(s)")
     assert proof_sentence(None) is None
+    assert "left out" not in sentence
+    lenient = proof_sentence(Proof([], [], 0.0, [], ["hasty", "sloppy"]).as_json())
+    assert lenient is not None
+    assert lenient.endswith("Not lossless, left out: hasty, sloppy.")
+    console = Console(record=True, width=120)
+    Proof([], [], 0.0, [], ["hasty"]).show(console)
+    assert "not lossless by their lenience, so left out: hasty" in console.export_text()
+
+
+def test_there_must_be_something_lossless() -> None:
+    recipe = Recipe.model_validate({"name": "x", "eval": {"methods": [{"name": "hasty", "lenience": 0.5}]}})
+    with pytest.raises(UserError, match=r"every method of eval\.methods has a lenience below 1"):
+        prove(recipe)

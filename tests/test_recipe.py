@@ -75,7 +75,17 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
             [],
             "key `seed`: input should be a valid integer, unable to parse string as an integer, not 'many'",
         ),
+        (
+            {"name": "a", "data": {"conversations": {"source": "someone/chats", "split": "test_sft"}}},
+            [],
+            "key `data.conversations.split`: must be train, heldout or all (a Hub dataset's own split is `hub_split`)",
+        ),
         ({"name": "a", "eval": {"methods": [{"name": "x", "tree": "static"}]}}, [], "`paths` goes with `tree: static`"),
+        (
+            {"name": "a", "eval": {"stop": ["\n\n", ""]}},
+            [],
+            "key `eval.stop.1`: string should have at least 1 character, not ''",
+        ),
         ("- a\n- b\n", [], "must hold a YAML mapping of sections (name, target, data, ...), not a list"),
         ("", [], "must hold a YAML mapping of sections (name, target, data, ...), not empty"),
         ("name: [a\n", [], "is not valid YAML"),

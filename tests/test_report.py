@@ -9,6 +9,7 @@ from rich.console import Console
 
 from draftsmith.eval.charts import draw_charts
 from draftsmith.eval.report import headline, next_steps, print_table, write_report
+from draftsmith.eval.theory_charts import draw_theory
 from draftsmith.recipes.schema import Recipe
 
 
@@ -23,6 +24,11 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "speedup_std": 0.05,
         "runs": 3,
         "tokens": 1234,
+        "lossless": True,
+        "tokens_per_s": 432.1,
+        "first_token_s": 0.0123,
+        "latency_p50_s": 0.0021,
+        "latency_p90_s": None,
         "greedy_identical": True if temperature == 0 else None,
     }
     return values | changes
@@ -42,7 +48,8 @@ TIMING = [
         "t_target_step_s": 0.004,
         "t_draft_s": 0.001,
         "t_verify_forward_s": 0.0045,
-        "t_loop_s": 0.0002,
+        "t_choose_s": 0.0002,
+        "t_commit_s": 0.000123,
         "cost_ratio": 0.25,
         "speedup_predicted": 1.9,
         "speedup_decoding": 1.8,
@@ -50,9 +57,18 @@ TIMING = [
         "loop_efficiency": 0.95,
         "loop_efficiency_with_prefill": 0.9,
         "acceptance_by_depth": [0.5, 0.4],
+        "sequential": True,
+        "gamma": 4,
         "alpha": 0.71,
+        "alpha_overlap": 0.69,
+        "alpha_drafter": None,
+        "c": 0.0625,
+        "c_operations": None,
         "tau_predicted_iid": 2.4,
         "speedup_predicted_iid": 1.92,
+        "operations_factor": None,
+        "operations_measured": 1.25,
+        "best_gamma": 5,
     }
 ]
 
@@ -86,12 +102,18 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert [picture.name for picture in pictures] == ["speedup.png", "tau.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000 for picture in pictures)
 
-    markdown, html = write_report(tmp_path, facts(summary), pictures)
+    theory = draw_theory(TIMING, tmp_path / "eval")
+    markdown, html = write_report(tmp_path, facts(summary), pictures, theory)
     text = markdown.read_text()
     assert text.index("times as fast as the autoregressive loop") < text.index("## Overall")
     assert "tau = mean tokens committed per round, including the one token that the target itself contributes" in text
     assert "| writing | tree" in text
+    assert "| tree | 0 | 432.1 | 12.30 | 2.10 | - |" in text
+    assert "| tree | 0 | 4.00 | 1.00 | 4.50 | 0.200 | 0.123 | 0.25 | 1.90 | 1.80 | 0.95 |" in text
+    assert "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 1.25 | 5 |" in text
+    assert "| tree | 0 | 4 | 0.71 | 0.062 | 1.92 | 1.80 |" in text
     assert "![speedup](eval/speedup.png)" in text
+    assert text.index("## Theory") < text.index("![theory_tokens](eval/theory_tokens.png)")
     assert "draftsmith run runs/demo/recipe.yaml" in text
     assert "1 question(s), 2 later turn(s)" in text
     # Tables stay tables: no blank line between their rows, and each row has as many cells as its header.
@@ -101,9 +123,16 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
         assert len({line.count("|") for line in lines}) == 1
 
     page = html.read_text()
-    assert page.count('src="data:image/png;base64,') == 2
+    assert page.count('src="data:image/png;base64,') == 2 + 3
     assert not re.search(r'(src|href)="(?!data:)', page), "the page must not need any other file"
-    assert page.count("<table>") == page.count("</table>") == 3
+    assert page.count("<table>") == page.count("</table>") == 6
+
+
+def test_stop_strings_are_reported(tmp_path: Path) -> None:
+    values = facts(SUMMARY)
+    values["recipe"] = Recipe.model_validate({"name": "demo", "eval": {"stop": ["\n\n", "Q:"]}}).model_dump()
+    markdown, _ = write_report(tmp_path, values, [])
+    assert r'new tokens a turn (ended by "\n\n", "Q:" too), ' in markdown.read_text()
 
 
 def test_headline() -> None:
@@ -144,3 +173,24 @@ def test_a_long_method_name_hides_no_figure() -> None:
     text = console.export_text()
     assert "2.71" in text
     assert "no bonus" in text
+
+
+def test_lenient_rows_are_marked_everywhere(tmp_path: Path) -> None:
+    """And the headline names the fastest of the lossless methods, unless there is none."""
+    lenient = [row("fast", name, speedup_mean=3.0, greedy_identical=None, lossless=False) for name in CATEGORIES]
+    summary = [*SUMMARY, *lenient]
+    assert headline(summary).startswith("tree generates 2.01")
+    assert headline(lenient).startswith("fast (not lossless) generates 3.00")
+    assert "identical" not in headline(lenient)
+    markdown, html = write_report(tmp_path, facts(summary), [])
+    for text in (markdown.read_text(), html.read_text()):
+        assert "measured with lenience below 1" in text
+        assert text.count("fast (not lossless)") == 3
+    assert re.search(r"\| fast \| 0 \| .* \| not lossless \|", markdown.read_text())
+    console = Console(record=True, width=140)
+    print_table(summary, console)
+    text = console.export_text()
+    assert text.count("not lossless") >= 4
+    assert "do not have the target's distribution" in " ".join(text.split())
+    for file in write_report(tmp_path, facts(SUMMARY), []):
+        assert "lossless" not in file.read_text().lower()

@@ -3,15 +3,17 @@
 import gzip
 import json
 import lzma
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from draftsmith.data.sources import SourceCounts, load_conversations
+from draftsmith.data.source_counts import SourceCounts
+from draftsmith.data.sources import interleave, load_conversations
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ConversationsRecipe, DataRecipe
+from draftsmith.recipes.schema import Recipe
 
 
 def record(question: str) -> dict[str, Any]:
@@ -23,8 +25,12 @@ def jsonl(*questions: str) -> str:
 
 
 def questions(source: Path | str, counts: SourceCounts | None = None, **keys: Any) -> list[str]:
-    recipe = DataRecipe(conversations=ConversationsRecipe(source=str(source), **keys))
-    return [conversation.turns[0].content for conversation in load_conversations(recipe, counts=counts)]
+    return [c.turns[0].content for c in load_conversations(make_recipe(source, **keys), counts)]
+
+
+def make_recipe(source: Path | str, engine: str = "transformers", **keys: Any) -> Recipe:
+    data = {"conversations": {"source": str(source), **keys}, "distill": {"engine": engine}}
+    return Recipe.model_validate({"name": "test", "data": data})
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,98 @@ def test_limit_and_duplicates_and_skipped(tmp_path: Path) -> None:
     assert questions(file, counts, limit=3, skip_invalid=True) == ["a", "b", "c"]
     assert counts.duplicates == 2
     assert counts.invalid == {"not JSON": 1, "no turns": 1}
+    tally = counts.by_source["chats"]
+    assert (tally.read, tally.kept) == (7, 3)  # the last line is not read any more
+
+
+def test_duplicates_are_the_same_but_for_case_and_white_space(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl("Say  Hi\n", "say hi", "SAY HI ", "say hi!", "sayhi"))
+    counts = SourceCounts()
+    assert questions(tmp_path / "a.jsonl", counts) == ["Say  Hi\n", "say hi!", "sayhi"]
+    assert counts.duplicates == 2
+
+
+def test_interleaving_keeps_the_shares_at_every_moment() -> None:
+    """Weights 3, 1 and 2: due at 1/6 3/6 5/6, at 1/2, at 1/4 3/4; equals in the order of the streams."""
+    streams = [(3.0, iter("aaaaaaaaa")), (1.0, iter("bbbbb")), (2.0, iter("cccccc"))]
+    mixed = "".join(interleave(streams))
+    assert mixed.startswith("acabca" * 3)
+    assert mixed == "acabca" * 3 + "bb"  # a and c have run dry
+    for taken in range(1, 19):
+        for name, share in (("a", 1 / 2), ("b", 1 / 6), ("c", 1 / 3)):
+            assert abs(mixed[:taken].count(name) - share * taken) < 1
+
+
+def mixture(tmp_path: Path, **texts: str) -> list[dict[str, Any]]:
+    for name, text in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return [{"source": str(tmp_path / f"{name}.jsonl")} for name in texts]
+
+
+def test_a_mixture(tmp_path: Path) -> None:
+    """One prompt is in both sources and counts where it comes first; formats and limits are each source's."""
+    entries = mixture(
+        tmp_path, long=jsonl(*"abcdef"), other='{"query": "x"}\n{"query": "B"}\n{broken\n{"query": "y"}\n'
+    )
+    entries[0] |= {"weight": 2, "limit": 5}
+    entries[1] |= {"name": "prompts", "columns": {"prompt": "query"}}
+    recipe = make_recipe("stdlib", mixture=entries, skip_invalid=True)
+    counts = SourceCounts()
+    found = list(load_conversations(recipe, counts))
+    assert [c.turns[0].content for c in found] == ["a", "x", "b", "c", "y", "d", "e"]
+    assert [c.source for c in found] == ["long", "prompts", "long", "long", "prompts", "long", "long"]
+    assert (counts.by_source["long"].read, counts.by_source["long"].kept) == (5, 5)
+    prompts = counts.by_source["prompts"]
+    assert (prompts.read, prompts.kept, prompts.duplicates, prompts.invalid) == (4, 2, 1, {"not JSON": 1})
+    assert prompts.sentence() == "2 of 4 records kept, invalid: 1 (1 not JSON), duplicates: 1"
+    few = make_recipe("stdlib", mixture=entries, limit=4)
+    assert [c.turns[0].content for c in load_conversations(few)] == ["a", "x", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"revision": "abc"}, "`revision` belongs to the entries of `mixture`: move it there"),
+        ({"source": "b.jsonl"}, "`source` belongs to the entries of `mixture`: move it there"),
+        ({"mixture": [{"source": "x/a.jsonl"}, {"source": "y/a.json.gz"}]}, "two sources with the name a: give one"),
+        ({"mixture": [{"source": "a", "weight": 0}]}, "Input should be greater than 0"),
+        ({"split": "heldout"}, "`split: heldout` needs a `heldout_frac` above 0"),
+    ],
+)
+def test_a_mixture_that_contradicts_itself(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Recipe.model_validate({"name": "a", "data": {"conversations": {"mixture": [{"source": "some/set"}]} | keys}})
+
+
+def test_a_resolved_mixture_is_read_back() -> None:
+    recipe = make_recipe("stdlib", mixture=[{"source": "a.jsonl.xz"}, {"source": "some/set", "weight": 3}], limit=9)
+    assert [source.label for source in recipe.data.conversations.sources] == ["a", "some/set"]
+    assert Recipe.model_validate(recipe.model_dump()) == recipe
+
+
+def test_splits_are_stable(tmp_path: Path) -> None:
+    """Of 2,000 about a tenth is held out; those stay so when as many come before, between and behind them."""
+    file = tmp_path / "a.jsonl"
+    old = [f"question {n}" for n in range(2000)]
+    file.write_text(jsonl(*old))
+    counts = SourceCounts()
+    heldout = questions(file, split="heldout", heldout_frac=0.1)
+    train = questions(file, counts, heldout_frac=0.1)
+    assert counts.by_source["a"].other_split == len(heldout)
+    assert sorted(heldout + train) == sorted(questions(file, split="all", heldout_frac=0.1)) == sorted(old)
+    assert 160 < len(heldout) < 240  # 200 +- 3 standard deviations of 13.4
+    assert set(heldout) < set(questions(file, split="heldout", heldout_frac=0.2))
+    file.write_text(jsonl(*(text for n in range(2000) for text in (f"new {n}", old[n])), *map(str, range(2000))))
+    assert [text for text in questions(file, split="heldout", heldout_frac=0.1) if text in set(old)] == heldout
+    assert set(train) < set(questions(file, heldout_frac=0.1))
+
+
+def test_nothing_left(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl("Is this a question or not?", "b"))
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["is this a question, or NOT"]}')
+    keys = {"decontaminate": [str(tmp_path / "q.jsonl")], "filters": {"min_turn_chars": 5}}
+    with pytest.raises(UserError, match=r"holds no valid conversation \(1 contaminated, 1 filtered out\); set"):
+        questions(tmp_path / "a.jsonl", **keys)
 
 
 def test_byte_order_mark(tmp_path: Path) -> None:
@@ -52,16 +150,35 @@ def test_byte_order_mark(tmp_path: Path) -> None:
     assert questions(tmp_path / "chats.jsonl") == ["a"]
 
 
+def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
+    """Of 6,000 conversations of 4 kB, 24 MB, only their hashes stay: 16 bytes and Python's 60 or so around them."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(jsonl(*(f"{n} " + "word " * 800 for n in range(6000))))
+    recipe = make_recipe(file, decontaminate=[])
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in load_conversations(recipe)) == 6000
+        assert tracemalloc.get_traced_memory()[1] < 3e6
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         ("a.jsonl", jsonl("a").encode() + b"{broken\n", "a.jsonl line 2: not JSON: "),
-        ("a.json", b'[{"a": 1},\n{broken]', "a.json line 2 is not JSON: "),
+        ("a.json", f"[{json.dumps(record('a'))},\n{{broken]".encode(), "a.json line 2 is not JSON: "),
         ("a.jsonl", b"", "a.jsonl is empty: it must hold one JSON conversation a line"),
         ("a.jsonl", b" \n\n", "a.jsonl is empty"),
         ("a.json", b"[]", "a.json holds no valid conversation"),
         ("a.json", b'[{"messages": []}]', "a.json conversation 1: the conversation is empty"),
-        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl is not UTF-8 text"),
+        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl line 1: not UTF-8 text (byte 0xff at position 1)"),
+        (
+            "a.jsonl",
+            jsonl("a").encode() + b'{"caf\xe9": 1}\n',
+            "a.jsonl line 2: not UTF-8 text (byte 0xe9 at position 6)",
+        ),
+        ("a.json", b'[{"caf\xe9": 1}]', "a.json is not UTF-8 text: convert it"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be decompressed"),
         ("a.jsonl.gz", gzip.compress(jsonl("a").encode(), mtime=0)[:-12], "a.jsonl.gz cannot be decompressed"),
         ("a.jsonl.xz", b"not xz", "a.jsonl.xz cannot be decompressed"),
@@ -93,9 +210,18 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
         questions(tmp_path)
 
 
-def test_stdlib_split() -> None:
-    with pytest.raises(UserError, match="must be train, heldout or all, not test"):
-        questions("stdlib", split="test")
+@pytest.mark.parametrize(
+    "prompt", [{"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [{"role": "user", "content": "a"}]}]
+)
+def test_prompts_are_for_self_distillation_alone(tmp_path: Path, prompt: dict[str, Any]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt) + "\n" + jsonl("c"))
+    assert questions(file) == ["a", "c"]
+    with pytest.raises(UserError, match=r"prompts\.jsonl line 1: a question has no answer, and with .*engine: none"):
+        questions(file, engine="none")
+    counts = SourceCounts()
+    assert questions(file, counts, engine="none", skip_invalid=True) == ["c"]
+    assert counts.invalid == {"no answer": 1}
 
 
 def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +232,7 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return [record("a"), {"conversations": []}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert questions("someone/chats", split="test", revision="abc", limit=1) == ["a"]
+    assert questions("someone/chats", hub_split="test", revision="abc", limit=1) == ["a"]
     assert asked == {"name": "someone/chats", "data_files": None, "revision": "abc", "split": "test"}
     with pytest.raises(UserError, match="someone/chats row 2: the conversation is empty"):
         questions("someone/chats")

@@ -18,6 +18,8 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train import stage
 from draftsmith.train.arguments import training_arguments
 from draftsmith.train.collate import collate_right_padded
+from draftsmith.train.dry_step import DryTraining
+from draftsmith.train.plan_data import training_data
 from draftsmith.train.stage import train_drafter
 from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
 
@@ -79,7 +81,9 @@ def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
     assert report.steps == 30
     assert len(report.depth_accuracy) == 3
     assert "30 steps" in report.sentence()
-    assert {"config.json", "model.safetensors", "training.json", "settings.json"} <= {p.name for p in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "training.json", "settings.json", "README.md"} <= {
+        p.name for p in folder.iterdir()
+    }
     assert not any(VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
 
 
@@ -105,13 +109,25 @@ class InterruptAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+def with_packing(recipe: Recipe) -> Recipe:
+    data = recipe.data.model_copy(update={"packing": True, "max_length_tokens": 40})
+    return recipe.model_copy(update={"data": data})
+
+
 @pytest.mark.parametrize(
-    "train", [{}, {"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}]
+    ("train", "packing"),
+    [
+        ({}, False),
+        ({"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}, False),
+        ({"per_device_train_batch_size": 2}, True),
+    ],
 )
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
-    target_folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any]
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any], packing: bool
 ) -> None:
     whole, broken = (make_recipe(target_folder, name, max_steps=7, **train) for name in ("whole", "broken"))
+    if packing:
+        whole, broken = with_packing(whole), with_packing(broken)
     train_drafter(whole)
 
     class Interrupted(DrafterTrainer):
@@ -129,6 +145,25 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
     expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_packed_rows_are_another_training(target_folder: Path) -> None:
+    """12 documents of 12 to 14 tokens, three to a row of 40."""
+    recipe = make_recipe(target_folder, "packed", per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1)
+    assert train_drafter(with_packing(recipe)).steps == 1
+    with pytest.raises(UserError, match=r"data\.packing, rows of = 40, the recipe now says None: give"):
+        train_drafter(recipe)
+
+
+def test_the_plan_is_made_with_packed_rows(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "planned")
+    assert training_data(recipe, 2).largest.inputs["input_ids"].shape == (2, 14)
+    data = training_data(with_packing(recipe), 2)
+    assert data.largest.inputs["position_ids"].shape == (2, 40)
+    assert data.tokens == training_data(recipe, 2).tokens
+    args = training_arguments(recipe.train, target_folder, seed=0, use_cpu=True)
+    cost = DryTraining(recipe, args).step(data.largest.inputs)
+    assert cost.tokens == int(data.largest.inputs["attention_mask"].sum())
 
 
 def test_ctrl_c_saves_the_step_at_work(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

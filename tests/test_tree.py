@@ -60,6 +60,10 @@ def test_tokens_and_q_must_fit_the_shape() -> None:
         DraftTree([1, 2, 3], TreeShape.chain(1))
     with pytest.raises(ValueError, match="q has 1 rows"):
         DraftTree([1, 2], TreeShape.chain(1), torch.ones(1, 5))
+    with pytest.raises(ValueError, match="2 nodes need as many lists of draws, and q: not 1"):
+        DraftTree([1, 2], TreeShape.chain(1), torch.ones(1, 5), draws=[[(1, 0)]])
+    with pytest.raises(ValueError, match="need as many lists of draws, and q"):
+        DraftTree([1, 2], TreeShape.chain(1), draws=[[(1, 0)], []])
 
 
 def test_chain() -> None:

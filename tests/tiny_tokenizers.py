@@ -75,8 +75,16 @@ NO_END_TOKEN = (
 )
 
 
-def tiny_tokenizer(chat_template: str | None, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a few merges, so that tokens span several characters and may cross borders."""
+def tiny_tokenizer(
+    chat_template: str | None, trim_offsets: bool = False, special: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few merges, so that tokens span several characters and may cross borders.
+
+    Args:
+        chat_template: Jinja text.
+        trim_offsets: As Llama 3's tokenizer does.
+        special: Further special tokens of a family.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -84,7 +92,9 @@ def tiny_tokenizer(chat_template: str | None, trim_offsets: bool = False) -> Pre
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         CORPUS * 3,
-        trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=340, initial_alphabet=alphabet, special_tokens=[*SPECIAL, *special], show_progress=False
+        ),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = chat_template

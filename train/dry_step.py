@@ -1,7 +1,8 @@
 """One training step of a recipe on tensors without values (`DryRun`): what it allocates and computes, from configs.
 
-The same calls in the same order as `DrafterTrainer`: the target's features, the drafter's forward and loss, backward,
-clipping, the optimiser. So it holds for every drafter in `models/`, and for one that does not exist yet.
+The same calls in the same order as `DrafterTrainer`: the target's features (computed, or from disk), the drafter's
+forward and loss, backward, clipping, the optimiser. So it holds for every drafter in `models/`, and for one that does
+not exist yet.
 
 Shapes: B batch, S sequence.
 """
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from draftsmith.models.drafter import load_drafter_class
-from draftsmith.models.target import target_without_weights
+from draftsmith.models.target import drop_decoder_layers, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.arguments import enable_gradient_checkpointing
 from draftsmith.train.dry_run import DryRun, Phase
-from draftsmith.train.trainer import training_features
+from draftsmith.train.offline import refuse_obstacle
+from draftsmith.train.trainer import layers_read, split_features, training_features
 
 # A drafter that warms up is planned as it is afterwards.
 LATE_STEP = 1 << 40
@@ -60,11 +62,16 @@ class DryTraining:
     """
 
     def __init__(self, recipe: Recipe, args: TrainingArguments) -> None:
+        if recipe.data.features.source == "offline":
+            refuse_obstacle(recipe)
         self._args = args
         self._run = run = DryRun()
         with run.building():
             self.target = target_without_weights(recipe.target)
             self.drafter = load_drafter_class(recipe.drafter.kind).from_target(self.target, recipe.drafter.options)
+        self._features = recipe.data.features
+        if self._features.source == "offline":
+            drop_decoder_layers(self.target)
         run.adopt(self.target, "target")
         run.adopt(self.drafter, "drafter")
         run.logits_widths = _vocabulary_sizes(self.target.config, self.drafter.config)
@@ -79,27 +86,41 @@ class DryTraining:
         self._optimizer = self._make_optimizer()
 
     def step(self, inputs: dict[str, Tensor]) -> StepCost:
-        """The cost of a step on this batch: `input_ids`, `loss_mask`, `attention_mask` [B, S], as collated."""
+        """The cost of a step on this batch: `input_ids`, `loss_mask`, ... [B, S], as collated."""
         run, args = self._run, self._args
         run.phases = {}
-        ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
+        ids, loss_mask, positions = inputs["input_ids"], inputs["loss_mask"], inputs.get("position_ids")
         run.count_as("features", inputs)
         with run.phase("target forward"):
             if args.gradient_accumulation_steps > 1:
                 self._allocate_gradients()  # left by the batch before
-            features = training_features(self.drafter, self.target, ids)
+            from_disk = self._from_disk(ids)
+            if from_disk is None:
+                features = training_features(self.drafter, self.target, ids, positions)
+            else:
+                features = split_features(self.drafter, from_disk[0].to(self.target.dtype))
             run.count_as("features", features)
         with run.phase("drafter forward"), self._autocast():
-            loss = self.drafter(ids, features[0], loss_mask, teacher_features=features[1]).loss
+            loss = self.drafter(ids, features[0], loss_mask, position_ids=positions, teacher_features=features[1]).loss
         with run.phase("backward"):
             loss.backward()
-        del loss, features
+        del loss, features, from_disk
         with run.phase("optimiser step"):
             if args.max_grad_norm:
                 nn.utils.clip_grad_norm_(self.trained, args.max_grad_norm)
             self._optimizer.step()
             self._optimizer.zero_grad()
         return StepCost(run.phases, int(inputs["attention_mask"].sum()))
+
+    def _from_disk(self, ids_bs: Tensor) -> Tensor | None:
+        """[A, B, S, F] if features come from there: the Trainer fetches all A batches of a step before it begins."""
+        if self._features.source == "online":
+            return None
+        width = len(layers_read(self.drafter)) * self.target.config.get_text_config().hidden_size
+        shape = (self._args.gradient_accumulation_steps, *ids_bs.shape, width)
+        batches = torch.zeros(shape, dtype=getattr(torch, self._features.dtype))
+        self._run.count_as("features", batches)
+        return batches
 
     def _make_optimizer(self) -> Any:
         """With the state that its first step makes."""

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from draftsmith.models.target import FINAL_FEATURES, target_device
+from draftsmith.models.target import target_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.amounts import bytes_text, free_bytes_at
 from draftsmith.train.arguments import training_arguments
 from draftsmith.train.dry_step import DryTraining, StepCost
 from draftsmith.train.plan_data import Batch, TrainingData, training_data
+from draftsmith.train.trainer import layers_read
 
-CACHE_BYTES_PER_NUMBER = 2  # bf16
 MEASURING_S = 0.5
 # Left free: the device's own context, the kernels' workspaces, fragmentation.
 USABLE_FRAC = 0.9
@@ -126,7 +127,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         memory=_memory(training, args, largest),
         peak_bytes=largest.peak[1].peak_bytes,
         phase_peak_bytes={name: phase.peak_bytes for name, phase in largest.phases.items()},
-        disk=[_cache(training, data)],
+        disk=[_cache(recipe, training, data)],
         flops_per_token=_flops(typical),
         throughput=_throughput(training, args, typical, data, options, device),
         verdict=_verdict(training, args, largest, data.largest, options.memory_gib),
@@ -150,10 +151,12 @@ def _parameters(recipe: Recipe, training: DryTraining) -> list[Line]:
     trained = sum(parameter.numel() for parameter in training.trained)
     lent = {id(parameter) for parameter in training.drafter.parameters()}  # a LoRA lies in both
     target = sum(parameter.numel() for parameter in training.target.parameters() if id(parameter) not in lent)
+    offline = recipe.data.features.source == "offline"
+    kept = "; its layers are not held, as data.features.source=offline needs none" if offline else ""
     how = f"drafter.kind {recipe.drafter.kind}: {trained / target:.1%} of the target's"
     return [
         Line("trainable parameters", trained, "parameters", how),
-        Line("target parameters", target, "parameters", f"{recipe.target.model}, from its config"),
+        Line("target parameters", target, "parameters", f"{recipe.target.model}, from its config{kept}"),
     ]
 
 
@@ -181,15 +184,21 @@ def _memory(training: DryTraining, args: TrainingArguments, cost: StepCost) -> l
     return [*lines, Line("memory of a step", phase.peak_bytes, "bytes", how)]
 
 
-def _cache(training: DryTraining, data: TrainingData) -> Line:
-    drafter = training.drafter
-    layers = set(drafter.feature_layers) | ({FINAL_FEATURES} if drafter.needs_teacher else set())
-    size = training.target.config.get_text_config().hidden_size
-    bytes_per_token = len(layers) * size * CACHE_BYTES_PER_NUMBER
-    how = f"{len(layers)} feature layer{'s' if len(layers) > 1 else ''} x {size} x 2 bytes (bf16)"
+def _cache(recipe: Recipe, training: DryTraining, data: TrainingData) -> Line:
+    chosen, folder = recipe.data.features, RunFolder(recipe).features
+    obstacle = training.drafter.offline_obstacle
+    if obstacle is not None:
+        return Line("offline feature cache", 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
+    layers, size = layers_read(training.drafter), training.target.config.get_text_config().hidden_size
+    number_bytes = getattr(torch, chosen.dtype).itemsize
+    bytes_per_token = len(layers) * size * number_bytes
+    how = (
+        f"{len(layers)} feature layer{'s' if len(layers) > 1 else ''} x {size} x {number_bytes} bytes ({chosen.dtype})"
+    )
     if data.tokens is None:
         return Line("offline feature cache", bytes_per_token, "bytes a token", f"{how}; how many: {data.tokens_how}")
-    how += f" x {data.tokens:,} tokens ({data.tokens_how}); training online needs none of it"
+    how += f" x {data.tokens:,} tokens ({data.tokens_how}); {bytes_text(free_bytes_at(folder))} are free on that disk"
+    how += "; training online needs none of it" if chosen.source == "online" else ""
     return Line("offline feature cache", bytes_per_token * data.tokens, "bytes", how)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.collate import collate_right_padded
+from draftsmith.train.packing import PackedRows
 from draftsmith.train.stage import load_tokens
 
 
@@ -46,7 +47,8 @@ def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None 
     run, length = RunFolder(recipe), recipe.data.max_length_tokens
     tokens = load_tokens(run, recipe.name) if (run.data / "tokens").is_dir() else None
     if tokens is not None and labelled_share is None:
-        return _from_dataset(tokens, batch_size, str(run.data / "tokens"))
+        packed_tokens = length if recipe.data.packing else None
+        return _from_dataset(tokens, batch_size, packed_tokens, str(run.data / "tokens"))
     share = 1.0 if labelled_share is None else labelled_share
     how = "assumed: rows of data.max_length_tokens"
     if labelled_share is None:
@@ -64,16 +66,21 @@ def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None 
     return TrainingData(batch, batch, limit * length, how)
 
 
-def _from_dataset(tokens: Dataset, batch_size: int, folder: str) -> TrainingData:
+def _from_dataset(tokens: Dataset, batch_size: int, packed_tokens: int | None, folder: str) -> TrainingData:
+    """Rows as they are, or packed to `packed_tokens`."""
     lengths, labels = _per_row(tokens, "input_ids"), _per_row(tokens, "loss_mask")
-    batch_size = min(batch_size, len(tokens))
+    rows: Dataset | PackedRows = tokens
+    if packed_tokens is not None:
+        rows = PackedRows(tokens, packed_tokens)
+        lengths, labels = (np.array([each[row].sum() for row in rows.rows]) for each in (lengths, labels))
+    batch_size = min(batch_size, len(rows))
     longest = int(lengths.argmax())
     others = [int(row) for row in np.argsort(-labels, kind="stable") if row != longest][: batch_size - 1]
     by_length = np.argsort(lengths, kind="stable")
-    spread = [int(by_length[(2 * i + 1) * len(tokens) // (2 * batch_size)]) for i in range(batch_size)]
+    spread = [int(by_length[(2 * i + 1) * len(rows) // (2 * batch_size)]) for i in range(batch_size)]
     return TrainingData(
-        Batch(_collated(tokens, [longest, *others]), f"the longest and the most labelled rows of {folder}"),
-        Batch(_collated(tokens, spread), f"rows of all lengths of {folder}"),
+        Batch(_collated(rows, [longest, *others]), f"the longest and the most labelled rows of {folder}"),
+        Batch(_collated(rows, spread), f"rows of all lengths of {folder}"),
         int(lengths.sum()),
         f"the tokens of {folder}",
     )
@@ -86,5 +93,5 @@ def _per_row(tokens: Dataset, column: str) -> np.ndarray[Any, Any]:
     return np.array([int(count(row)) for batch in rows for row in batch[column]])
 
 
-def _collated(tokens: Dataset, rows: list[int]) -> dict[str, Tensor]:
-    return collate_right_padded([tokens[row] for row in rows])
+def _collated(rows: Dataset | PackedRows, chosen: list[int]) -> dict[str, Tensor]:
+    return collate_right_padded([rows[row] for row in chosen])

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from draftsmith.train.amounts import bytes_text, scaled
 from draftsmith.train.plan import Line, Plan
 
 GROUPS = {
@@ -26,7 +27,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         for line in getattr(plan, group):
             table.add_row(f"  {line.what}", amount_of(line), escape(line.how))
         if group == "memory":
-            phases = ", ".join(f"{name} {_bytes(size)}" for name, size in plan.phase_peak_bytes.items())
+            phases = ", ".join(f"{name} {bytes_text(size)}" for name, size in plan.phase_peak_bytes.items())
             table.add_row("  peaks", "", phases)
     console.print(table, soft_wrap=False)  # folded at the terminal's width
     for note in plan.notes:
@@ -39,25 +40,13 @@ def show_plan(plan: Plan, console: Console) -> None:
 def amount_of(line: Line) -> str:
     """`15.0 GiB`, `7.9 MFLOP/token`, `3 h 20 min`."""
     if line.unit.startswith("bytes"):
-        return _bytes(line.amount) + line.unit.removeprefix("bytes")
+        return bytes_text(line.amount) + line.unit.removeprefix("bytes")
     if line.unit == "seconds":
         minutes = round(line.amount / 60)
         return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else "< 1 min"
     if line.unit.startswith("tokens"):
         return f"{line.amount:,.0f} {line.unit}"
-    amount, prefix = _scaled(line.amount, 1000, ("", "k", "M", "G", "T", "P"))
+    amount, prefix = scaled(line.amount, 1000, ("", "k", "M", "G", "T", "P"))
     if line.unit == "parameters":
         return f"{amount:.3g} {prefix.replace('G', 'B')}"
     return f"{amount:.3g} {prefix}FLOP/token"
-
-
-def _bytes(size: float) -> str:
-    amount, unit = _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-    return f"{amount:,.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
-
-
-def _scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str]:
-    exponent = 0
-    while amount >= step and exponent < len(units) - 1:
-        amount, exponent = amount / step, exponent + 1
-    return amount, units[exponent]

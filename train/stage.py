@@ -1,7 +1,7 @@
 """The train stage: tokens and a target in, a drafter folder out. What `draftsmith train` and `train_parallel.py` call.
 
 `runs/<name>/drafter/` gets `settings.json` before the first step, `checkpoints/` on the way, then `config.json`,
-`model.safetensors` and, last, `training.json`, which marks the folder as finished.
+`model.safetensors`, `training.json`, which marks the folder as finished, and the model card.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.models.drafter import load_drafter_class
 from draftsmith.models.target import load_target
@@ -21,7 +21,10 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.arguments import enable_gradient_checkpointing, training_arguments
+from draftsmith.train.drafter_card import write_card
 from draftsmith.train.interrupt import StopOnInterrupt
+from draftsmith.train.offline import keep_what_is_read, open_features, refuse_obstacle
+from draftsmith.train.packing import PackedRows, check_packing
 from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
 
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
@@ -67,19 +70,27 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=recipe.target.device == "cpu"
     )
     drafter_class = load_drafter_class(recipe.drafter.kind)
+    offline = recipe.data.features.source == "offline"
+    if offline:
+        refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
     settings = _settings(recipe, tokens)
     _refuse_other_settings(run.drafter, settings)
     if (run.drafter / "training.json").is_file():
         return _read_report(run.drafter, was_finished=True)
 
-    # Each process of a multi-process run holds the target on its own device.
-    target, _ = load_target(recipe.target.model_copy(update={"device": str(args.device)}))
+    # Each process of a multi-process run holds the target on its own device; offline, its embedding and LM head only.
+    target, _ = load_target(recipe.target.model_copy(update={"device": "cpu" if offline else str(args.device)}))
     torch.manual_seed(recipe.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
     drafter.prepare(tokens)
     enable_gradient_checkpointing(args, drafter)
-    trainer, stop = DrafterTrainer(drafter, target, args, tokens), StopOnInterrupt()
+    rows = packed_rows(recipe, target, tokens) if recipe.data.packing else tokens
+    cache = None
+    if offline:
+        cache = open_features(recipe, settings["data (its tokens)"], drafter)
+        keep_what_is_read(target, drafter, args.device)
+    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
         write_atomically(run.drafter / "settings.json", json.dumps(settings, indent=2) + "\n")
@@ -96,6 +107,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
     _save(trainer, run.drafter, args, settings, wall_time_s)
+    if trainer.is_world_process_zero():
+        write_card(recipe)
     return _read_report(run.drafter, was_finished=False)
 
 
@@ -115,6 +128,12 @@ def load_tokens(run: RunFolder, recipe_name: str) -> Dataset:
     return tokens
 
 
+def packed_rows(recipe: Recipe, target: PreTrainedModel, tokens: Dataset) -> PackedRows:
+    """The tokens in packed rows, which this target has been seen to keep apart."""
+    check_packing(target)
+    return PackedRows(tokens, recipe.data.max_length_tokens)
+
+
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     """What the trained weights depend on, flat, by recipe key."""
     settings: dict[str, Any] = {
@@ -126,11 +145,17 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     }
     settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
     settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
-    settings["data (its tokens)"] = _content_hash(tokens)
+    if recipe.data.features.source == "offline":
+        chosen = recipe.data.features
+        settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
+        settings["data.features.dtype"] = chosen.dtype
+    settings["data (its tokens)"] = tokens_hash(tokens)
+    if recipe.data.packing:
+        settings["data.packing, rows of"] = recipe.data.max_length_tokens
     return settings
 
 
-def _content_hash(tokens: Dataset) -> str:
+def tokens_hash(tokens: Dataset) -> str:
     """SHA-256 over ids and masks, whatever the Arrow chunks."""
     digest = hashlib.sha256()
     for name in ("input_ids", "loss_mask"):
@@ -168,6 +193,8 @@ def _save(
             "wall_time_s": round(wall_time_s, 1),
             "tokens": trainer.tokens_trained,
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "rows": len(trainer.train_dataset),
+            "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
             "history": history,
             "settings": settings,
         }

@@ -1,5 +1,7 @@
 """`transformers.Trainer` with a frozen target in the same step, and the loss and accuracy of every depth in the log.
 
+Or, offline, with the target's features from disk (`feature_cache.py`).
+
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
 
@@ -19,10 +21,13 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from draftsmith.models.drafter import Drafter, DrafterOutput
 from draftsmith.models.target import FINAL_FEATURES, target_features
 from draftsmith.train.collate import collate_right_padded
+from draftsmith.train.feature_cache import ROWS_COLUMN, FeatureCache, FeatureCollator
+from draftsmith.train.packing import PackedRows
 
 
 class LogLastStep(TrainerCallback):
@@ -36,13 +41,27 @@ class LogLastStep(TrainerCallback):
 class DrafterTrainer(Trainer):
     """Trains a drafter on the features that its target computes in the same step (online: nothing on disk).
 
+    `dataset` is that of the tokens, or its `PackedRows`. With a cache the features come from there, row by row of the
+    tokens, and the target does not run.
+
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
     """
 
     def __init__(
-        self, drafter: Drafter, target: PreTrainedModel, args: TrainingArguments, dataset: Dataset, **kwargs: Any
+        self,
+        drafter: Drafter,
+        target: PreTrainedModel,
+        args: TrainingArguments,
+        dataset: Dataset | PackedRows,
+        cache: FeatureCache | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collate_right_padded, **kwargs)
+        collator: Any = collate_right_padded
+        if cache is not None:
+            collator = FeatureCollator(cache)
+            if isinstance(dataset, Dataset):  # packed rows say themselves of which rows they are
+                dataset = dataset.add_column(ROWS_COLUMN, [[row] for row in range(len(dataset))])
+        super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collator, **kwargs)
         self.add_callback(LogLastStep())
         self._drafter, self._target = drafter, target
         # Rows: loss sum, correct, labels of each depth; added up since the last log.
@@ -62,10 +81,22 @@ class DrafterTrainer(Trainer):
         self._drafter.training_step = self.state.global_step
         with torch.autocast(ids.device.type, enabled=False):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
-            features, teacher_features = training_features(self._drafter, self._target, ids)
-        output: DrafterOutput = model(ids, features, inputs["loss_mask"], teacher_features=teacher_features)
+            positions = inputs.get("position_ids")
+            if "features" in inputs:
+                features, teacher_features = split_features(self._drafter, inputs["features"].to(self._target.dtype))
+            else:
+                features, teacher_features = training_features(self._drafter, self._target, ids, positions)
+        output: DrafterOutput = model(
+            ids, features, inputs["loss_mask"], position_ids=positions, teacher_features=teacher_features
+        )
         self._count(output, inputs["attention_mask"])
         return (output.loss, output) if return_outputs else output.loss
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int] | None:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.lengths = list(sampler.lengths)  # a dataset's column would be looked up in its file for each row
+        return sampler
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         made_before = self.optimizer is not None
@@ -103,19 +134,32 @@ class DrafterTrainer(Trainer):
         return depth_logs
 
 
-def training_features(drafter: Drafter, target: PreTrainedModel, ids_bs: Tensor) -> tuple[Tensor, Tensor | None]:
+def training_features(
+    drafter: Drafter, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """[B, S, F] for the drafter and, if its loss has a teacher, [B, S, D] final ones: from one forward if possible."""
-    layers, needs_teacher = drafter.feature_layers, drafter.needs_teacher
     if drafter.trains_target:
         teacher_features = None
-        if needs_teacher:
+        if drafter.needs_teacher:
             with drafter.original_target():
-                teacher_features = target_features(target, ids_bs)
-        return target_features(target, ids_bs, layers=layers, with_gradient=True), teacher_features
-    if not needs_teacher:
-        return target_features(target, ids_bs, layers=layers), None
-    wanted = layers if FINAL_FEATURES in layers else (*layers, FINAL_FEATURES)
-    parts = target_features(target, ids_bs, layers=wanted).chunk(len(wanted), dim=-1)
+                teacher_features = target_features(target, ids_bs, None, positions_bs)
+        layers = drafter.feature_layers
+        return target_features(target, ids_bs, None, positions_bs, layers, with_gradient=True), teacher_features
+    return split_features(drafter, target_features(target, ids_bs, None, positions_bs, layers_read(drafter)))
+
+
+def layers_read(drafter: Drafter) -> tuple[int, ...]:
+    """The target's layers that a training step reads: the drafter's, then the final one if only the loss needs it."""
+    layers = drafter.feature_layers
+    return (*layers, FINAL_FEATURES) if drafter.needs_teacher and FINAL_FEATURES not in layers else layers
+
+
+def split_features(drafter: Drafter, read: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[B, S, F] for the drafter and [B, S, D] for its teacher, if it has one, from those of `layers_read`."""
+    if not drafter.needs_teacher:
+        return read, None
+    layers, wanted = drafter.feature_layers, layers_read(drafter)
+    parts = read.chunk(len(wanted), dim=-1)
     return torch.cat(parts[: len(layers)], dim=-1), parts[wanted.index(FINAL_FEATURES)]
 
 

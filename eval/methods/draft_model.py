@@ -8,7 +8,7 @@ Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from draftsmith.eval.tree_builders import tree_builder
 from draftsmith.models.growing_tree import LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.kv_cache import TreeCache
 from draftsmith.models.packed_head import pack_heads
+from draftsmith.models.target import read_pretrained
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -142,27 +143,33 @@ class DraftModelMethod:
 
     @classmethod
     def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
-        model = _load(options.model, setting.target, setting.tokenizer)
-        limit = longest_sequence_tokens(model)
-        if limit is not None and limit < setting.max_length_tokens:
-            raise UserError(
-                f"method {setting.recipe.name}: {options.model} has {limit} positions, but a sequence may grow to "
-                f"{setting.max_length_tokens} tokens: lower eval.max_new_tokens or use another draft model"
-            )
-        vocab_size = setting.target.config.get_text_config().vocab_size
-        decoder = DraftModelDecoder(model, options.num_tokens, setting.max_length_tokens, vocab_size)
+        decoder = draft_model_decoder(options.model, options.num_tokens, setting)
         builder = tree_builder(setting.recipe, decoder)
         return DrafterMethod(setting.recipe.name, decoder, builder, setting.sampling, setting.generator)
 
 
-@lru_cache(maxsize=2)
+def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) -> DraftModelDecoder:
+    """The draft model at a folder or Hub id, ready to draft paths of `num_tokens`.
+
+    Raises:
+        UserError: It cannot be loaded, or has another vocabulary or too few positions.
+    """
+    model = _load(location, setting.target, setting.tokenizer)
+    limit = longest_sequence_tokens(model)
+    if limit is not None and limit < setting.max_length_tokens:
+        raise UserError(
+            f"method {setting.recipe.name}: {location} has {limit} positions, but a sequence may grow to "
+            f"{setting.max_length_tokens} tokens: lower eval.max_new_tokens or use another draft model"
+        )
+    vocab_size = setting.target.config.get_text_config().vocab_size
+    return DraftModelDecoder(model, num_tokens, setting.max_length_tokens, vocab_size)
+
+
+@lru_cache(maxsize=8)
 def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
-    try:
-        vocabulary = AutoTokenizer.from_pretrained(location).get_vocab()
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=target.dtype)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"draft model {location} cannot be loaded ({reason}): give a folder or a Hub id") from None
+    read = partial(read_pretrained, "draft model", location)
+    vocabulary = read(lambda: AutoTokenizer.from_pretrained(location)).get_vocab()
+    model = read(lambda: AutoModelForCausalLM.from_pretrained(location, dtype=target.dtype))
     if vocabulary != tokenizer.get_vocab():
         raise UserError(
             f"draft model {location} has another vocabulary than the target: speculative sampling compares tokens, so "

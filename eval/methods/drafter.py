@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftsmith.eval.methods.method import Method
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tree import DraftTree
-from draftsmith.eval.tree_builders import TreeBuilder
+from draftsmith.eval.tree_builders import MarginalBuilder, TreeBuilder
 from draftsmith.models.drafter import SequenceDecoder
 
 
@@ -34,15 +35,29 @@ class DrafterMethod:
         generator: torch.Generator | None = None,
     ) -> None:
         self.name = name
-        self._decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
+        self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest = -1
 
+    @property
+    def sequential(self) -> bool:
+        """Whether it drafts token after token, a forward each: Leviathan's gamma c, not ParallelSpec's c."""
+        return not isinstance(self._builder, MarginalBuilder)
+
+    def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
+        """The same method over another decoder of the same kind."""
+        return DrafterMethod(self.name, decoder, self._builder, self._sampling, self._generator)
+
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
-        self._decoder.start(torch.tensor(prompt_ids, device=features.device), features)
+        self.decoder.start(torch.tensor(prompt_ids, device=features.device), features)
 
     def propose(self) -> DraftTree:
-        return self._builder.propose(self._newest, self._decoder, self._sampling, self._generator)
+        return self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
-        self._decoder.observe(torch.tensor(committed_ids, device=features.device), features)
+        self.decoder.observe(torch.tensor(committed_ids, device=features.device), features)
+
+
+def is_sequential(method: Method) -> bool:
+    """What is no drafter (prompt lookup, Lookahead) drafts at once, or nothing."""
+    return isinstance(method, DrafterMethod) and method.sequential

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tree import DraftTree, root_only
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MethodRecipe
 
 AUTOREGRESSIVE = "autoregressive"
@@ -110,12 +111,7 @@ def make_method(setting: MethodSetting) -> Method:
     try:
         options = method_class.Options.model_validate(recipe.options)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        valid = ", ".join(method_class.Options.model_fields)
-        raise UserError(
-            f"method {recipe.name}: options.{key}: {problem['msg']}; the options of {recipe.kind} are {valid}"
-        ) from None
+        raise UserError(f"method {recipe.name}: {explain(method_class.Options, error, 'options')}") from None
     return method_class.make(options, setting)
 
 

@@ -1,6 +1,7 @@
 """Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are asked one after the other.
 
-Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target.
+Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target. They are read
+here, not in evaluation, because conversations to train on are kept apart from them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from draftsmith.recipes.errors import UserError
 
 EMBEDDED = "embedded"
+EMBEDDED_FILE = Path(__file__).parents[1] / "eval" / "questions" / "embedded.jsonl"
 FORMAT = 'Spec-Bench lines look like {"question_id": 81, "category": "writing", "turns": ["...", "..."]}'
 
 
@@ -26,7 +28,7 @@ class Question:
 
 def questions_file(source: str) -> Path:
     """The file behind the recipe's `eval.questions`."""
-    return Path(__file__).parent / "questions" / "embedded.jsonl" if source == EMBEDDED else Path(source)
+    return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
 
 
 def load_questions(source: str, limit_per_category: int | None = None) -> list[Question]:

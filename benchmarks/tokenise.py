@@ -1,0 +1,116 @@
+"""Conversations to token rows at scale: conversations/s, tokens/s, and memory above the interpreter's.
+
+    python benchmarks/tokenise.py [--conversations 100000] [--processes 2] [--json FILE]
+
+The conversations are those of the standard library (`data/stdlib_conversations.py`), repeated with another first word
+in every question, some with a second exchange, so that no two are the same; the tokenizer is the embedded target's.
+They are made while they are read: nothing but the tokeniser could hold them in memory.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import load_from_disk
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from draftsmith.data.conversations import Conversation, Turn, parse_conversation
+from draftsmith.data.stdlib_conversations import build_conversations
+from draftsmith.data.token_dataset import MOST_PROCESSES, save_rows
+from draftsmith.data.token_rows import Answered, write_token_rows
+
+SOURCES = 2000  # different conversations that are repeated
+MAX_LENGTH_TOKENS = 2048
+
+
+def synthetic(sources: list[Conversation], count: int) -> Iterator[Answered]:
+    """`count` conversations in the order of their ids, each one of a kind."""
+    for number in range(count):
+        first, second = sources[number % len(sources)], sources[(7 * number + 1) % len(sources)]
+        turns = first.turns + (second.turns if number % 3 == 0 and second.turns[0].role == "user" else ())
+        asked = Turn(turns[0].role, f"({number}) {turns[0].content}")
+        yield Conversation(f"{number:012d}", (asked, *turns[1:])), None
+
+
+def peak_mib(process: str = "self") -> float:
+    """Largest resident set of a process so far."""
+    lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+
+def children() -> list[str]:
+    """Process ids of the workers that are there."""
+    here = os.getpid()
+    tasks = Path(f"/proc/{here}/task").glob("*/children")
+    return [process for task in tasks for process in task.read_text(encoding="ascii").split()]
+
+
+class Bar(tqdm):
+    """A progress bar that looks at the workers' memory now and then."""
+
+    workers_mib: float = 0.0
+
+    def update(self, n: float | None = 1) -> bool | None:
+        for process in children():
+            try:
+                self.workers_mib = max(self.workers_mib, peak_mib(process))
+            except (OSError, StopIteration):
+                continue
+        return super().update(n)
+
+
+def measure(count: int, processes: int) -> dict[str, Any]:
+    from draftsmith.models.target import EMBEDDED_TARGET  # torch, which the workers do not need
+
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    sources = [parse_conversation(record, "stdlib") for record in build_conversations(0, "all", SOURCES)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows_file, final = Path(folder) / "rows.arrow", Path(folder) / "tokens"
+        interpreter_mib, begin_s = peak_mib(), time.perf_counter()
+        with Bar(total=count, desc="tokenise", unit="conv") as bar:
+            conversations = synthetic(sources, count)
+            counts = write_token_rows(conversations, tokenizer, MAX_LENGTH_TOKENS, rows_file, processes, bar)
+        save_rows(rows_file, final)
+        wall_time_s = time.perf_counter() - begin_s
+        dataset = load_from_disk(str(final))
+        assert len(dataset) == counts.rows
+        return {
+            "conversations": count,
+            "processes": processes,
+            "rows": counts.rows,
+            "tokens": counts.tokens,
+            "wall_time_s": wall_time_s,
+            "conversations_per_s": count / wall_time_s,
+            "tokens_per_s": counts.tokens / wall_time_s,
+            "interpreter_mib": interpreter_mib,
+            "above_interpreter_mib": peak_mib() - interpreter_mib,
+            "largest_worker_mib": bar.workers_mib,  # its own interpreter and libraries included
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tokenise synthetic conversations.")
+    parser.add_argument("--conversations", type=int, default=100_000)
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, MOST_PROCESSES))
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    row = measure(options.conversations, options.processes)
+    print(
+        f"{row['conversations']:,} conversations, {row['tokens']:,} tokens, {row['processes']} processes: "
+        f"{row['wall_time_s']:.0f} s, {row['conversations_per_s']:,.0f} conversations/s, "
+        f"{row['tokens_per_s']:,.0f} tokens/s; {row['above_interpreter_mib']:.0f} MiB above the interpreter, largest "
+        f"worker {row['largest_worker_mib']:.0f} MiB with all its libraries"
+    )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

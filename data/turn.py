@@ -1,0 +1,48 @@
+"""A turn of a conversation, and the error that says why something is none."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftsmith.recipes.errors import UserError
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: Role
+    content: str
+
+
+class InvalidConversation(UserError):
+    """A conversation that cannot be used. `reason` is the short name under which `skip_invalid` counts it."""
+
+    def __init__(self, where: str, reason: str, sentence: str) -> None:
+        super().__init__(
+            f"{where}: {sentence}; fix it, or set data.conversations.skip_invalid=true to skip and count such cases"
+        )
+        self.reason = reason
+
+
+def text_of(content: Any, where: str) -> str:
+    """A string, or OpenAI's list of text parts.
+
+    Raises:
+        InvalidConversation: It is neither.
+    """
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise InvalidConversation(where, "turn is not text", f"the turn must be text, not {json_kind(content)}")
+    # A lone surrogate comes in as a JSON escape, means nothing, and neither UTF-8 nor a tokenizer takes it.
+    return content.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def json_kind(value: Any) -> str:
+    """The JSON name of a value's type."""
+    if value is None:
+        return "null"
+    names: dict[type, str] = {list: "a list", dict: "an object", str: "a string", bool: "a boolean"}
+    return names.get(type(value), "a number")
