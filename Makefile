@@ -18,7 +18,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup vllm-env quickstart embedded table ablations test test-vllm lint format unit target bench clean
+.PHONY: help setup vllm-env quickstart embedded table ablations test test-vllm lint format unit target bench bench-vllm clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into benchmarks/results/"
+	@echo "make bench-vllm   what our vllm engine costs against LLM.generate"
 	@echo "make setup        only make the environment in $(VENV)"
 
 setup: $(READY)
@@ -89,6 +90,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/against_transformers.py --json benchmarks/results/against_transformers.json
 	$(BIN)/python benchmarks/training_step.py --json benchmarks/results/training_step.json --picture benchmarks/results/training_step.png
 	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json
+	$(BIN)/python benchmarks/turn_scheduling.py --json benchmarks/results/turn_scheduling.json
+
+# On a CPU vLLM's scheduler is best in the same process, and its threads not pinned.
+bench-vllm: vllm-env
+	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json benchmarks/results/vllm_overhead.json
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .typing build dist *.egg-info

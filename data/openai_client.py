@@ -1,12 +1,12 @@
 """HTTP to an OpenAI-compatible server: one request, one outcome, every failure sorted by what can be done about it."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import anyio
 import httpx2
 
 from draftsmith.data.engine import Failure, Outcome, Request
@@ -87,10 +87,11 @@ class OpenAIClient:
     async def _send(self, method: str, url: str, path: str, body: dict[str, Any] | None) -> httpx2.Response:
         """A response with status 200, or 4xx that is about this request alone."""
         try:
-            response = await asyncio.wait_for(self._http.request(method, url + path, json=body), self.timeout_s)
+            with anyio.fail_after(self.timeout_s):
+                response = await self._http.request(method, url + path, json=body)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise Unreachable(f"no connection ({_reason(error)})") from None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise BadAnswer("timeout") from None
         except httpx2.TransportError as error:
             raise Unreachable(f"connection lost ({_reason(error)})", was_sent=True) from None

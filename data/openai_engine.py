@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -96,30 +96,32 @@ class OpenAIEngine:
         self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
         self._waiting_for = 0
         self._has_started = False
+        self._at_work: set[asyncio.Task[Any]] = set()
+        self._servers = Servers(options.base_urls, options.concurrency_per_server, options.give_up_after_s, self._check)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException:
+        except BaseException:  # Ctrl-C too
             self.close()
             raise
 
     def submit(self, request: Request) -> None:
         self._waiting_for += 1
-        asyncio.run_coroutine_threadsafe(self._answer(request), self._loop).add_done_callback(self._finish)
+        self._loop.call_soon_threadsafe(self._begin, request)
 
     def collect(self) -> list[tuple[str, Outcome]]:
         assert self._waiting_for, "nothing was submitted"
-        outcomes: list[tuple[str, Outcome]] = []
-        while not outcomes or not self._finished.empty():
-            item = self._finished.get()
-            if isinstance(item, BaseException):
-                if not outcomes:
-                    raise item
-                self._finished.put(item)  # what is there already is handed over first
-                break
-            outcomes.append(item)
+        finished = [self._finished.get()]
+        while not self._finished.empty():
+            finished.append(self._finished.get())
+        outcomes = [item for item in finished if not isinstance(item, BaseException)]
+        problem = next((item for item in finished if isinstance(item, BaseException)), None)
+        if problem is not None and not outcomes:
+            raise problem
+        if problem is not None:  # what is there is handed over first
+            self._finished.put(problem)
         self._waiting_for -= len(outcomes)
         return outcomes
 
@@ -132,23 +134,28 @@ class OpenAIEngine:
         self._thread.join()
         self._loop.close()
 
-    def _finish(self, future: "Future[tuple[str, Outcome]]") -> None:
-        if not future.cancelled():
-            self._finished.put(future.exception() or future.result())
+    def _begin(self, request: Request) -> None:
+        task = self._loop.create_task(self._answer(request))
+        self._at_work.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: "asyncio.Task[tuple[str, Outcome]]") -> None:
+        self._at_work.discard(task)
+        if not task.cancelled():
+            self._finished.put(task.exception() or task.result())
 
     async def _shut_down(self) -> None:
-        # Again and again: before Python 3.12 `wait_for` swallows a cancellation that comes with the result.
-        while tasks := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=0.1)
+        tasks = {task for task in self._at_work | self._servers.checking if not task.done()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
     async def _start(self) -> None:
         """Find the model and the servers that answer."""
-        options = self.options
-        self._servers = Servers(options.base_urls, options.concurrency_per_server, options.give_up_after_s, self._check)
-        checks = await asyncio.gather(*(self._first_check(server) for server in self._servers.all))
+        tasks = [self._loop.create_task(self._first_check(server)) for server in self._servers.all]
+        self._at_work.update(tasks)  # for `close`, should one of them raise or Ctrl-C come
+        checks = await asyncio.gather(*tasks)
         problems = {server: problem for server, problem in zip(self._servers.all, checks, strict=True) if problem}
         if len(problems) == len(self._servers.all):
             reasons = ", ".join(f"{server.url}: {problem}" for server, problem in problems.items())

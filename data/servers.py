@@ -11,12 +11,12 @@ Time is `time.monotonic` throughout. Everything here runs in the event loop's th
 """
 
 import asyncio
-import contextlib
 import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
 
+import anyio
 from tqdm import tqdm
 
 from draftsmith.data.affinity import Affinity
@@ -98,6 +98,9 @@ class Servers:
         concurrency: Requests that each server gets at once.
         give_up_after_s: Without any answer while no server can be used.
         check: Asks one server for an answer; returns if it can be used.
+
+    Attributes:
+        checking: Tasks that look whether a server is back, to be cancelled at the end.
     """
 
     def __init__(self, urls: list[str], concurrency: int, give_up_after_s: float, check: Check) -> None:
@@ -106,8 +109,8 @@ class Servers:
         self._check = check
         self._affinity: Affinity[Server] = Affinity(REMEMBERED * concurrency * len(urls))
         self._changed = asyncio.Event()
-        self._trouble_since: float | None = None
-        self._checking: set[asyncio.Task[None]] = set()
+        self._unusable_since: float | None = None
+        self.checking: set[asyncio.Task[None]] = set()
 
     async def acquire(self, key: str, avoid: set[Server]) -> Server:
         """A server that takes a request of this conversation now; to be given to `release`.
@@ -132,13 +135,12 @@ class Servers:
     def answered(self, server: Server, key: str) -> None:
         """The server gave an answer, be it a refusal: it works, unless it was taken out in the meantime."""
         self._affinity.put(key, server)
-        self._trouble_since = None
         if not server.is_out:
             server.has_answered()
+            self._unusable_since = None
 
     def throttled(self, server: Server, problem: Throttled, sent_at: float) -> None:
         server.throttle(problem.retry_after_s, sent_at)
-        self._note_trouble()
 
     def gave_bad_answer(self, server: Server, problem: BadAnswer) -> None:
         server.bad_answers += 1
@@ -148,13 +150,12 @@ class Servers:
     def take_out(self, server: Server, problem: str) -> None:
         """No more requests for this server until a check succeeds."""
         server.problem = problem
-        self._note_trouble()
         if server.is_out:
             return
         server.is_out = True
         task = asyncio.ensure_future(self._check_until_back(server))
-        self._checking.add(task)  # the loop itself keeps no task alive
-        task.add_done_callback(self._checking.discard)
+        self.checking.add(task)
+        task.add_done_callback(self.checking.discard)
         if all(other.is_out for other in self.all):
             say(
                 f"no server answers ({self._problems()}): waiting up to {self.give_up_after_s:g} s for one to come back"
@@ -189,25 +190,22 @@ class Servers:
         """Until something changes, a rest is over or it is time to give up."""
         now = time.monotonic()
         moments = [server.resting_until for server in self.all if not server.is_out and server.resting_until > now]
-        if self._trouble_since is not None and not any(server.is_busy() for server in self.all):
-            give_up_at = self._trouble_since + self.give_up_after_s
+        if not any(server.is_busy() for server in self.all):
+            if self._unusable_since is None:
+                self._unusable_since = now
+            give_up_at = self._unusable_since + self.give_up_after_s
             if now >= give_up_at:
                 raise UserError(
                     f"no server has answered for {self.give_up_after_s:g} s ({self._problems()}): start one again and "
                     "run the same command; nothing that was written is lost"
                 )
             moments.append(give_up_at)
-        timeout = max(0.001, min(moments) - now) if moments else None
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+        with anyio.move_on_after(min(moments) - now if moments else None):
+            await self._changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _note_trouble(self) -> None:
-        if self._trouble_since is None:
-            self._trouble_since = time.monotonic()
 
     def _problems(self) -> str:
         return ", ".join(f"{server.url}: {server.problem}" for server in self.all)

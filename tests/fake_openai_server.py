@@ -119,6 +119,8 @@ class FakeServer:
     def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Fault:
         if body["max_tokens"] == 1:
             self.checks += 1
+            if self.check_fault is not None:
+                time.sleep(self.check_fault.delay_s)
             return self.check_fault or self.answer(path, body)
         with self._lock:
             self.requests.append(body)

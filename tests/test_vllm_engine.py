@@ -24,8 +24,8 @@ from draftsmith.data.engine import (
     Request,
     open_engine,
 )
+from draftsmith.data.question_list import load_questions
 from draftsmith.data.transformers_engine import end_ids_of
-from draftsmith.eval.question_list import load_questions
 from draftsmith.models.target import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder

@@ -1,0 +1,23 @@
+"""Fixtures that several test files share."""
+
+from collections.abc import Iterator
+
+import pytest
+from openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
+
+from draftsmith.data import servers
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    with servers_to_start() as start:
+        yield start
+
+
+@pytest.fixture
+def start_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartEngine]:
+    """The openai engine, with short pauses."""
+    monkeypatch.setattr(servers, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(servers, "LONGEST_PAUSE_S", 0.1)
+    with engines_to_start() as start:
+        yield start
