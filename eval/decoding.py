@@ -92,7 +92,7 @@ def generate(
         session.commit(path)
         committed = [tree.tokens[node] for node in path[1:]]
         committed.append(verdict.next_token)
-        kept = _kept(committed, eos_ids, max_new_tokens - len(out.ids))
+        kept = kept_tokens(committed, eos_ids, max_new_tokens - len(out.ids))
         out.ids += committed[:kept]
         out.accept_lengths.append(kept)
         out.draft_lengths.append(min(kept, len(path) - 1))
@@ -104,7 +104,7 @@ def generate(
     return out
 
 
-def _kept(committed: list[int], eos_ids: Collection[int], wanted: int) -> int:
+def kept_tokens(committed: list[int], eos_ids: Collection[int], wanted: int) -> int:
     """How many of the committed tokens belong to the answer."""
     for index, token in enumerate(committed[:wanted]):
         if token in eos_ids:

@@ -60,11 +60,11 @@ def verify(tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch
         generator: For temperatures > 0.
     """
     if sampling.greedy:
-        return _verify_greedy(tree, logits.argmax(-1).tolist())
+        return verify_greedy(tree, logits.argmax(-1).tolist())
     return walk(tree, logits, sampling, RandomChooser(generator))
 
 
-def _verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
+def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
     """Follow the child that equals the target's most likely token. `argmax_ids`: [N]."""
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
