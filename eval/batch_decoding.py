@@ -80,7 +80,8 @@ def generate_batch(
             )
     clock = time.perf_counter
     session.reset()
-    free = [_Place(*pair) for pair in zip(methods, generators or [None] * len(methods), strict=True)][::-1]
+    chances: Sequence[torch.Generator | None] = generators or [None] * len(methods)
+    free = [_Place(method, generator) for method, generator in zip(methods, chances, strict=True)][::-1]
     waiting = deque(range(len(prompts)))
     rows: list[_Row] = []
     answers: dict[int, Generation] = {}
@@ -88,7 +89,9 @@ def generate_batch(
         # 1. Fill the rows that are free. An answer may end with its first token.
         while waiting and free:
             number = waiting.popleft()
-            row = _begin(session, free.pop(), number, prompts[number], sampling, None if seeds is None else seeds[number])
+            row = _begin(
+                session, free.pop(), number, prompts[number], sampling, None if seeds is None else seeds[number]
+            )
             rows.append(row)
             if max_new_tokens == 1 or row.out.ids[-1] in eos_ids:
                 _leave(session, rows, len(rows) - 1, free, answers)

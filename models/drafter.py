@@ -16,7 +16,7 @@ n newly committed tokens, W tree nodes of one call.
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +170,10 @@ class Drafter(PreTrainedModel):
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """A decoder for sequences of at most this many tokens, prompt included."""
         raise NotImplementedError
+
+    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
+        """A decoder for each row of a batch. Rows whose draft is one forward share it where a drafter can do that."""
+        return [self.decoder(max_length_tokens) for _ in range(batch_size)]
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, G, S, V] that training compares with labels, of every group: for tests and small vocabularies.

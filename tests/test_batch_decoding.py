@@ -108,10 +108,16 @@ def test_tokens_and_rounds_of_a_batch_of_one() -> None:
     (answer,) = alone(target, PROMPTS[:1], NEW_TOKENS)
     with TargetSession(target, 64) as single, BatchSession(target, 64, batch_size=1) as batch:
         for builder in BUILDERS.values():
-            one = generate(single, DrafterMethod("x", HalfRightDecoder(answer, 97), builder, GREEDY), PROMPTS[0], GREEDY, 24)
+            one = generate(
+                single, DrafterMethod("x", HalfRightDecoder(answer, 97), builder, GREEDY), PROMPTS[0], GREEDY, 24
+            )
             method = DrafterMethod("x", HalfRightDecoder(answer, 97), builder, GREEDY)
             (many,) = generate_batch(batch, [method], PROMPTS[:1], GREEDY, 24)
-            assert (one.ids, one.accept_lengths, one.draft_lengths) == (many.ids, many.accept_lengths, many.draft_lengths)
+            assert (one.ids, one.accept_lengths, one.draft_lengths) == (
+                many.ids,
+                many.accept_lengths,
+                many.draft_lengths,
+            )
 
 
 @pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
@@ -185,3 +191,31 @@ def sizes() -> dict[str, Any]:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }
+
+
+@pytest.mark.parametrize(("kind", "forwards_of"), [("parallel", "run_layers"), ("medusa", "logits_of")])
+def test_rows_draft_in_one_forward(kind: str, forwards_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows, of which the one that begins anew reads its prompt by itself."""
+    target = tiny_target()
+    drafter = tiny_drafter_of(kind, target)
+    sizes: list[int] = []
+    forward = getattr(drafter, forwards_of)
+
+    def counting(hidden: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return forward(hidden, *others, **more)
+
+    monkeypatch.setattr(drafter, forwards_of, counting)
+    rows: list[Any] = list(drafter.batch_decoders(64, 5))
+    features = torch.randn(20, 32)
+    for row in rows:
+        row.start(torch.arange(3, 6), features[:3])
+        row.observe(torch.arange(1), features[:1])
+    with pytest.raises(ValueError, match="call start"):
+        [rows[0].draft() for _ in range(2)]
+    assert sizes == [5]
+    rows[2].start(torch.arange(20), features)
+    for row in (rows[0], rows[1], rows[4]):
+        row.observe(torch.arange(2), features[:2])
+    assert all(len(row.draft()) == drafter.config.num_depths for row in rows)
+    assert sizes == ([5, 1, 3] if kind == "parallel" else [5, 4])
