@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from datasets import Dataset
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from draftsmith.models.compiling import BACKEND
 from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
@@ -95,6 +96,14 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
 
         Nodes are numbered 1, 2, ... in the order given over all calls since `begin`.
         """
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """A decoder whose rounds `torch.compile` can run."""
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Before the first sequence."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.batch_decoder import BatchDecoder
+from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.drafter import (
     IGNORED_LABEL,
     MODEL_TYPE_PREFIX,
@@ -204,8 +205,12 @@ class MedusaDecoder:
     """Keeps h_{t-1} and nothing else; see `draftsmith.models.drafter.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
-        self._drafter = drafter
+        self._drafter, self._logits_of = drafter, drafter.logits_of
         self._previous_d: Tensor | None = None
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Compile the heads."""
+        self._logits_of = compiled(self._drafter.logits_of, self._drafter.device, "Medusa", backend)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence: features [P, D] are those AT the prompt's tokens."""
@@ -221,7 +226,8 @@ class MedusaDecoder:
         """fp32 logits [G, V] of depths 1..G after the newest committed token."""
         if self._previous_d is None:
             raise ValueError("drafting needs a sequence: call start() first")
-        return self._drafter.logits_of(self._previous_d).float()
+        # Rows of their own: one compiled shape, wherever in the target's features they were.
+        return self._logits_of(self._previous_d.clone()).float()
 
 
 class MedusaBatchDecoder(BatchDecoder):

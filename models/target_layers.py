@@ -104,6 +104,18 @@ class CachedAttention:
         band = torch.full((max_rows, 2 * capacity), float("-inf"), device=device, dtype=dtype)
         self._band = band.triu(capacity + 1)
         self._mask: Tensor | None = None
+        self._places: Tensor | None = None
+
+    def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
+        """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
+
+        For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
+        """
+        self._places, self._mask = places, mask
+
+    def end_static_step(self) -> None:
+        """The step is done."""
+        self._places = self._mask = None
 
     def begin_step(self, num_rows: int) -> None:
         """Prepare the causal mask that all layers of this step share."""
@@ -132,10 +144,15 @@ class CachedAttention:
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
-        begin, end = self._begin, self._begin + q_bhrd.shape[2]
         keys, values = self._keys_values[layer_index]
-        keys[:, :, begin:end] = k_bhrd
-        values[:, :, begin:end] = v_bhrd
+        if self._places is None:
+            begin, end = self._begin, self._begin + q_bhrd.shape[2]
+            keys[:, :, begin:end] = k_bhrd
+            values[:, :, begin:end] = v_bhrd
+        else:
+            end = self.capacity
+            keys.index_copy_(2, self._places, k_bhrd)
+            values.index_copy_(2, self._places, v_bhrd)
         if self._mask is None:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
