@@ -24,6 +24,7 @@ from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.data.transformers_engine import answer_end_ids
+from draftsmith.eval.compiled_session import CompiledSession
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.methods.method import Method
 from draftsmith.eval.question_list import Question
@@ -62,6 +63,7 @@ class SpecBench:
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, arm) has its own stream, whatever was resumed.
+        compiles: Run the target through `torch.compile`, for all arms.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class SpecBench:
         questions: list[Question],
         max_new_tokens: int,
         seed: int = 0,
+        compiles: bool = False,
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
@@ -85,7 +88,7 @@ class SpecBench:
                 "use shorter questions in eval.questions"
             )
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
-        self.session = TargetSession(target, length)
+        self.session = CompiledSession(target, length) if compiles else TargetSession(target, length)
 
     def run(self, log: JsonlLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet."""
@@ -98,6 +101,12 @@ class SpecBench:
         ]
         if not wanted:
             return
+        if isinstance(self.session, CompiledSession):
+            # What is compiled depends on the arms' largest trees; compiling itself must not be measured.
+            warmup_questions = max(warmup_questions, 1)
+            for arm in self.arms:
+                with self.session.learning():
+                    self._ask(arm, self.questions[0], min(self._max_new_tokens, WARMUP_NEW_TOKENS))
         for question in self.questions[:warmup_questions]:
             for arm in self.arms:
                 self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))

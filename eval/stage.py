@@ -20,7 +20,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_answers
 from draftsmith.eval.summary import summarize, summarize_timing
 from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.drafter import Drafter, load_drafter
+from draftsmith.models.drafter import Compilable, Drafter, load_drafter
 from draftsmith.models.packed_head import pack_heads
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
@@ -46,7 +46,8 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
     check_settings(folder.eval / "settings.json", _settings(recipe))
     target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    compiles = recipe.eval.compile
+    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed, compiles)
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
         bench.run(JsonlLog(folder.eval / "records.jsonl"), recipe.eval.runs, recipe.eval.warmup_questions)
@@ -131,6 +132,9 @@ def make_arms(
         UserError: Two methods have one name, or a method's kind or options are wrong.
     """
     decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
+    for decoder in decoders.values():
+        if recipe.eval.compile and isinstance(decoder, Compilable):
+            decoder.compile()
     arms = []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)

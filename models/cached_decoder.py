@@ -76,15 +76,19 @@ class CachedDecoder:
         self._pending = []
         return ids, features
 
-    def _causal_forward(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
-        """Rows that follow the cached ones in order; hidden [k, D] and fp32 logits [k, V] from `first_kept` on."""
+    def _causal_forward(self, inputs_re: Tensor) -> Tensor:
+        """[R, D] of rows that follow the cached ones in order."""
         begin, num_rows = self._cache.length, len(inputs_re)
-        if self._static is not None and num_rows <= LONGEST_STATIC_ROWS:
-            return self._static.causal(inputs_re, first_kept, self._rotary_of)
         hidden = inputs_re.unsqueeze(0)
         self._cache.begin_step(num_rows)
         rotary = self._rotary_of(hidden, slice(begin, begin + num_rows))
-        kept = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0, first_kept:]
+        return self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
+
+    def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
+        """Of such rows from `first_kept` on, compiled or not: hidden [k, D] and fp32 logits [k, V]."""
+        if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
+            return self._static.causal(inputs_re, first_kept, self._rotary_of)
+        kept = self._causal_forward(inputs_re)[first_kept:]
         return kept, self._drafter.logits_of(kept).float()
 
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
@@ -117,7 +121,7 @@ class ParallelDecoder(CachedDecoder):
         ids, features = self._take_pending()
         real_ne = self._drafter.real_inputs(ids, features)
         masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
-        _, logits_gv = self._causal_forward(torch.cat([real_ne, masks_ke]), len(ids) - 1)
+        _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
         # The masks' keys and values lie behind `length`: the next round overwrites them.
         self._cache.length += len(ids)
         return logits_gv
@@ -140,7 +144,7 @@ class TreeDecoder(CachedDecoder):
     def begin(self) -> Tensor:
         """fp32 logits [1, V] of the children of the newest committed token."""
         ids, features = self._take_pending()
-        newest_1d, logits_1v = self._causal_forward(self._drafter.real_inputs(ids, features), len(ids) - 1)
+        newest_1d, logits_1v = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         self._cache.length += len(ids)
         self._feedback_md = self._drafter.feedback_of(newest_1d)
         self._tree.begin()

@@ -12,7 +12,9 @@ BACKEND = "inductor"
 MOST_SHAPES = 64  # of one function, in one process
 
 
-def compiled(function: Callable[..., Any], device: torch.device, what: str, backend: str = BACKEND) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], device: torch.device, what: str, backend: str = BACKEND
+) -> Callable[..., Any]:
     """The function, compiled anew for every shape of its tensors; `what` names it to the user.
 
     On CUDA its results lie in memory that the next call of any compiled function may reuse: copy what is kept longer.

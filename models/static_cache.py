@@ -1,7 +1,7 @@
 """A tree cache whose forward has the same shapes and addresses every round, as compiled graphs want it.
 
-A forward writes at `places` and hands out the first `view_tokens` columns; the mask hides what is not there. Prompts have any
-length: they are read without compilation, as `TreeCache` does it (`places` is None then).
+A forward writes at `places` and hands out the first `view_tokens` columns; the mask hides what is not there.
+Prompts have any length: they are read without compilation, as `TreeCache` does it (`places` is None then).
 """
 
 from __future__ import annotations

@@ -33,9 +33,11 @@ class StaticLayers:
         self._columns = torch.arange(cache.capacity, device=drafter.device)
         self._copies = drafter.device.type == "cuda"
 
-        def run(inputs: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        def run(
+            inputs: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor, kept: Tensor
+        ) -> tuple[Tensor, Tensor]:
             cache.begin_static_step(places, mask)
-            hidden = drafter.run_layers(inputs, (cos, sin), cached_attention=cache)[0]
+            hidden = drafter.run_layers(inputs, (cos, sin), cached_attention=cache)[0].index_select(0, kept)
             cache.end_static_step()
             return hidden, drafter.logits_of(hidden).float()
 
@@ -45,8 +47,8 @@ class StaticLayers:
         """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V] from `first_kept` on."""
         begin, rows = self._cache.length, len(inputs_re)
         places = self._columns[begin : begin + _padded(rows)]
-        hidden, logits = self._forward(inputs_re, places, places, self._columns > places[:, None], rotate)
-        return hidden[first_kept:rows], logits[first_kept:rows]
+        kept = self._columns[first_kept:rows]
+        return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
 
     def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
         """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V]; seen [W, M] as in `CachedAttention`."""
@@ -56,17 +58,19 @@ class StaticLayers:
         hidden = (self._columns >= self._cache.length).expand(size, -1).clone()
         hidden[:nodes, self._cache.length : self._cache.length + known] = ~seen.to(hidden.device)
         positions = F.pad(positions, (0, size - nodes))
-        kept, logits = self._forward(inputs_we, places, positions, hidden, rotate)
-        return kept[:nodes], logits[:nodes]
+        kept = self._columns[:size]
+        hidden_wd, logits_wv = self._forward(inputs_we, places, positions, hidden, kept, rotate)
+        return hidden_wd[:nodes], logits_wv[:nodes]
 
     def _forward(
-        self, inputs_re: Tensor, places: Tensor, positions: Tensor, hidden: Tensor, rotate: Rotate
+        self, inputs_re: Tensor, places: Tensor, positions: Tensor, hidden: Tensor, kept: Tensor, rotate: Rotate
     ) -> tuple[Tensor, Tensor]:
+        """hidden: [R, S], what a row may not see."""
         inputs = F.pad(inputs_re, (0, 0, 0, len(places) - len(inputs_re)))[None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
         rotary = [part.clone() for part in rotate(inputs, positions)]
-        results = self._run(inputs, *rotary, places.clone(), mask)
+        results = self._run(inputs, *rotary, places.clone(), mask, kept.clone())
         # Results are kept over the next call, which on CUDA may reuse their memory.
         return tuple(result.clone() for result in results) if self._copies else results
 

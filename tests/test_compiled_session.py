@@ -1,4 +1,4 @@
-"""Compiled decoding: the same greedy tokens, nothing compiled after the warm-up, one sentence where it cannot be done."""
+"""Compiled decoding: the same greedy tokens, nothing compiled after the warm-up, one sentence where it cannot be."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,6 @@ from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.session import TargetSession
 from draftsmith.eval.tree_builders import tree_builder
-
 from draftsmith.models.drafter import Compilable
 from draftsmith.models.packed_head import PackedLinear, pack_heads
 from draftsmith.recipes.errors import UserError
