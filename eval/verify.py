@@ -66,6 +66,7 @@ def verify(tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch
 
 def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
     """Follow the child that equals the target's most likely token. `argmax_ids`: [N]."""
+    # In Python: the walk takes 3 us for 13 nodes as for 65, the argmax before it 50 to 240.
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
     while True:
