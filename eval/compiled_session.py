@@ -2,6 +2,7 @@
 
 Shapes and addresses are then the same in every round, so that nothing is compiled twice and CUDA graphs apply. Prompts
 are read without compilation. What sizes there are is learned from the methods (`learning`): the largest tree of each.
+A tree that is larger than any of them runs without compilation, rather than have something compiled while it is timed.
 
 Shapes: N nodes of a padded tree, S columns that are attended to, F features, V vocabulary.
 """
@@ -18,10 +19,8 @@ from torch import Tensor
 from draftsmith.eval.session import TargetSession, TargetStep
 from draftsmith.eval.tree import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.growing_tree import LONGEST_TREE_NODES
 from draftsmith.models.static_cache import StaticTreeCache
 from draftsmith.models.target import FINAL_FEATURES, FeatureTap
-from draftsmith.recipes.errors import UserError
 
 
 class CompiledSession(TargetSession):
@@ -66,7 +65,9 @@ class CompiledSession(TargetSession):
             yield
         finally:
             self._learns = False
-        self._add_size(self._largest)
+        if self._largest not in self._sizes:
+            self._sizes = sorted([*self._sizes, self._largest])
+            self._forget_graph()
 
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         self._masks.clear()
@@ -76,13 +77,9 @@ class CompiledSession(TargetSession):
     def forward_tree(self, tree: DraftTree) -> TargetStep:
         """Run all nodes at once. Nothing is kept until `commit`."""
         nodes = len(tree)
-        if self._learns:
-            self._largest = max(self._largest, nodes)
+        self._largest = max(self._largest, nodes)
+        if self._learns or nodes > self._sizes[-1]:
             return super().forward_tree(tree)
-        if nodes > LONGEST_TREE_NODES:
-            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}")
-        if nodes > self._sizes[-1]:
-            self._add_size(nodes)
         size = next(size for size in self._sizes if size >= nodes)
         start = self._cache.committed
         # A padded node is another root to itself: its position is always a valid one.
@@ -129,12 +126,6 @@ class CompiledSession(TargetSession):
     def _static_cache(self) -> StaticTreeCache:
         assert isinstance(self._cache, StaticTreeCache)
         return self._cache
-
-    def _add_size(self, nodes: int) -> None:
-        """Let trees of up to this many nodes have a size of their own."""
-        if nodes not in self._sizes:
-            self._sizes = sorted([*self._sizes, nodes])
-            self._forget_graph()
 
     def _forget_graph(self) -> None:
         """Compile anew from here on."""

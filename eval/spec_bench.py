@@ -106,7 +106,8 @@ class SpecBench:
             warmup_questions = max(warmup_questions, 1)
             for arm in self.arms:
                 with self.session.learning():
-                    self._ask(arm, self.questions[0], min(self._max_new_tokens, WARMUP_NEW_TOKENS))
+                    for question in self.questions[:warmup_questions]:
+                        self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
         for question in self.questions[:warmup_questions]:
             for arm in self.arms:
                 self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))

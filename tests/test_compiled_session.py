@@ -58,7 +58,7 @@ def check_session(target: Any, backend: str, new_tokens: int = 24) -> None:
         for method in methods(wanted[0]):
             with session.learning():
                 generate(session, method, PROMPTS[0], GREEDY, 8)
-        assert session._sizes == [1, 5, 13]
+        assert {1, 5, 13} <= set(session._sizes) <= {1, 2, 3, 4, 5, 13}  # prompt lookup finds more or less
         for method in methods(wanted[0]):
             generate(session, method, PROMPTS[0], GREEDY, new_tokens)
         torch.compiler.set_stance("fail_on_recompile")
@@ -93,6 +93,9 @@ def test_features_of_each_method() -> None:
                 session.read_layers(layers)
                 torch.testing.assert_close(session.prefill(prompt).features, plain.prefill(prompt).features)
                 tree.start([1, 2, 3, 1, 2], torch.empty(0))
+                if 3 not in session._sizes:
+                    with session.learning():
+                        session.forward_tree(tree.propose())
                 mine, theirs = session.forward_tree(tree.propose()), plain.forward_tree(tree.propose())
                 torch.testing.assert_close(mine.features, theirs.features, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5, rtol=1e-5)
@@ -120,6 +123,18 @@ def test_compiled_drafters(kind: str, tree: str) -> None:
             outs = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
             assert [out.ids for out in outs] == [out.ids for out in wanted]
             assert [out.accept_lengths for out in outs] == [out.accept_lengths for out in wanted]
+
+
+def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
+    target, tree = tiny_target(), PromptLookup("pld")
+    torch.compiler.set_stance("fail_on_recompile")
+    with TargetSession(target, 40) as plain, CompiledSession(target, 40, backend="eager") as session:
+        for one in (plain, session):
+            one.prefill([5, 9, 33])
+        tree.start([1, 2, 3, 1, 2], torch.empty(0))
+        wanted = plain.forward_tree(tree.propose()).logits
+        torch.testing.assert_close(session.forward_tree(tree.propose()).logits, wanted)
+        assert session._sizes == [1]
 
 
 def test_packed_heads_are_read_by_the_compiler() -> None:
