@@ -496,8 +496,8 @@ def test_distils_end_to_end(tiny_llama: LlamaForCausalLM, source: Path, tmp_path
 
 def test_engine_options(source: Path) -> None:
     for options, sentence in (
-        ({"batchsize": 4}, r"data\.distill\.options\.batchsize: .* the options of transformers are batch_size"),
-        ({"batch_size": 0}, r"data\.distill\.options\.batch_size: .* greater than or equal to 1"),
+        ({"batchsize": 4}, r"unknown key `data\.distill\.options\.batchsize`: did you mean `batch_size`\?"),
+        ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),
     ):
         recipe = make_recipe(source, options=options)
         setting = EngineSetting(recipe, None, "", (1,), lambda: None)
