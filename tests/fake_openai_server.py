@@ -1,0 +1,178 @@
+"""An OpenAI-compatible server in a thread: deterministic answers, and faults on demand.
+
+Its answer to a prompt is a function of the prompt's ids (completions) or of the last message (chat), so a test knows
+what every request must get, whichever server answered it and however often it was asked.
+"""
+
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+END_ID = 2
+MODEL = "fake"
+
+
+def answer_ids(prompt: Any) -> list[int]:
+    """1 to 9 ids and the end token."""
+    digest = zlib.crc32(json.dumps(prompt).encode())
+    return [10 + digest % 50 + position for position in range(1 + digest % 9)] + [END_ID]
+
+
+@dataclass
+class Fault:
+    """What a request gets instead of its answer.
+
+    status, headers, body: of the response; a body of bytes is sent as it is.
+    delay_s: before it. hang_up: close the connection without a response.
+    """
+
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    body: Any = None
+    delay_s: float = 0.0
+    hang_up: bool = False
+
+
+# Sees the request's JSON and its number at this server, from 1; None: the ordinary answer.
+Script = Callable[[dict[str, Any], int], Fault | None]
+
+
+class _HTTPServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections break here on purpose."""
+
+
+class FakeServer:
+    """Serves on `url`; `stop` closes every connection, `start` comes back on the same port.
+
+    Args:
+        script: Faults; not asked for the request of one token that the engine checks a server with.
+        token_ids: Give token ids back when asked to.
+        fields: Known fields; a request with another one is refused, as strict servers do. None: all are.
+    """
+
+    def __init__(
+        self,
+        script: Script = lambda body, number: None,
+        model: str = MODEL,
+        max_model_len: int | None = None,
+        token_ids: bool = True,
+        fields: set[str] | None = None,
+    ) -> None:
+        self.script, self.model, self.max_model_len = script, model, max_model_len
+        self.token_ids, self.fields = token_ids, fields
+        self.requests: list[dict[str, Any]] = []
+        self.request_times: list[float] = []
+        self.checks = 0
+        self.check_fault: Fault | None = None
+        self.in_flight = self.most_in_flight = 0
+        self.headers: list[dict[str, str]] = []
+        self._lock = threading.Lock()
+        self._connections: set[Any] = set()
+        self._http: _HTTPServer | None = None
+        self._port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/v1"
+
+    def start(self) -> None:
+        self._http = _HTTPServer(("127.0.0.1", self._port), self._handler())
+        self._port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self) -> None:
+        if self._http is None:
+            return
+        self._http.shutdown()
+        self._http.server_close()
+        self._http = None
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(2)
+
+    def answer(self, path: str, body: dict[str, Any]) -> Fault:
+        """The ordinary response."""
+        chat = path.endswith("/chat/completions")
+        if self.fields is not None and (unknown := sorted(body.keys() - self.fields)):
+            return Fault(400, body={"error": {"message": f"Unrecognized request argument: {unknown[0]}"}})
+        prompt = body["messages"][-1] if chat else body["prompt"]
+        ids = answer_ids(prompt)[: body["max_tokens"]]
+        stopped = ids[-1] == END_ID
+        text = " ".join(map(str, ids[:-1] if stopped else ids))
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length"}
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        if self.token_ids and body.get("return_token_ids"):
+            choice["token_ids"] = ids
+        return Fault(body={"object": "text_completion", "model": self.model, "choices": [choice]})
+
+    def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Fault:
+        if body["max_tokens"] == 1:
+            self.checks += 1
+            return self.check_fault or self.answer(path, body)
+        with self._lock:
+            self.requests.append(body)
+            self.request_times.append(time.monotonic())
+            self.headers.append(headers)
+            number = len(self.requests)
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            fault = self.script(body, number)
+            if fault is not None:
+                time.sleep(fault.delay_s)
+            return self.answer(path, body) if fault is None or fault == Fault(delay_s=fault.delay_s) else fault
+        finally:
+            with self._lock:
+                self.in_flight -= 1
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                server._connections.add(self.connection)
+
+            def finish(self) -> None:
+                server._connections.discard(self.connection)
+                super().finish()
+
+            def do_GET(self) -> None:
+                card = {"id": server.model, "object": "model"}
+                if server.max_model_len is not None:
+                    card["max_model_len"] = server.max_model_len
+                self._send(Fault(body={"object": "list", "data": [card]}))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path not in ("/v1/completions", "/v1/chat/completions"):
+                    self._send(Fault(404, body={"detail": "Not Found"}))
+                    return
+                self._send(server._post(self.path, body, dict(self.headers)))
+
+            def _send(self, response: Fault) -> None:
+                if response.hang_up:
+                    self.close_connection = True
+                    return
+                data = response.body if isinstance(response.body, bytes) else json.dumps(response.body).encode()
+                self.send_response_only(response.status)
+                for name, value in {"Content-Type": "application/json", **response.headers}.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        return Handler

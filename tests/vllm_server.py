@@ -1,0 +1,60 @@
+"""A real vLLM server with the embedded target, for tests."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from draftsmith.models.target import EMBEDDED_TARGET
+
+START_S = 300.0
+# For vLLM on a few cores: one thread, no process pinned to a core, nobody called at home.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1",
+}  # fmt: skip
+
+
+class VllmServer:
+    """Serves on `url` once `__init__` has returned; `stop` ends it and everything that it has started."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/v1"
+        common = ["--model", str(EMBEDDED_TARGET), "--served-model-name", "embedded", "--dtype", "float32"]
+        common += ["--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1", "--port", str(port)]
+        with log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *common, *options],
+                env=os.environ | ENVIRONMENT, stdout=stream, stderr=stream, start_new_session=True,
+            )  # fmt: skip
+        try:
+            self._wait(f"http://127.0.0.1:{port}/health", log)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _wait(self, health: str, log: Path) -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < START_S and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(health, timeout=2)
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-3000:]}")
