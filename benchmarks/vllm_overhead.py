@@ -21,9 +21,9 @@ from typing import Any
 from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
 from draftsmith.data.engine import AnswerSampling, Completion, EngineSetting, Request
+from draftsmith.data.question_list import load_questions
 from draftsmith.data.transformers_engine import end_ids_of
 from draftsmith.data.vllm_engine import VllmEngine, sampling_parameters
-from draftsmith.eval.question_list import load_questions
 from draftsmith.models.target import load_generation_config, load_tokenizer, target_location
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
