@@ -24,7 +24,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.ledger import LEDGER_FILE, LedgerView
+from draftsmith.data.distilled import LedgerView
+from draftsmith.data.ledger_file import LEDGER_FILE
 from draftsmith.data.sources import load_conversations
 from draftsmith.models.target import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
