@@ -3,7 +3,7 @@
     make vllm-env
     python benchmarks/distill_with_kills.py chats.jsonl more_chats.jsonl.xz --server-python .venv-vllm/bin/python
 
-Takes the first `--conversations` of the files mixed, distils them through the `openai` engine with the embedded target,
+Takes `--conversations` of the files in equal shares, distils them through the `openai` engine with the embedded target,
 and checks afterwards what the ledger promises: every conversation is done exactly once or has a recorded reason, no
 line counts twice, and at most the answers in flight when the client was killed were asked for again.
 """
@@ -21,14 +21,14 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.conversations import InvalidConversation, parse_conversation
-from draftsmith.data.json_records import read_json_records
-from draftsmith.data.ledger import LEDGER_FILE, LedgerView
+from draftsmith.data.distilled import LedgerView
+from draftsmith.data.ledger_file import LEDGER_FILE
+from draftsmith.data.sources import load_conversations
 from draftsmith.models.target import EMBEDDED_TARGET
+from draftsmith.recipes.loading import load_recipe
 
 CLIENT_KILLS = 3
 START_S = 240.0
@@ -37,7 +37,7 @@ name: kills
 runs_dir: {runs}
 data:
   max_length_tokens: 480
-  conversations: {{source: {source}, skip_invalid: true}}
+  conversations: {{mixture: {mixture}, limit: {limit}, skip_invalid: true}}
   distill:
     engine: openai
     max_new_tokens: 64
@@ -100,14 +100,15 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    ids = mix(options.files, options.conversations, folder / "mixed.jsonl")
     servers = [Server(options.server_python, folder / f"server{number}.log") for number in range(2)]
     try:
         for server in servers:
             server.wait()
         recipe = folder / "kills.yaml"
         urls = ", ".join(server.url for server in servers)
-        recipe.write_text(RECIPE.format(runs=folder / "runs", source=folder / "mixed.jsonl", urls=urls))
+        mixture = json.dumps([{"source": str(file)} for file in options.files])
+        recipe.write_text(RECIPE.format(runs=folder / "runs", mixture=mixture, limit=options.conversations, urls=urls))
+        ids = {conversation.id for conversation in load_conversations(load_recipe(recipe))}
         data = folder / "runs" / "kills" / "data"
         began = time.perf_counter()
         kills = under_fire(servers, recipe, data, len(ids))
@@ -116,24 +117,6 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for server in servers:
             server.kill()
     return check(data, ids) | {"seconds": round(seconds), "kills": kills}
-
-
-def mix(files: list[Path], count: int, out: Path) -> set[str]:
-    """The first `count` distinct valid conversations of the files by turns; their ids."""
-    by_turns = chain.from_iterable(zip_longest(*(read_json_records(file) for file in files)))
-    ids: set[str] = set()
-    with out.open("w") as stream:
-        for where, record in filter(None, by_turns):
-            try:
-                key = parse_conversation(record, where).id
-            except InvalidConversation:
-                continue
-            if key not in ids:
-                stream.write(json.dumps(record) + "\n")
-                ids.add(key)
-            if len(ids) == count:
-                break
-    return ids
 
 
 def under_fire(servers: list[Server], recipe: Path, data: Path, count: int) -> list[str]:
@@ -183,7 +166,7 @@ def check(data: Path, ids: set[str]) -> dict[str, Any]:
     written = [
         json.loads(line)["id"]
         for file in sorted((data / "shards").glob("*.jsonl"))
-        for line in islice(file.open(), None)
+        for line in file.open()
         if line.endswith("\n")
     ]
     failed = counts.get("failed", Counter())

@@ -48,7 +48,8 @@ def main() -> None:
         kind = load_drafter_class(recipe.drafter.kind)
         drafters = {folder.drafter: kind.from_target(target, recipe.drafter.options).to(target.device).eval()}
     questions = load_questions(recipe.eval.questions, arguments.questions_per_category)
-    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed)
+    tokens, seed, compiles = recipe.eval.max_new_tokens, recipe.seed, recipe.eval.compile
+    bench = SpecBench(target, tokenizer, [], questions, tokens, seed, compiles=compiles)
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         log = JsonlLog(Path(scratch) / "records.jsonl")

@@ -20,9 +20,10 @@ from draftsmith.data.chat_tokens import (
     tokenize_truncated,
 )
 from draftsmith.data.conversations import Conversation, counted_reasons
-from draftsmith.data.distill import CUT_SHORT
+from draftsmith.data.distill_report import CUT_SHORT
+from draftsmith.data.distilled import LedgerView
 from draftsmith.data.finding import Finding, Severity
-from draftsmith.data.ledger import DONE, FAILED, LEDGER_FILE, TRUNCATED, LedgerView
+from draftsmith.data.ledger_file import DONE, FAILED, LEDGER_FILE, TRUNCATED
 from draftsmith.data.row_checks import Expected, check_rows
 from draftsmith.data.source_counts import SourceCounts
 from draftsmith.data.sources import load_conversations, question_sources

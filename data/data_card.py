@@ -21,8 +21,8 @@ from huggingface_hub import DatasetCardData
 
 from draftsmith.data.chat_tokens import TemplateProblem, tokenize_conversation
 from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.distill import read_distilled
-from draftsmith.data.ledger import FAILED, SHARDS_FOLDER, LedgerView
+from draftsmith.data.distilled import LedgerView, read_distilled
+from draftsmith.data.ledger_file import FAILED, SHARDS_FOLDER
 from draftsmith.data.question_list import questions_file
 from draftsmith.data.source_counts import SourceCounts
 from draftsmith.data.source_records import STDLIB

@@ -12,11 +12,10 @@ full whatever the number of turns. Each answer is in the ledger before the next 
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -30,61 +29,31 @@ from draftsmith.data.chat_tokens import (
     tokenize_conversation,
 )
 from draftsmith.data.conversations import Conversation, Turn, counted_reasons
+from draftsmith.data.distill_report import (
+    CUT_SHORT,
+    EMPTY_ANSWER,
+    FINAL_REASONS,
+    NO_QUESTION,
+    PROMPT_TOO_LONG,
+    REFUSED,
+    REWRITTEN,
+    DistillReport,
+)
 from draftsmith.data.distill_settings import check_settings
+from draftsmith.data.distilled import LedgerView
 from draftsmith.data.engine import AnswerSampling, Completion, Engine, Failure, Outcome, Request
-from draftsmith.data.ledger import DONE, FAILED, TRUNCATED, Finished, Ledger, LedgerView
-from draftsmith.data.source_counts import SourceCounts
+from draftsmith.data.ledger import Finished, Ledger
+from draftsmith.data.ledger_file import DONE, FAILED, TRUNCATED
 from draftsmith.data.sources import load_conversations
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
-CUT_SHORT = "answer cut short by max_new_tokens"
-PROMPT_TOO_LONG = "prompt too long"
-EMPTY_ANSWER = "empty answer"
-REFUSED = "refused by the chat template"
-REWRITTEN = "rewritten by the chat template"
-NO_QUESTION = "no question"
-# What another try would end with again; all other failures are the engine's.
-FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN, NO_QUESTION)
 LOOK_AGAIN_S = 2.0  # at conversations that another process holds
 PASSED_AT_ONCE = 1024
 LONGEST_PAUSE_S = 1.0  # between two writes
 
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
-
-
-@dataclass
-class DistillReport:
-    """What one call did. `kept` are conversations written; of these, `shortened` lost their later turns."""
-
-    folder: Path
-    kept: int = 0
-    shortened: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    truncated_turns: int = 0
-    sources: SourceCounts = field(default_factory=SourceCounts)
-    already_done: int = 0
-    retried: int = 0
-    lost: int = 0
-    answers: int = 0
-    tokens_generated: int = 0
-    seconds: float = 0.0
-
-    def sentence(self) -> str:
-        """What was done, for the console."""
-        rate = self.tokens_generated / self.seconds if self.seconds else 0.0
-        engine_failures = self.failed.keys() - set(FINAL_REASONS)
-        lines = [
-            f"{self.kept} conversations written to {self.folder}, {self.already_done} were there already",
-            f"shortened: {counted_reasons(self.shortened)}; failed: {counted_reasons(self.failed)}"
-            + ("; `draftsmith distill --retry-failed` tries the engine's failures again" if engine_failures else ""),
-            self.sources.sentence(),
-            f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
-        ]
-        if self.lost:
-            lines.append(f"{self.lost} conversations went to another process, which had taken this one for dead")
-        return "\n".join(lines)
 
 
 @dataclass
@@ -356,28 +325,3 @@ def _pass_through(
         ledger.commit([], finished)
         report.kept += len(finished)
         bar.update(len(finished))
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """A conversation with the target's answers; for each its token ids (end token included), where they are known.
-
-    `shortened` says why it lost its later turns, if it did.
-    """
-
-    conversation: Conversation
-    answer_ids: list[list[int] | None]
-    shortened: str | None = None
-
-
-def read_distilled(folder: Path) -> Iterator[Distilled]:
-    """The conversations that were kept, sorted by id: the order does not depend on interruptions.
-
-    Raises:
-        UserError: There are none yet.
-    """
-    for record in LedgerView(folder).records():
-        turns = tuple(Turn(message["role"], message["content"]) for message in record["messages"])
-        answers = sum(turn.role == "assistant" for turn in turns)
-        conversation = Conversation(record["id"], turns, record.get("source", ""))
-        yield Distilled(conversation, record.get("answer_ids") or [None] * answers, record["reason"])

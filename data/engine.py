@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ValidationError
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import Recipe
 
 FinishReason = Literal["stop", "length"]
@@ -134,10 +135,7 @@ def open_engine(setting: EngineSetting) -> Iterator[Engine]:
     try:
         options = engine_class.Options.model_validate(recipe.data.distill.options)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        valid = ", ".join(engine_class.Options.model_fields)
-        raise UserError(f"data.distill.options.{key}: {problem['msg']}; the options of {name} are {valid}") from None
+        raise UserError(explain(engine_class.Options, error, "data.distill.options")) from None
     engine = engine_class.make(options, setting)
     try:
         yield engine

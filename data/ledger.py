@@ -15,7 +15,6 @@ the observer's monotonic clock*: no clock is ever compared with another, so that
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -23,7 +22,6 @@ import socket
 import sqlite3
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,15 +29,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.ledger_file import (
+    DONE,
+    FAILED,
+    LEASED,
+    LEDGER_FILE,
+    SHARDS_FOLDER,
+    TRUNCATED,
+    WAITING,
+    clear_errors,
+    connect,
+)
 from draftsmith.data.shards import Place, ShardReader, ShardWriter
-from draftsmith.recipes.errors import UserError
 
-DONE, TRUNCATED, FAILED = "done", "truncated", "failed"  # states that stay
-LEASED, WAITING = "leased", "waiting"
 LEASE_S = 60.0
-LOCKED_S = 120.0  # a writer waits as long for another
-PAGE_ROWS = 4096
-LEDGER_FILE, SHARDS_FOLDER = "ledger.sqlite", "shards"
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (
@@ -87,7 +90,7 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._connection = _connect(folder / LEDGER_FILE)
+        self._connection = connect(folder / LEDGER_FILE)
         self._reader = ShardReader(folder / SHARDS_FOLDER)
         self._beats: dict[int, tuple[int, float]] = {}  # of the others: the last beat, and when it was first seen
         try:
@@ -256,7 +259,7 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _clear_errors(self._folder / LEDGER_FILE):
+        with clear_errors(self._folder / LEDGER_FILE):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -268,97 +271,11 @@ class Ledger:
 
     def _beat(self) -> None:
         while not self._closing.wait(LEASE_S / 6):
-            connection = _connect(self._folder / LEDGER_FILE)
+            connection = connect(self._folder / LEDGER_FILE)
             # A full disk or a long lock is the main thread's to tell; a beat left out is no harm.
             with suppress(sqlite3.OperationalError):
                 connection.execute("UPDATE workers SET beat = beat + 1 WHERE number = ?", (self.worker,))
             connection.close()
-
-
-class LedgerView:
-    """What a run's data folder holds, for those who only read; a distillation at work is not disturbed.
-
-    Raises:
-        UserError: Nothing was distilled there yet, or the ledger is damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file, self._shards = folder / LEDGER_FILE, folder / SHARDS_FOLDER
-        begun = self._file.exists() and self._query("SELECT name FROM sqlite_master WHERE name = 'workers'")
-        if not begun:
-            raise UserError(f"{self._file} does not exist: run `draftsmith distill` with the same recipe first")
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """Kept conversations, sorted by id: the order does not depend on interruptions. One is in memory at a time."""
-        yield from ShardReader(self._shards).read(self._places())
-
-    def _places(self) -> Iterator[Place]:
-        """In pages, since a query that is open keeps a distillation at work from writing."""
-        last = ""
-        while page := self._query(
-            "SELECT id, shard, offset_bytes, length_bytes FROM conversations WHERE shard IS NOT NULL AND id > ? "
-            f"ORDER BY id LIMIT {PAGE_ROWS}",
-            (last,),
-        ):
-            last = page[-1][0]
-            yield from (Place(*row[1:]) for row in page)
-
-    def __len__(self) -> int:
-        """How many conversations were kept."""
-        return self._query("SELECT COUNT(*) FROM conversations WHERE shard IS NOT NULL")[0][0]
-
-    def counts(self) -> dict[str, Counter[str]]:
-        """For each state: how many conversations, by reason (`""` where there is none)."""
-        counts: dict[str, Counter[str]] = {}
-        for state, reason, number in self._query(
-            "SELECT state, COALESCE(reason, ''), COUNT(*) FROM conversations GROUP BY state, reason"
-        ):
-            counts.setdefault(state, Counter())[reason] = number
-        return counts
-
-    def attempts(self) -> dict[int, int]:
-        """How many conversations were settled after how many attempts."""
-        return dict(self._query("SELECT attempts, COUNT(*) FROM conversations WHERE attempts > 0 GROUP BY attempts"))
-
-    def fingerprint(self) -> str:
-        """A hash of all that was kept, whatever the order in which it was written."""
-        digest = hashlib.sha256()
-        for key, line in self._query("SELECT id, digest FROM conversations WHERE shard IS NOT NULL ORDER BY id"):
-            digest.update(f"{key} {line}\n".encode())
-        return digest.hexdigest()
-
-    def _query(self, sql: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
-        with _clear_errors(self._file):
-            connection = _connect(self._file)
-            try:
-                return connection.execute(sql, values).fetchall()
-            finally:
-                connection.close()
-
-
-def _connect(file: Path) -> sqlite3.Connection:
-    # The rollback journal works on network file systems too, the write-ahead log does not.
-    with _clear_errors(file):
-        connection = sqlite3.connect(file, timeout=LOCKED_S, isolation_level=None)
-        connection.execute("PRAGMA synchronous = FULL")
-    return connection
-
-
-@contextmanager
-def _clear_errors(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        if "full" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from None
-        raise UserError(
-            f"{file}: {error}: another program may hold it; stop that and run the same command again"
-        ) from None
-    except sqlite3.DatabaseError as error:
-        raise UserError(
-            f"{file} is damaged ({error}): delete it and run the same command again; it is made anew from "
-            f"{file.parent / SHARDS_FOLDER}"
-        ) from None
 
 
 def _line(conversation: Finished) -> dict[str, Any]:

@@ -16,8 +16,7 @@ import datasets
 from filelock import FileLock
 from tqdm import tqdm
 
-from draftsmith.data.distill import read_distilled
-from draftsmith.data.ledger import LedgerView
+from draftsmith.data.distilled import LedgerView, read_distilled
 from draftsmith.data.token_rows import RowCounts, write_token_rows
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder

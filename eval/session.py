@@ -53,6 +53,8 @@ class TargetSession:
         UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
     """
 
+    cache_class: type[TreeCache] = TreeCache
+
     def __init__(
         self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
     ) -> None:
@@ -65,7 +67,7 @@ class TargetSession:
         self.max_length_tokens = max_length_tokens
         self.device = target.device
         self._target = target
-        self._cache = TreeCache(target.config.get_text_config().num_hidden_layers, max_length_tokens + 1)
+        self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, max_length_tokens + 1)
         self._cache.capacity_tokens += LONGEST_TREE_NODES
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
         # The additive mask [1, 1, N, S]: zero where a node may look. Committed columns are zero for every node.

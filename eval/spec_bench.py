@@ -25,6 +25,7 @@ from draftsmith.data.conversations import Turn
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.data.question_list import Question
 from draftsmith.data.transformers_engine import answer_end_ids
+from draftsmith.eval.compiled_session import CompiledSession
 from draftsmith.eval.decoding import generate
 from draftsmith.eval.fair_clock import answer_settings, target_settings
 from draftsmith.eval.methods.drafter import is_sequential
@@ -73,6 +74,7 @@ class SpecBench:
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
         stop: Strings that end an answer; see `draftsmith.eval.stop_strings`.
+        compiles: Run the target through `torch.compile`, for all arms.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class SpecBench:
         max_new_tokens: int,
         seed: int = 0,
         stop: Sequence[str] = (),
+        compiles: bool = False,
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
@@ -99,7 +102,7 @@ class SpecBench:
                 "use shorter questions in eval.questions"
             )
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
-        self.session = TargetSession(target, length)
+        self.session = CompiledSession(target, length) if compiles else TargetSession(target, length)
 
     def run(self, log: JsonlLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet."""
@@ -112,6 +115,13 @@ class SpecBench:
         ]
         if not wanted:
             return
+        if isinstance(self.session, CompiledSession):
+            # What is compiled depends on the arms' largest trees; compiling itself must not be measured.
+            warmup_questions = max(warmup_questions, 1)
+            for arm in self.arms:
+                with self.session.learning():
+                    for question in self.questions[:warmup_questions]:
+                        self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
         for question in self.questions[:warmup_questions]:
             for arm in self.arms:
                 self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))

@@ -24,7 +24,7 @@ from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, write_ans
 from draftsmith.eval.summary import OVERALL, summarize, summarize_timing
 from draftsmith.eval.theory_charts import draw_theory
 from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.drafter import Drafter, load_drafter
+from draftsmith.models.drafter import Compilable, Drafter, load_drafter
 from draftsmith.models.packed_head import pack_heads
 from draftsmith.models.target import load_target
 from draftsmith.recipes.errors import UserError
@@ -57,7 +57,10 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     log = JsonlLog(folder.eval / "records.jsonl")
     check_complete(list(log))
     target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, [], questions, recipe.eval.max_new_tokens, recipe.seed, recipe.eval.stop)
+    choices = recipe.eval
+    bench = SpecBench(
+        target, tokenizer, [], questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile
+    )
     bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     try:
         bench.run(log, recipe.eval.runs, recipe.eval.warmup_questions)
@@ -148,6 +151,9 @@ def make_arms(
         UserError: Two methods have one name, or a method's kind or options are wrong.
     """
     decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
+    for decoder in decoders.values():
+        if recipe.eval.compile and isinstance(decoder, Compilable):
+            decoder.compile()
     arms = []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)

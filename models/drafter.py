@@ -16,11 +16,11 @@ n newly committed tokens, W tree nodes of one call.
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from datasets import Dataset
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from draftsmith.models.compiling import BACKEND
 from draftsmith.models.target import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
@@ -95,6 +96,14 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
 
         Nodes are numbered 1, 2, ... in the order given over all calls since `begin`.
         """
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """A decoder whose rounds `torch.compile` can run."""
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Before the first sequence."""
 
 
 @dataclass
@@ -172,6 +181,10 @@ class Drafter(PreTrainedModel):
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """A decoder for sequences of at most this many tokens, prompt included."""
         raise NotImplementedError
+
+    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
+        """A decoder for each row of a batch. Rows whose draft is one forward share it where a drafter can do that."""
+        return [self.decoder(max_length_tokens) for _ in range(batch_size)]
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, G, S, V] that training compares with labels, of every group: for tests and small vocabularies.

@@ -15,8 +15,8 @@ class GrowingTree:
     """One drafter's tree; `begin` starts the next in the same memory."""
 
     def __init__(self) -> None:
-        # Row and column i: node i+1.
-        self._ancestors = torch.zeros(LONGEST_TREE_NODES, LONGEST_TREE_NODES, dtype=torch.bool)
+        # Row i: node i. Column i: node i+1, as all see node 0.
+        self._ancestors = torch.zeros(LONGEST_TREE_NODES, LONGEST_TREE_NODES - 1, dtype=torch.bool)
         self.depths: list[int] = []
 
     def begin(self) -> None:
@@ -38,9 +38,13 @@ class GrowingTree:
             raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
         if end > LONGEST_TREE_NODES:
             raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
-        for node, parent in enumerate(parents, start=first):
-            row = self._ancestors[node - 1]
-            row.zero_() if parent == 0 else row.copy_(self._ancestors[parent - 1])
-            row[node - 1] = True
-            self.depths.append(self.depths[parent] + 1)
-        return self._ancestors[first - 1 : end - 1, : end - 1]
+        rows = self._ancestors[first:end]
+        if len(parents) == 1:
+            rows[0].copy_(self._ancestors[parents[0]])
+            rows[0, first - 1] = True
+        else:
+            # The whole level at once: for eight nodes less than half the time of a row at a time; for one, twice.
+            rows.copy_(self._ancestors.index_select(0, torch.tensor(parents)))
+            rows[:, first - 1 : end - 1].fill_diagonal_(True)
+        self.depths += [self.depths[parent] + 1 for parent in parents]
+        return rows[:, : end - 1]

@@ -38,6 +38,12 @@ class TreeCache(Cache):
         self.all_keys = keys.new_zeros(layers, *keys.shape[:2], self.capacity_tokens, keys.shape[3])
         self.all_values = values.new_zeros(layers, *values.shape[:2], self.capacity_tokens, values.shape[3])
 
+    def room_of(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, S, D] of one layer."""
+        assert self.all_keys is not None
+        assert self.all_values is not None
+        return self.all_keys[index], self.all_values[index]
+
     def keep(self, path: list[int]) -> None:
         """Commit the nodes of `path` (root first, ascending) of what the last forward wrote; forget the rest."""
         settled = 0
@@ -75,9 +81,7 @@ class TreeCacheLayer(CacheLayerMixin):
         cache = self._cache
         if cache.all_keys is None:
             cache.allocate(key_states, value_states)
-        assert cache.all_keys is not None
-        assert cache.all_values is not None
-        self.keys, self.values = cache.all_keys[self._index], cache.all_values[self._index]
+        self.keys, self.values = cache.room_of(self._index)
         for room, states in ((self.keys, key_states), (self.values, value_states)):
             if (room.shape[1], room.shape[3], room.device) != (states.shape[1], states.shape[3], states.device):
                 raise UserError(

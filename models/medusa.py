@@ -12,6 +12,7 @@ Heads are independent of each other's tokens and of every architecture: no layer
 Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.batch_decoder import BatchDecoder
+from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.drafter import (
     IGNORED_LABEL,
     MODEL_TYPE_PREFIX,
     Drafter,
     DrafterConfig,
     DrafterOutput,
+    SequenceDecoder,
     depth_labels,
     previous_features,
 )
@@ -194,13 +198,20 @@ class MedusaDrafter(Drafter):
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":
         return MedusaDecoder(self)
 
+    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
+        return MedusaBatchDecoder(self, batch_size).rows
+
 
 class MedusaDecoder:
     """Keeps h_{t-1} and nothing else; see `draftsmith.models.drafter.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
-        self._drafter = drafter
+        self._drafter, self._logits_of = drafter, drafter.logits_of
         self._previous_d: Tensor | None = None
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Compile the heads."""
+        self._logits_of = compiled(self._drafter.logits_of, self._drafter.device, "Medusa", backend)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence: features [P, D] are those AT the prompt's tokens."""
@@ -216,7 +227,30 @@ class MedusaDecoder:
         """fp32 logits [G, V] of depths 1..G after the newest committed token."""
         if self._previous_d is None:
             raise ValueError("drafting needs a sequence: call start() first")
-        return self._drafter.logits_of(self._previous_d).float()
+        # Rows of their own: one compiled shape, wherever in the target's features they were.
+        return self._logits_of(self._previous_d.clone()).float()
+
+
+class MedusaBatchDecoder(BatchDecoder):
+    """The same for several rows, whose heads run together."""
+
+    def __init__(self, drafter: MedusaDrafter, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self._drafter = drafter
+        self._previous_d: list[Tensor] = [torch.empty(0)] * batch_size
+
+    def start(self, row: int, prompt_ids: Tensor, features: Tensor, position_offset: int) -> None:
+        super().start(row, prompt_ids, features, position_offset)
+        self._previous_d[row] = previous_features(features.unsqueeze(0))[0, -1]
+
+    def observe(self, row: int, committed_ids: Tensor, features: Tensor) -> None:
+        super().observe(row, committed_ids, features)
+        if len(committed_ids):
+            self._previous_d[row] = features[-1]
+
+    def _draft(self, due: list[int]) -> dict[int, Tensor]:
+        logits_gav = self._drafter.logits_of(torch.stack([self._previous_d[row] for row in due])).float()
+        return dict(zip(due, logits_gav.unbind(1), strict=True))
 
 
 DRAFTER = MedusaDrafter

@@ -26,7 +26,13 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
         trains = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        if trains or input.dtype != torch.float32 or self.weight.dtype != torch.float32:
+        # The compiler cannot see packed weights; it chooses its own product.
+        if (
+            trains
+            or torch.compiler.is_compiling()
+            or input.dtype != torch.float32
+            or self.weight.dtype != torch.float32
+        ):
             return super().forward(input)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
 

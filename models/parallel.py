@@ -13,12 +13,14 @@ Shapes: B batch, S sequence, G = K+1 streams, K masks, N present rows, D hidden,
 V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.batch_decoder import BatchParallelDecoder
 from draftsmith.models.cached_decoder import ParallelDecoder
 from draftsmith.models.drafter import (
     IGNORED_LABEL,
@@ -27,6 +29,7 @@ from draftsmith.models.drafter import (
     DrafterConfig,
     DrafterDecoder,
     DrafterOutput,
+    SequenceDecoder,
     StepwiseDecoder,
     depth_labels,
     previous_features,
@@ -283,6 +286,11 @@ class ParallelDrafter(Drafter):
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         return ParallelDecoder(self, max_length_tokens)
+
+    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
+        if self.stepwise:
+            return super().batch_decoders(max_length_tokens, batch_size)
+        return BatchParallelDecoder(self, max_length_tokens, batch_size).rows
 
 
 DRAFTER = ParallelDrafter

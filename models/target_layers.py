@@ -76,6 +76,14 @@ class RememberedAttention(Protocol):
         """[1, R, H, Dh] for queries [1, H, R, Dh]; keeps the new keys and values [1, Hkv, R, Dh]."""
 
 
+def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
+    """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers remember."""
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return (config.num_hidden_layers, 2, batch_size, num_kv_heads, capacity, head_size)
+
+
 class CachedAttention:
     """Keys and values of one sequence for all layers, and the mask of the step at work.
 
@@ -88,18 +96,26 @@ class CachedAttention:
     def __init__(
         self, config: PreTrainedConfig, capacity: int, max_rows: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        num_heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        shape = (config.num_hidden_layers, 2, 1, num_kv_heads, capacity, head_size)
-        self._keys_values = torch.zeros(shape, device=device, dtype=dtype)
+        self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
         self.capacity, self.length = capacity, 0
         self._begin = 0  # where the rows of the step at work are written
-        self._repeats = num_heads // num_kv_heads
+        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
         # Row r may see columns <= length + r. One band holds this mask for every length: slices of it, not new masks.
         band = torch.full((max_rows, 2 * capacity), float("-inf"), device=device, dtype=dtype)
         self._band = band.triu(capacity + 1)
         self._mask: Tensor | None = None
+        self._places: Tensor | None = None
+
+    def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
+        """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
+
+        For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
+        """
+        self._places, self._mask = places, mask
+
+    def end_static_step(self) -> None:
+        """The step is done."""
+        self._places = self._mask = None
 
     def begin_step(self, num_rows: int) -> None:
         """Prepare the causal mask that all layers of this step share."""
@@ -128,10 +144,15 @@ class CachedAttention:
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
-        begin, end = self._begin, self._begin + q_bhrd.shape[2]
         keys, values = self._keys_values[layer_index]
-        keys[:, :, begin:end] = k_bhrd
-        values[:, :, begin:end] = v_bhrd
+        if self._places is None:
+            begin, end = self._begin, self._begin + q_bhrd.shape[2]
+            keys[:, :, begin:end] = k_bhrd
+            values[:, :, begin:end] = v_bhrd
+        else:
+            end = self.capacity
+            keys.index_copy_(2, self._places, k_bhrd)
+            values.index_copy_(2, self._places, v_bhrd)
         if self._mask is None:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1

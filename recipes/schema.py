@@ -224,6 +224,9 @@ class EvalRecipe(Section):
     temperatures: list[float] = [0.0]
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    compile: bool = Field(
+        False, description="run target and drafters through torch.compile, the baseline too; needs a C++ compiler"
+    )
     methods: list[MethodRecipe] = [MethodRecipe(name="parallel-chain", tree="chain")]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from draftsmith.data.ledger import LedgerView
+from draftsmith.data.distilled import LedgerView
 from draftsmith.eval.cli import app
 from draftsmith.eval.compare import _changes_target, _reuse_data, compare, expand_variants, joint_recipe
 from draftsmith.recipes.errors import UserError

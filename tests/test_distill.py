@@ -18,10 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.distill import DistillReport, distill, read_distilled
+from draftsmith.data.distill import distill
+from draftsmith.data.distill_report import DistillReport
 from draftsmith.data.distill_settings import check_settings
+from draftsmith.data.distilled import LedgerView, read_distilled
 from draftsmith.data.engine import AnswerSampling, Completion, EngineSetting, Failure, Outcome, Request, open_engine
-from draftsmith.data.ledger import LedgerView
 from draftsmith.data.question_list import questions_file
 from draftsmith.data.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
 from draftsmith.recipes.errors import UserError
@@ -496,8 +497,8 @@ def test_distils_end_to_end(tiny_llama: LlamaForCausalLM, source: Path, tmp_path
 
 def test_engine_options(source: Path) -> None:
     for options, sentence in (
-        ({"batchsize": 4}, r"data\.distill\.options\.batchsize: .* the options of transformers are batch_size"),
-        ({"batch_size": 0}, r"data\.distill\.options\.batch_size: .* greater than or equal to 1"),
+        ({"batchsize": 4}, r"unknown key `data\.distill\.options\.batchsize`: did you mean `batch_size`\?"),
+        ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),
     ):
         recipe = make_recipe(source, options=options)
         setting = EngineSetting(recipe, None, "", (1,), lambda: None)

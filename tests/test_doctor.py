@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from draftsmith.data.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.data.conversations import parse_conversation
-from draftsmith.data.ledger import DONE, FAILED, TRUNCATED, Finished, Ledger
+from draftsmith.data.ledger import Finished, Ledger
+from draftsmith.data.ledger_file import DONE, FAILED, TRUNCATED
 from draftsmith.eval import cli, doctor
 from draftsmith.models import parallel
 from draftsmith.models.cached_decoder import ParallelDecoder

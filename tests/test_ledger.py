@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from draftsmith.data import distilled
 from draftsmith.data import ledger as ledger_module
-from draftsmith.data.ledger import DONE, FAILED, LEASE_S, LEDGER_FILE, TRUNCATED, Finished, Ledger, LedgerView
+from draftsmith.data.distilled import LedgerView
+from draftsmith.data.ledger import LEASE_S, Finished, Ledger
+from draftsmith.data.ledger_file import DONE, FAILED, LEDGER_FILE, TRUNCATED
 from draftsmith.data.shards import ShardReader, ShardWriter
 from draftsmith.recipes.errors import UserError
 
@@ -77,7 +80,7 @@ def test_the_order_of_writing_does_not_show(tmp_path: Path) -> None:
 
 
 def test_pages_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "PAGE_ROWS", 2)
+    monkeypatch.setattr(distilled, "PAGE_ROWS", 2)
     with Ledger(tmp_path) as ledger:
         ledger.lease(IDS[:5])
         ledger.commit([], [done(key) for key in IDS[:5]])
@@ -227,7 +230,8 @@ def test_a_heart_that_stands_still_by_our_own_clock(tmp_path: Path, monkeypatch:
 WORKER = """
 import sys, time
 from pathlib import Path
-from draftsmith.data.ledger import DONE, FAILED, Finished, Ledger
+from draftsmith.data.ledger import Finished, Ledger
+from draftsmith.data.ledger_file import DONE
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 ids = [f"c{n:03d}" for n in range(count)]
 with Ledger(folder) as ledger:

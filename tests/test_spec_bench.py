@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.data.question_list import Question, load_questions
 from draftsmith.eval import spec_bench
+from draftsmith.eval.compiled_session import CompiledSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.method import Autoregressive
 from draftsmith.eval.sampling import Sampling
@@ -383,3 +384,31 @@ def test_spec_bench_questions() -> None:
     questions = load_questions(str(SPEC_BENCH))
     assert len(questions) == 480
     assert len({question.category for question in questions}) == 13
+
+
+def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, tmp_path: Path) -> None:
+    """The same answers; every size of tree is known and compiled before anything is measured."""
+    plain, fast = JsonlLog(tmp_path / "plain.jsonl"), JsonlLog(tmp_path / "fast.jsonl")
+    greedy = [arm for arm in bench.arms if arm.sampling.greedy]
+    bench.arms = greedy
+    bench.run(plain, runs=1, warmup_questions=0)
+    compiled = SpecBench(target, LetterTokenizer(), greedy, QUESTIONS, 12, seed=3, compiles=True)
+    compiled.session.close()
+    session = CompiledSession(target, compiled.session.max_length_tokens, backend="eager")
+    compiled.session = session
+    append = fast.append
+
+    def frozen_append(records: list[Any]) -> None:
+        append(records)
+        torch.compiler.set_stance("fail_on_recompile")
+
+    fast.append = frozen_append  # type: ignore[method-assign]
+    try:
+        compiled.run(fast, runs=1, warmup_questions=0)
+    finally:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
+    assert session._sizes == [1, 4, 7]
+    for mine, theirs in zip(fast, plain, strict=True):
+        for key, answer in mine["answers"].items():
+            assert answer["token_ids"] == theirs["answers"][key]["token_ids"]

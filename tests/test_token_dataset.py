@@ -10,8 +10,9 @@ import tiny_tokenizers as templates
 from tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.chat_tokens import tokenize_conversation
-from draftsmith.data.distill import read_distilled
-from draftsmith.data.ledger import DONE, LEDGER_FILE, SHARDS_FOLDER, Finished, Ledger
+from draftsmith.data.distilled import read_distilled
+from draftsmith.data.ledger import Finished, Ledger
+from draftsmith.data.ledger_file import DONE, LEDGER_FILE, SHARDS_FOLDER
 from draftsmith.data.token_dataset import build_token_dataset
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from draftsmith.data.ledger import LedgerView
+from draftsmith.data.distilled import LedgerView
 from draftsmith.recipes.errors import UserError
 
 CONVERSATIONS = 24

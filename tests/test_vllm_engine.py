@@ -13,7 +13,8 @@ from vllm_server import ENVIRONMENT, VllmServer
 
 from draftsmith.data.chat_tokens import prompt_token_ids
 from draftsmith.data.conversations import Turn
-from draftsmith.data.distill import distill, read_distilled
+from draftsmith.data.distill import distill
+from draftsmith.data.distilled import read_distilled
 from draftsmith.data.engine import (
     AnswerSampling,
     Completion,

@@ -1,0 +1,47 @@
+"""`ledger.sqlite`: the index of a run's conversations, as a file. What it holds: `ledger.py`."""
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from draftsmith.recipes.errors import UserError
+
+DONE, TRUNCATED, FAILED = "done", "truncated", "failed"  # states that stay
+LEASED, WAITING = "leased", "waiting"
+LOCKED_S = 120.0  # a writer waits as long for another
+LEDGER_FILE, SHARDS_FOLDER = "ledger.sqlite", "shards"
+
+
+def connect(file: Path) -> sqlite3.Connection:
+    """Statements commit by themselves, unless a transaction is begun."""
+    # The rollback journal works on network file systems too, the write-ahead log does not.
+    with clear_errors(file):
+        connection = sqlite3.connect(file, timeout=LOCKED_S, isolation_level=None)
+        connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+@contextmanager
+def clear_errors(file: Path) -> Iterator[None]:
+    """SQLite's errors as ours.
+
+    Raises:
+        OSError: The disk is full.
+        UserError: The file is damaged, or held for too long by another program.
+    """
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "full" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from None
+        raise UserError(
+            f"{file}: {error}: another program may hold it; stop that and run the same command again"
+        ) from None
+    except sqlite3.DatabaseError as error:
+        raise UserError(
+            f"{file} is damaged ({error}): delete it and run the same command again; it is made anew from "
+            f"{file.parent / SHARDS_FOLDER}"
+        ) from None
