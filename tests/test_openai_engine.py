@@ -196,10 +196,10 @@ def test_the_recipe_opens_it(start_server: StartServer) -> None:
         engine.submit(requests(1)[0])
         assert engine.collect() == [("c0", Completion(answer_ids([5, 6, 0]), "stop"))]
     for wrong, message in [
-        ({"base_urls": []}, "base_urls: List should have at least 1 item"),
+        ({"base_urls": []}, "options.base_urls`: list should have at least 1 item"),
         ({"base_urls": ["a:8000"]}, "a:8000 does not begin with http"),
         ({"base_urls": [server.url, server.url + "/"]}, "a server is named twice"),
-        ({"base_url": "x"}, "the options of openai are base_urls, model, api"),
+        ({"base_url": "x"}, "did you mean `base_urls`"),
     ]:
         with pytest.raises(UserError, match=message), open_engine(setting(options=wrong)):
             pass

@@ -193,7 +193,7 @@ def test_conversations_of_several_turns(target: Any, vllm_engine: Engine, server
                 for who, text in (("human", asked), ("gpt", "someone else's answer"))
             ]
             stream.write(json.dumps({"conversations": chat}) + "\n")
-    data = {"conversations": {"source": str(source)}, "max_length_tokens": 500}
+    data = {"conversations": {"source": str(source), "decontaminate": []}, "max_length_tokens": 500}
     for engine, opened in (
         ("vllm", lambda: _Open(vllm_engine)),
         ("openai", lambda: open_engine(setting("openai", base_urls=[server_url]))),
