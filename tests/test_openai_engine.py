@@ -199,7 +199,7 @@ def test_the_recipe_opens_it(start_server: StartServer) -> None:
         ({"base_urls": []}, "options.base_urls`: list should have at least 1 item"),
         ({"base_urls": ["a:8000"]}, "a:8000 does not begin with http"),
         ({"base_urls": [server.url, server.url + "/"]}, "a server is named twice"),
-        ({"base_url": "x"}, "did you mean `base_urls`"),
+        ({"base_urls": [server.url], "timeout": 3}, "unknown key `data.distill.options.timeout`"),
     ]:
         with pytest.raises(UserError, match=message), open_engine(setting(options=wrong)):
             pass
