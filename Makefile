@@ -91,6 +91,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/training_step.py --json benchmarks/results/training_step.json --picture benchmarks/results/training_step.png
 	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json
 	$(BIN)/python benchmarks/turn_scheduling.py --json benchmarks/results/turn_scheduling.json
+	$(BIN)/python benchmarks/batch_throughput.py --json benchmarks/results/batch_throughput.json
+	$(BIN)/python benchmarks/offline_features.py --json benchmarks/results/offline_features.json
+	$(BIN)/python benchmarks/tokenise.py --json benchmarks/results/tokenise.json
 
 # On a CPU vLLM's scheduler is best in the same process, and its threads not pinned.
 bench-vllm: vllm-env
