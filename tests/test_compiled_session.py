@@ -68,7 +68,7 @@ def check_session(target: Any, backend: str, new_tokens: int = 24) -> None:
                 assert out.ids == answer, method.name
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n != "llama")])
 def test_greedy_identity_without_recompilation(name: str) -> None:
     """Traced, but not translated to machine code, which takes a minute for each."""
     torch.manual_seed(0)
@@ -102,7 +102,13 @@ def test_features_of_each_method() -> None:
 
 
 @pytest.mark.parametrize("tree", ["chain", "best_first"])
-@pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle", "pass_embeddings", "eagle3", "peagle"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "parallel",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("medusa", "eagle", "pass_embeddings", "eagle3", "peagle")),
+    ],
+)
 def test_compiled_drafters(kind: str, tree: str) -> None:
     """The same answers and the same accepted lengths as without compilation, and nothing compiled twice."""
     target = tiny_target(num_hidden_layers=4).double()

@@ -268,7 +268,7 @@ def noisy_method(name: str, sampling: Sampling, generator: torch.Generator) -> M
     return DrafterMethod("noisy", decoder, builder, sampling, generator)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*BUILDERS, "merged"])
 def test_sampling_keeps_the_distribution(
     target: LlamaForCausalLM, session: TargetSession, name: str, temperature: float

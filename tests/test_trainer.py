@@ -166,6 +166,18 @@ def test_the_plan_is_made_with_packed_rows(target_folder: Path) -> None:
     assert cost.tokens == int(data.largest.inputs["attention_mask"].sum())
 
 
+def test_training_that_fails_gives_ctrl_c_back(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(DrafterTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("in the middle of a step")
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(stage, "DrafterTrainer", Failing)
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        train_drafter(make_recipe(target_folder, "failing", max_steps=2))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_ctrl_c_saves_the_step_at_work(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(target_folder, "ctrl-c", max_steps=7, save_steps=100)
 

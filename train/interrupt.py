@@ -31,13 +31,14 @@ class StopOnInterrupt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self._restore()
+        self.restore()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        self._restore()
+        self.restore()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Give the signals back; at the end of training, and after an error that `on_train_end` does not see."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -99,7 +99,10 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     checkpoint = last_whole_checkpoint(Path(args.output_dir))
     if checkpoint is not None and trainer.is_world_process_zero():
         print(f"going on from {checkpoint}")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        stop.restore()
     if stop.requested:
         raise KeyboardInterrupt
     wall_time_s = time.perf_counter() - begin_s

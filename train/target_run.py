@@ -74,7 +74,10 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str 
     checkpoint = last_whole_checkpoint(recipe.work_dir)
     if checkpoint:
         _restore_clock(clock, checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        stop.restore()
     if stop.requested:
         logger.info("stopped; the same command goes on from %s", recipe.work_dir)
         return None
