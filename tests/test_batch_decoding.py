@@ -55,7 +55,7 @@ class Knowing:
         self._method.observe(committed_ids, features)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TINY)
 def test_greedy_identity(name: str, dtype: torch.dtype) -> None:
     """Six prompts through three rows: ragged prompts, ragged acceptance, rows that come and go."""

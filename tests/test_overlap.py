@@ -98,6 +98,7 @@ def drafting(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, 
     return target, DrafterMethod("x", decoder, builder, sampling, generator), drafter, generator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", drafter_kinds())
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize(
