@@ -6,7 +6,8 @@ A drafter has to predict what the target says, not what some other author said. 
     distill_settings.json    what the answers depend on; a folder never mixes two settings
 
 A conversation's next turn is asked the moment its previous answer is there: there are no waves, so the engine stays
-full whatever the number of turns. Each answer is in the ledger before the next one is waited for.
+full whatever the number of turns. Answers go to the ledger as they come, so that a kill costs those in flight and those
+of the last moment at most (`LONGEST_PAUSE_S`).
 """
 
 import hashlib
@@ -201,7 +202,7 @@ class _Distillation:
         if isinstance(prompt_ids, str):
             self._end(rewriting, prompt_ids)
             return
-        messages = [{"role": turn.role, "content": turn.content} for turn in rewriting.turns]
+        messages = Conversation(rewriting.id, tuple(rewriting.turns)).messages
         seed = answer_seed(self.recipe.seed, rewriting.id, len(rewriting.answer_ids))
         self.engine.submit(Request(rewriting.id, prompt_ids, messages, self.sampling, seed))
 

@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ValidationError
@@ -141,9 +140,3 @@ def open_engine(setting: EngineSetting) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
-
-
-def engine_names() -> list[str]:
-    """Files of this folder that define an `ENGINE`."""
-    files = sorted(Path(__file__).parent.glob("*_engine.py"))
-    return [file.stem.removesuffix("_engine") for file in files if "\nENGINE = " in file.read_text(encoding="utf-8")]
