@@ -166,19 +166,18 @@ class OverlapMeter:
         }
 
 
-def measure_untimed(bench: SpecBench, questions: int, eos_ids: Collection[int]) -> dict[str, dict[str, Any]]:
+def measure_untimed(bench: SpecBench, questions: int) -> dict[str, dict[str, Any]]:
     """`OverlapMeter.figures` of every arm but the baseline, by the arm's key.
 
     Args:
         questions: Asked in full, spread over the bench's.
-        eos_ids: Of the target.
     """
     asked = bench.questions[:: max(1, len(bench.questions) // questions)][:questions]
     found = {}
     for arm in bench.arms:
         if arm.method.name == AUTOREGRESSIVE:
             continue
-        meter = OverlapMeter(arm.method, arm.sampling, eos_ids)
+        meter = OverlapMeter(arm.method, arm.sampling, bench.eos_ids)
         for question in asked:
             bench.answer(replace(arm, method=meter), question)
         target_step = LinearOperations()

@@ -90,7 +90,7 @@ class SpecBench:
     ) -> None:
         self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
-        self._eos_ids = frozenset(answer_end_ids(target, tokenizer))
+        self.eos_ids = frozenset(answer_end_ids(target, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         self._of_target = target_settings(target)
         limit = longest_sequence_tokens(target)
@@ -182,7 +182,7 @@ class SpecBench:
                 prompt_ids,
                 arm.sampling,
                 wanted,
-                self._eos_ids,
+                self.eos_ids,
                 arm.generator,
                 self._stop,
                 arm.lenience,

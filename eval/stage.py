@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.jsonl_log import JsonlLog
 from draftsmith.data.question_list import load_questions, questions_file
-from draftsmith.data.transformers_engine import answer_end_ids
 from draftsmith.eval.charts import draw_charts
 from draftsmith.eval.fair_clock import check_complete
 from draftsmith.eval.methods.drafter import DrafterMethod
@@ -65,8 +64,7 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     try:
         bench.run(log, recipe.eval.runs, recipe.eval.warmup_questions)
         if recipe.eval.untimed_questions and _untimed(recipe) is None:
-            eos_ids = frozenset(answer_end_ids(target, tokenizer))
-            arms = measure_untimed(bench, recipe.eval.untimed_questions, eos_ids)
+            arms = measure_untimed(bench, recipe.eval.untimed_questions)
             untimed = {"questions": recipe.eval.untimed_questions, "arms": arms}
             write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
     finally:
