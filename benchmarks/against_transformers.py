@@ -18,20 +18,20 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.chat_tokens import prompt_token_ids
-from draftsmith.data.conversations import Turn
-from draftsmith.data.question_list import load_questions
-from draftsmith.eval.decoding import generate
+from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.draft_model import DraftModel
-from draftsmith.models.drafter import load_drafter
-from draftsmith.models.target import load_target
+from draftsmith.eval.methods.registry import Autoregressive, Method
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import load_drafter
+from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_atomically

@@ -3,9 +3,9 @@
     python benchmarks/batch_throughput.py [RECIPE] --json benchmarks/results/batch_throughput.json
     python benchmarks/batch_throughput.py quickstart --drafter runs/quickstart/drafter --batch-sizes 1 8 32
 
-Both sides are the same loop (`eval/batch_decoding.py`) with the same prompts, through a queue: a row whose answer has
-ended takes the next prompt. Prefills are included and run one prompt at a time on both sides. Runs alternate, the first
-of each warms up. The methods are those of the recipe that draft with its drafter. Answers that differ from the
+Both sides are the same loop (`eval/decoding/batch_loop.py`) with the same prompts, through a queue: a row whose answer
+has ended takes the next prompt. Prefills are included and run one prompt at a time on both sides. Runs alternate, the
+first of each warms up. The methods are those of the recipe that draft with its drafter. Answers that differ from the
 baseline's are counted: 0 in fp32 but for ties; 16-bit floats round differently for every number of rows.
 """
 
@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.question_list import load_questions
-from draftsmith.data.transformers_engine import answer_end_ids
-from draftsmith.eval.batch_decoding import generate_batch
-from draftsmith.eval.batch_session import BatchSession
-from draftsmith.eval.decoding import Generation
+from draftsmith.data.engines.transformers_engine import answer_end_ids
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.commands.evaluate import resolve_tuned
+from draftsmith.eval.decoding.batch_loop import generate_batch
+from draftsmith.eval.decoding.batch_session import BatchSession
+from draftsmith.eval.decoding.loop import Generation
+from draftsmith.eval.decoding.session import longest_sequence_tokens
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import AUTOREGRESSIVE, Autoregressive, Method
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import longest_sequence_tokens
-from draftsmith.eval.spec_bench import first_turn_prompts
-from draftsmith.eval.stage import resolve_tuned
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.drafter import Drafter, SequenceDecoder, load_drafter
-from draftsmith.models.packed_head import pack_heads
-from draftsmith.models.target import load_target
+from draftsmith.eval.methods.registry import AUTOREGRESSIVE, Autoregressive, Method
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import Drafter, SequenceDecoder, load_drafter
+from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_atomically

@@ -24,10 +24,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distilled import LedgerView
-from draftsmith.data.ledger_file import LEDGER_FILE
-from draftsmith.data.sources import load_conversations
-from draftsmith.models.target import EMBEDDED_TARGET
+from draftsmith.data.distill.ledger_db import LEDGER_FILE
+from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
 
 CLIENT_KILLS = 3
@@ -144,7 +144,7 @@ def under_fire(servers: list[Server], recipe: Path, data: Path, count: int) -> l
 
 
 def start_client(recipe: Path) -> Any:
-    return subprocess.Popen([sys.executable, "-m", "draftsmith.eval.cli", "distill", str(recipe)])
+    return subprocess.Popen([sys.executable, "-m", "draftsmith.eval.commands.cli", "distill", str(recipe)])
 
 
 def settled(data: Path) -> int:

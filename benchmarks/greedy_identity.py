@@ -11,12 +11,12 @@ import argparse
 import json
 from pathlib import Path
 
-from draftsmith.data.question_list import load_questions
-from draftsmith.data.transformers_engine import answer_end_ids
-from draftsmith.eval.decoding import generate
-from draftsmith.eval.session import TargetSession, longest_sequence_tokens
-from draftsmith.eval.spec_bench import first_turn_prompts
-from draftsmith.eval.stage import load_models, make_arms
+from draftsmith.data.engines.transformers_engine import answer_end_ids
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.commands.evaluate import load_models, make_arms
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import write_atomically

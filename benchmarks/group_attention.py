@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.models.group_attention import group_attention
+from draftsmith.models.groups.attention import group_attention
 
 
 def main() -> None:

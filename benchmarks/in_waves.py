@@ -1,6 +1,6 @@
 """Turn-by-turn waves, as self-distillation is often written: nobody's next turn is asked before everybody's answer."""
 
-from draftsmith.data.engine import Engine, Outcome, Request
+from draftsmith.data.engines.engine import Engine, Outcome, Request
 
 
 class InWaves:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.jsonl_log import JsonlLog
-from draftsmith.data.question_list import load_questions
-from draftsmith.eval.spec_bench import SpecBench
-from draftsmith.eval.stage import load_models, make_arms
-from draftsmith.eval.summary import summarize_timing
-from draftsmith.models.drafter import load_drafter_class
-from draftsmith.models.packed_head import pack_heads
-from draftsmith.models.target import load_target
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.spec_bench import SpecBench
+from draftsmith.eval.commands.evaluate import load_models, make_arms
+from draftsmith.eval.report.summary import summarize_timing
+from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_atomically

@@ -22,11 +22,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.parallel import ParallelDrafter
-from draftsmith.models.target import EMBEDDED_TARGET
+from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.train.collate import collate_right_padded
-from draftsmith.train.feature_cache import (
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.drafter.trainer import layers_read, split_features, training_features
+from draftsmith.train.features.cache import (
     ROWS_COLUMN,
     FeatureCache,
     FeatureCollator,
@@ -34,9 +35,8 @@ from draftsmith.train.feature_cache import (
     cut_into_shards,
     write_shard,
 )
-from draftsmith.train.feature_engine import TransformersFeatures
-from draftsmith.train.features import shard_features
-from draftsmith.train.trainer import layers_read, split_features, training_features
+from draftsmith.train.features.engine import TransformersFeatures
+from draftsmith.train.features.write import shard_features
 
 BATCH_SIZE = 4
 NUM_ROWS = 32

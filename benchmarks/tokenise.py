@@ -2,7 +2,7 @@
 
     python benchmarks/tokenise.py [--conversations 100000] [--processes 2] [--json FILE]
 
-The conversations are those of the standard library (`data/stdlib_conversations.py`), repeated with another first word
+The conversations are those of the standard library (`data/stdlib/conversations.py`), repeated with another first word
 in every question, some with a second exchange, so that no two are the same; the tokenizer is the embedded target's.
 They are made while they are read: nothing but the tokeniser could hold them in memory.
 """
@@ -20,10 +20,10 @@ from datasets import load_from_disk
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from draftsmith.data.conversations import Conversation, Turn, parse_conversation
-from draftsmith.data.stdlib_conversations import build_conversations
-from draftsmith.data.token_dataset import MOST_PROCESSES, save_rows
-from draftsmith.data.token_rows import Answered, write_token_rows
+from draftsmith.data.distill.token_dataset import MOST_PROCESSES, save_rows
+from draftsmith.data.sources.parsing import Conversation, Turn, parse_conversation
+from draftsmith.data.stdlib.conversations import build_conversations
+from draftsmith.data.tokens.rows import Answered, write_token_rows
 
 SOURCES = 2000  # different conversations that are repeated
 MAX_LENGTH_TOKENS = 2048
@@ -66,7 +66,7 @@ class Bar(tqdm):
 
 
 def measure(count: int, processes: int) -> dict[str, Any]:
-    from draftsmith.models.target import EMBEDDED_TARGET  # torch, which the workers do not need
+    from draftsmith.models.target.loading import EMBEDDED_TARGET  # torch, which the workers do not need
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
     sources = [parse_conversation(record, "stdlib") for record in build_conversations(0, "all", SOURCES)]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.parallel import ParallelDrafter
-from draftsmith.models.target import EMBEDDED_TARGET, target_features
+from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.target.loading import EMBEDDED_TARGET, target_features
 
 BACKENDS = ("folded", "dense")
 

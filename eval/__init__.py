@@ -1,1 +1,5 @@
-"""Tree-verified speculative sampling, and its measurement."""
+"""Decoding with drafts, and its honest measurement.
+
+Read `trees` (what is drafted, how it is verified), `decoding` (the one loop), `methods` (ways of drafting), `bench`
+(how it is measured), `report` (what is said of it); `commands` is what the command line runs. Imports all the others.
+"""

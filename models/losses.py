@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.models.drafter import DrafterOutput
+from draftsmith.models.base.drafter import DrafterOutput
 
 CHUNK_ELEMENTS = 1 << 22
 # The LK paper's setting.

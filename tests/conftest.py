@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
 
-from draftsmith.data import servers
+from draftsmith.data.engines import servers
 
 
 @pytest.fixture

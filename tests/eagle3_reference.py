@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafter import Drafter
+from draftsmith.models.base.drafter import Drafter
 
 HEADS, KV_HEADS, HEAD_SIZE, ROPE_THETA, EPS = 4, 2, 8, 10000.0, 1e-6
 

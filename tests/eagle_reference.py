@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.drafter import Drafter
+from draftsmith.models.base.drafter import Drafter
 
 
 def eagle_features(drafter: Drafter, inputs_rd: Tensor, positions: list[int], sees: list[list[int]]) -> Tensor:

@@ -4,7 +4,7 @@ import os
 import time
 from collections import deque
 
-from draftsmith.data.engine import Completion, Outcome, Request
+from draftsmith.data.engines.engine import Completion, Outcome, Request
 from draftsmith.recipes.errors import UserError
 
 

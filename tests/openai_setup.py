@@ -9,8 +9,8 @@ import tiny_tokenizers as templates
 from fake_openai_server import END_ID, FakeServer, answer_ids
 from tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.engine import AnswerSampling, Completion, EngineSetting, Outcome, Request
-from draftsmith.data.openai_engine import OpenAIEngine
+from draftsmith.data.engines.engine import AnswerSampling, Completion, EngineSetting, Outcome, Request
+from draftsmith.data.engines.openai_engine import OpenAIEngine
 from draftsmith.recipes.schema import Recipe
 
 TOKENIZER = tiny_tokenizer(templates.CHATML)

@@ -4,14 +4,14 @@ import pytest
 from chat_families import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data.chat_tokens import (
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import (
     TokenizedConversation,
     prompt_token_ids,
     template_answer_lead,
     tokenize_conversation,
     tokenize_truncated,
 )
-from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 
 TALK = Conversation(

@@ -8,16 +8,16 @@ from test_greedy_identity import BUILDERS, GREEDY, GROWERS, TINY, HalfRightDecod
 from tiny_models import tiny_drafter_of, tiny_target
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
-from draftsmith.eval.batch_decoding import generate_batch
-from draftsmith.eval.batch_session import BatchSession
-from draftsmith.eval.decoding import Generation, generate
+from draftsmith.eval.decoding.batch_loop import generate_batch
+from draftsmith.eval.decoding.batch_session import BatchSession
+from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
-from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import TreeBuilder, tree_builder
+from draftsmith.eval.methods.registry import Autoregressive, Method
+from draftsmith.eval.trees.builders import TreeBuilder, tree_builder
+from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

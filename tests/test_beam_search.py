@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from draftsmith.eval.beam_search import Beams, beam_search
+from draftsmith.eval.decoding.beam_search import Beams, beam_search
 from draftsmith.recipes.errors import UserError
 
 V = 23

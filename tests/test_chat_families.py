@@ -3,7 +3,8 @@
 import pytest
 from chat_families import FAMILIES
 
-from draftsmith.data.chat_tokens import (
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TemplateRefusal,
     prompt_token_ids,
@@ -11,7 +12,6 @@ from draftsmith.data.chat_tokens import (
     template_end_token,
     tokenize_conversation,
 )
-from draftsmith.data.conversations import Conversation, Turn
 
 TALK = (
     Turn("user", "Say hi"),

@@ -7,7 +7,8 @@ import tiny_tokenizers as templates
 from tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
 
-from draftsmith.data.chat_tokens import (
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TemplateRefusal,
     prompt_token_ids,
@@ -16,7 +17,6 @@ from draftsmith.data.chat_tokens import (
     tokenize_conversation,
     tokenize_truncated,
 )
-from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 
 MATERIAL = Path(__file__).parents[2] / "shared" / "material"

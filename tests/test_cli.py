@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from draftsmith.eval import cli
+from draftsmith.eval.commands import cli
 from draftsmith.recipes.errors import exit_with_one_sentence
 
 RUNNER = CliRunner()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from draftsmith.data.distilled import LedgerView
-from draftsmith.eval.cli import app
-from draftsmith.eval.compare import _changes_target, _reuse_data, compare, expand_variants, joint_recipe
+from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.eval.commands.cli import app
+from draftsmith.eval.commands.compare import _changes_target, _reuse_data, compare, expand_variants, joint_recipe
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder

@@ -13,15 +13,15 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from draftsmith.eval.compiled_session import CompiledSession
-from draftsmith.eval.decoding import generate
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.drafter import Compilable
-from draftsmith.models.packed_head import PackedLinear, pack_heads
+from draftsmith.eval.methods.registry import Autoregressive, Method
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.base.drafter import Compilable
+from draftsmith.models.target.packed_head import PackedLinear, pack_heads
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

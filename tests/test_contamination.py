@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.contamination import CONTAINED, SAME, SHARED, Contamination, Match, words_of
-from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.source_counts import SourceCounts
-from draftsmith.data.sources import load_conversations
+from draftsmith.data.sources.contamination import CONTAINED, SAME, SHARED, Contamination, Match, words_of
+from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.data.sources.parsing import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

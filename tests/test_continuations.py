@@ -3,7 +3,7 @@
 import torch
 from test_beam_search import PROMPT, model
 
-from draftsmith.eval.continuations import Continuations
+from draftsmith.eval.decoding.shared_prefix import Continuations
 
 
 def test_continuations_are_scored_as_by_a_plain_forward() -> None:

@@ -11,17 +11,17 @@ import tiny_tokenizers as templates
 from huggingface_hub import DatasetCard
 from tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.data_card import (
+from draftsmith.data.card.card import (
     CardConversation,
     CardInput,
     card_conversation,
     write_card_of_run,
     write_data_card,
 )
-from draftsmith.data.distill import distill
-from draftsmith.data.source_counts import SourceCounts
-from draftsmith.data.sources import load_conversations
+from draftsmith.data.distill.distill import distill
+from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.data.sources.parsing import Conversation, Turn
 from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import Recipe
 

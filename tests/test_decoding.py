@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.eval.decoding import Generation, generate
+from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive, Method
+from draftsmith.eval.methods.registry import Autoregressive, Method
 from draftsmith.eval.methods.specinfer import SpecInfer
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.tree_builders import (
+from draftsmith.eval.trees.builders import (
     BestFirstBuilder,
     ChainBuilder,
     MarginalBuilder,
     StaticBuilder,
     TreeBuilder,
 )
-from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
-from draftsmith.models.drafter import StepwiseDecoder
+from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.base.drafter import StepwiseDecoder
 from draftsmith.recipes.errors import UserError
 
 V = 11

@@ -16,15 +16,23 @@ import torch
 from tiny_tokenizers import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.distill import distill
-from draftsmith.data.distill_report import DistillReport
-from draftsmith.data.distill_settings import check_settings
-from draftsmith.data.distilled import LedgerView, read_distilled
-from draftsmith.data.engine import AnswerSampling, Completion, EngineSetting, Failure, Outcome, Request, open_engine
-from draftsmith.data.question_list import questions_file
-from draftsmith.data.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
+from draftsmith.data.distill.distill import distill
+from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
+from draftsmith.data.distill.report import DistillReport
+from draftsmith.data.distill.settings import check_settings
+from draftsmith.data.engines.engine import (
+    AnswerSampling,
+    Completion,
+    EngineSetting,
+    Failure,
+    Outcome,
+    Request,
+    open_engine,
+)
+from draftsmith.data.engines.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

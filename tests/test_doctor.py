@@ -15,13 +15,13 @@ from tiny_tokenizers import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from draftsmith.data.chat_tokens import TokenizedConversation, tokenize_conversation
-from draftsmith.data.conversations import parse_conversation
-from draftsmith.data.ledger import Finished, Ledger
-from draftsmith.data.ledger_file import DONE, FAILED, TRUNCATED
-from draftsmith.eval import cli, doctor
-from draftsmith.models import parallel
-from draftsmith.models.cached_decoder import ParallelDecoder
+from draftsmith.data.distill.ledger import Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE, FAILED, TRUNCATED
+from draftsmith.data.sources.parsing import parse_conversation
+from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
+from draftsmith.eval.commands import cli, doctor
+from draftsmith.models.decoding.cached import ParallelDecoder
+from draftsmith.models.drafters import parallel
 
 VOCABULARY = 400
 TALK = [

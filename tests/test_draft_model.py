@@ -5,7 +5,7 @@ import torch
 from tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.models.draft_model import DraftModel
+from draftsmith.models.drafters.draft_model import DraftModel
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])

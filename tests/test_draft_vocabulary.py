@@ -11,20 +11,20 @@ from test_trainer import make_recipe, target_folder  # noqa: F401 a fixture
 from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import nn
 
-from draftsmith.eval.decoding import generate
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.draft_vocabulary import supervised_token_counts
-from draftsmith.models.eagle3 import Eagle3Drafter
-from draftsmith.models.eagle3_layer import Eagle3Shape
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.draft_vocabulary import supervised_token_counts
+from draftsmith.models.base.eagle3_shape import Eagle3Shape
+from draftsmith.models.drafters.eagle3 import Eagle3Drafter
+from draftsmith.models.drafters.peagle import PEagleDrafter
 from draftsmith.models.losses import depth_loss
-from draftsmith.models.peagle import PEagleDrafter
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe
-from draftsmith.train.stage import load_tokens, train_drafter
+from draftsmith.train.drafter.stage import load_tokens, train_drafter
 
 TARGET_LAYERS = 4
 # Supervised: 7 three times, 5 and 9 twice, 4 once; 11 is in the data, but never supervised.

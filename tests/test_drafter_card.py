@@ -8,11 +8,11 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from draftsmith.models.drafter import drafter_kinds
+from draftsmith.models.base.drafter import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter_card import front_matter, write_card
+from draftsmith.train.drafter.card import front_matter, write_card
 
 FIGURES: dict[str, Any] = {
     "rows": [

@@ -9,10 +9,10 @@ from tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.drafter import Drafter
-from draftsmith.models.eagle import EagleDrafter
-from draftsmith.models.target import target_features
-from draftsmith.models.target_layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.drafters.eagle import EagleDrafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
 
 # Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.

@@ -9,10 +9,10 @@ from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.eagle3 import Eagle3Drafter
-from draftsmith.models.eagle3_layer import default_feature_layers
-from draftsmith.models.target import target_features
-from draftsmith.models.target_layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.base.eagle3_shape import default_feature_layers
+from draftsmith.models.drafters.eagle3 import Eagle3Drafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
 
 STEPS, TARGET_LAYERS, REDUCED = 3, 4, 40

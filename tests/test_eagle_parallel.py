@@ -7,9 +7,9 @@ from tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.drafter import Drafter
-from draftsmith.models.eagle_parallel import EagleParallelDrafter
-from draftsmith.models.target_layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.drafters.eagle_parallel import EagleParallelDrafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 

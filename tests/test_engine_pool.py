@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine, broken_engine
 
-from draftsmith.data.engine import AnswerSampling, Completion, Outcome, Request
-from draftsmith.data.engine_pool import EnginePool
+from draftsmith.data.engines.engine import AnswerSampling, Completion, Outcome, Request
+from draftsmith.data.engines.pool import EnginePool
 from draftsmith.recipes.errors import UserError
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from draftsmith.eval.prove import prove
-from draftsmith.eval.stage import evaluate
-from draftsmith.eval.tune import tune
-from draftsmith.models.drafter import load_drafter_class
-from draftsmith.models.target import EMBEDDED_TARGET, load_target
+from draftsmith.eval.commands.evaluate import evaluate
+from draftsmith.eval.commands.prove import prove
+from draftsmith.eval.commands.tune import tune
+from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -79,8 +79,8 @@ def test_one_after_the_other(recipe: Recipe) -> None:
 
 def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     """Not one that was tuned afterwards."""
-    from draftsmith.eval.stage import report_again
-    from draftsmith.eval.tune import write_tuned
+    from draftsmith.eval.commands.evaluate import report_again
+    from draftsmith.eval.commands.tune import write_tuned
     from draftsmith.recipes.schema import MethodRecipe
 
     folder = RunFolder(recipe)
@@ -92,7 +92,7 @@ def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
         shown.update(facts["recipe"]["eval"]["methods"][0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.eval.stage.write_report", note)
+        patch.setattr("draftsmith.eval.commands.evaluate.write_report", note)
         report_again(recipe)
     measured = json.loads((folder.eval / "settings.json").read_text())["eval"]["methods"][0]
     assert shown == measured
@@ -120,7 +120,7 @@ def test_the_cards_example_runs(recipe: Recipe, capsys: pytest.CaptureFixture[st
 
 
 def test_other_weights_inherit_neither_figures_nor_proof(recipe: Recipe) -> None:
-    from draftsmith.eval.stage import WEIGHTS, update_card
+    from draftsmith.eval.commands.evaluate import WEIGHTS, update_card
 
     folder = RunFolder(recipe).drafter
     weights = (folder / WEIGHTS).read_bytes()
@@ -150,7 +150,7 @@ def test_records_of_an_earlier_version_stop_the_evaluation_at_once(recipe: Recip
 
 
 def test_a_proof_of_another_drafter_is_not_shown(recipe: Recipe) -> None:
-    from draftsmith.eval.stage import PROOF, report_again
+    from draftsmith.eval.commands.evaluate import PROOF, report_again
 
     folder = RunFolder(recipe)
     file = folder.eval / PROOF

@@ -17,24 +17,24 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.eval.batch_decoding import generate_batch
-from draftsmith.eval.batch_session import BatchSession
-from draftsmith.eval.decoding import generate
+from draftsmith.eval.decoding.batch_loop import generate_batch
+from draftsmith.eval.decoding.batch_session import BatchSession
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.drafter import Drafter, drafter_kinds, load_drafter
-from draftsmith.models.target import target_features
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import Drafter, drafter_kinds, load_drafter
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.schema import MethodRecipe
-from draftsmith.train.arguments import training_arguments
-from draftsmith.train.collate import collate_right_padded
-from draftsmith.train.feature_cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
-from draftsmith.train.feature_engine import TransformersFeatures
-from draftsmith.train.features import shard_features
-from draftsmith.train.packing import pack_documents
-from draftsmith.train.trainer import DrafterTrainer, layers_read, training_features
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.packing import pack_documents
+from draftsmith.train.drafter.trainer import DrafterTrainer, layers_read, training_features
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.features.cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
+from draftsmith.train.features.engine import TransformersFeatures
+from draftsmith.train.features.write import shard_features
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.

@@ -8,9 +8,15 @@ import torch
 from test_spec_bench import made_up
 from tiny_models import tiny_target
 
-from draftsmith.eval.fair_clock import SETTINGS, answer_settings, check_fair_clock, target_settings, weights_fingerprint
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.summary import summarize, summarize_timing
+from draftsmith.eval.bench.fair_clock import (
+    SETTINGS,
+    answer_settings,
+    check_fair_clock,
+    target_settings,
+    weights_fingerprint,
+)
+from draftsmith.eval.report.summary import summarize, summarize_timing
+from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 
 OTHER: dict[str, Any] = {

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.train import feature_cache
-from draftsmith.train.feature_cache import (
+from draftsmith.train.features.cache import (
     ROWS_COLUMN,
     FeatureCache,
     FeatureCollator,
@@ -23,6 +22,7 @@ from draftsmith.train.feature_cache import (
     cut_into_shards,
     write_shard,
 )
+from draftsmith.train.features.write import cache as feature_cache
 
 LENGTHS = [3, 1, 4, 1, 5]
 LAYERS, HIDDEN = (2, -1), 6

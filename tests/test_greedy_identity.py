@@ -23,19 +23,19 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftsmith.eval.decoding import generate
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
-from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.methods.registry import Autoregressive, Method
 from draftsmith.eval.methods.specinfer import SpecInfer
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
-from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
-from draftsmith.models.drafter import StepwiseDecoder, load_drafter_class
+from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
+from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import StepwiseDecoder, load_drafter_class
 
 GREEDY = Sampling()
 DEPTHS = 4

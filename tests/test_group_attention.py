@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.models.group_attention import group_attention, group_mask
+from draftsmith.models.groups.attention import group_attention, group_mask
 from draftsmith.recipes.errors import UserError
 
 # batch, query heads, key heads, streams, positions, head size

@@ -4,8 +4,8 @@ import torch
 from test_parallel_drafter import MASKS, tiny_drafter
 from tiny_models import random_batch, tiny_target
 
-from draftsmith.models.drafter import depth_labels
-from draftsmith.models.group_rows import GroupRows
+from draftsmith.models.base.drafter import depth_labels
+from draftsmith.models.groups.rows import GroupRows
 
 
 def test_the_rows_by_hand() -> None:

@@ -11,9 +11,9 @@ from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.group_rows import GroupRows
-from draftsmith.models.hydra import HydraDrafter
-from draftsmith.models.target import target_features
+from draftsmith.models.drafters.hydra import HydraDrafter
+from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
 
 HEADS, HIDDEN = 3, 32

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data import distilled
-from draftsmith.data import ledger as ledger_module
-from draftsmith.data.distilled import LedgerView
-from draftsmith.data.ledger import LEASE_S, Finished, Ledger
-from draftsmith.data.ledger_file import DONE, FAILED, LEDGER_FILE, TRUNCATED
-from draftsmith.data.shards import ShardReader, ShardWriter
+from draftsmith.data.distill.distill import ledger as ledger_module
+from draftsmith.data.distill.distill import ledger_view as distilled
+from draftsmith.data.distill.ledger import LEASE_S, Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, TRUNCATED
+from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.data.distill.shards import ShardReader, ShardWriter
 from draftsmith.recipes.errors import UserError
 
 IDS = [f"c{number:02d}" for number in range(6)]
@@ -160,7 +160,7 @@ def test_a_full_disk_under_the_ledger_itself(tmp_path: Path) -> None:
 
 
 def test_large_shards_go_on_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.data.shards.FULL_SHARD_BYTES", 10)
+    monkeypatch.setattr("draftsmith.data.distill.shards.FULL_SHARD_BYTES", 10)
     writer = ShardWriter(tmp_path, "w")
     places = [place for number in range(3) for place in writer.append([{"number": number, "text": "é"}])]
     assert [place.shard for place in places] == ["w-000.jsonl", "w-001.jsonl", "w-002.jsonl"]
@@ -172,7 +172,7 @@ def test_large_shards_go_on_in_another_file(tmp_path: Path, monkeypatch: pytest.
 OTHER = """
 import sys, time
 from pathlib import Path
-from draftsmith.data.ledger import Ledger
+from draftsmith.data.distill.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]))
 ledger.commit([], []) or print(*ledger.lease(sys.argv[2:]).taken, flush=True)
 sys.stdin.read() if sys.stdin.readable() else time.sleep(60)
@@ -230,8 +230,8 @@ def test_a_heart_that_stands_still_by_our_own_clock(tmp_path: Path, monkeypatch:
 WORKER = """
 import sys, time
 from pathlib import Path
-from draftsmith.data.ledger import Finished, Ledger
-from draftsmith.data.ledger_file import DONE
+from draftsmith.data.distill.ledger import Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 ids = [f"c{n:03d}" for n in range(count)]
 with Ledger(folder) as ledger:

@@ -10,15 +10,15 @@ from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.eval.decoding import generate
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import BestFirstBuilder, tree_builder
-from draftsmith.models.drafter import load_drafter
-from draftsmith.models.medusa import MedusaDrafter
-from draftsmith.models.target import target_features
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.trees.builders import BestFirstBuilder, tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import load_drafter
+from draftsmith.models.drafters.medusa import MedusaDrafter
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.eval.stage import evaluate, report_again
-from draftsmith.models.drafter import depth_labels, load_drafter
-from draftsmith.models.medusa2 import Medusa2Drafter
-from draftsmith.models.target import target_features
-from draftsmith.models.target_adapter import adapted_layers, remove
+from draftsmith.eval.commands.evaluate import evaluate, report_again
+from draftsmith.models.base.drafter import depth_labels, load_drafter
+from draftsmith.models.drafters.medusa2 import Medusa2Drafter
+from draftsmith.models.target.adapter import adapted_layers, remove
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterRecipe, EvalRecipe, Recipe
-from draftsmith.train import stage
-from draftsmith.train.stage import train_drafter
-from draftsmith.train.trainer import DrafterTrainer, training_features
+from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import DrafterTrainer, training_features
 
 target_folder = test_trainer.target_folder
 Q_AND_DOWN = ["q_proj", "down_proj"]

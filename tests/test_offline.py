@@ -15,16 +15,18 @@ from tiny_runs import LENGTHS, save_target, tiny_run, token_rows
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from draftsmith.eval import cli, pipeline
-from draftsmith.models.drafter import drafter_kinds, load_drafter_class
+from draftsmith.eval.commands import cli, pipeline
+from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train import feature_cache, features, stage, trainer
-from draftsmith.train.feature_engine import TransformersFeatures
-from draftsmith.train.features import project_features, write_features
-from draftsmith.train.stage import train_drafter
-from draftsmith.train.trainer import DrafterTrainer
+from draftsmith.train.drafter import stage, trainer
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.features.engine import TransformersFeatures
+from draftsmith.train.features.write import cache as feature_cache
+from draftsmith.train.features.write import project_features, write_features
+from draftsmith.train.features.write import write as features
 
 OFFLINE = {"features": {"source": "offline", "dtype": "float32"}}
 # 3 layers x 32 x 2 bytes (bf16).

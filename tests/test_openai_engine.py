@@ -7,7 +7,7 @@ import pytest
 from fake_openai_server import END_ID, Fault, answer_ids
 from openai_setup import StartEngine, StartServer, eventually, requests, right_answers, run, setting
 
-from draftsmith.data.engine import Completion, Failure, Outcome, open_engine
+from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
 from draftsmith.recipes.errors import UserError
 
 

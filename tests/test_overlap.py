@@ -7,18 +7,18 @@ import torch
 from tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor, nn
 
-from draftsmith.eval.decoding import generate
+from draftsmith.eval.bench.operations import LinearOperations
+from draftsmith.eval.bench.overlap import OverlapMeter
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
-from draftsmith.eval.operations import LinearOperations
-from draftsmith.eval.overlap import OverlapMeter
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.theory_table import theory_row
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.tree_builders import ChainBuilder, tree_builder
-from draftsmith.models.drafter import drafter_kinds
-from draftsmith.models.packed_head import PackedLinear
+from draftsmith.eval.report.theory_table import theory_row
+from draftsmith.eval.trees.builders import ChainBuilder, tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.base.drafter import drafter_kinds
+from draftsmith.models.target.packed_head import PackedLinear
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12]

@@ -5,7 +5,7 @@ import torch
 from tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import nn
 
-from draftsmith.models.packed_head import PackedLinear, pack_heads
+from draftsmith.models.target.packed_head import PackedLinear, pack_heads
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 

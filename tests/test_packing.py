@@ -10,13 +10,13 @@ import torch
 from tiny_models import VOCABULARY, tiny_target
 from transformers import BloomConfig, BloomForCausalLM
 
-from draftsmith.models.parallel import DRAFTER
-from draftsmith.models.target import target_features
+from draftsmith.models.drafters.parallel import DRAFTER
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.arguments import training_arguments
-from draftsmith.train.collate import collate_right_padded
-from draftsmith.train.packing import PackedRows, check_packing, pack_by_length, pack_documents, row_lengths
-from draftsmith.train.trainer import DrafterTrainer
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.packing import PackedRows, check_packing, pack_by_length, pack_documents, row_lengths
+from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.training_arguments import training_arguments
 
 # Lengths as conversations have them: many short ones, a few that fill a row.
 LENGTHS = np.random.default_rng(0).lognormal(4.6, 0.8, 500).astype(int).clip(8, 512).tolist()

@@ -9,11 +9,11 @@ from safetensors import safe_open
 from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.drafter import depth_labels, load_drafter, load_drafter_class
-from draftsmith.models.group_attention import BACKENDS
-from draftsmith.models.parallel import ParallelDrafter
-from draftsmith.models.target import target_features
-from draftsmith.models.target_layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.base.drafter import depth_labels, load_drafter, load_drafter_class
+from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.groups.attention import BACKENDS
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
 
 MASKS = 3

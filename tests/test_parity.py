@@ -8,8 +8,8 @@ import torch
 from tiny_models import VOCABULARY, random_batch, tiny_target
 from torch import Tensor
 
-from draftsmith.models.parallel import ParallelDrafter
-from draftsmith.train.parity import TOLERANCE, loop_like_prefixes, parity_difference, perturb, worst_difference
+from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.train.drafter.parity import TOLERANCE, loop_like_prefixes, parity_difference, perturb, worst_difference
 
 LENGTH, DEPTHS, FEATURES = 12, 3, 5
 IDS = torch.tensor([7, 3, 9, 9, 1, 4, 60, 2, 8, 5, 5, 11])

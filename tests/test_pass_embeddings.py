@@ -10,14 +10,14 @@ from tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.eval.decoding import generate
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree_builders import ChainBuilder
-from draftsmith.models.drafter import depth_labels, load_drafter
-from draftsmith.models.pass_embeddings import PassEmbeddingsDrafter
-from draftsmith.models.target_layers import SUPPORTED_MODEL_TYPES
+from draftsmith.eval.trees.builders import ChainBuilder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import depth_labels, load_drafter
+from draftsmith.models.drafters.pass_embeddings import PassEmbeddingsDrafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.recipes.errors import UserError
 
 LOOK_AHEAD, LAYERS = 3, 3

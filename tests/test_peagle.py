@@ -8,7 +8,7 @@ from eagle3_reference import Memory, Reference
 from tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from transformers import PreTrainedModel
 
-from draftsmith.models.peagle import PEagleDrafter
+from draftsmith.models.drafters.peagle import PEagleDrafter
 from draftsmith.recipes.errors import UserError
 
 MASKS, TARGET_LAYERS, MASK_ID = 3, 4, 55

@@ -12,23 +12,23 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from draftsmith.eval import cli
-from draftsmith.models import target as target_module
-from draftsmith.models.drafter import drafter_kinds, load_drafter_class
-from draftsmith.models.target import load_target, target_without_weights
+from draftsmith.eval.commands import cli
+from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
+from draftsmith.models.fake_run import DryRun
+from draftsmith.models.target.loading import load_target, target_without_weights
+from draftsmith.models.target.loading import loading as target_module
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
-from draftsmith.train.arguments import training_arguments
-from draftsmith.train.collate import collate_right_padded
-from draftsmith.train.dry_run import DryRun
-from draftsmith.train.dry_step import DryTraining, StepCost
-from draftsmith.train.features import project_features, write_features
-from draftsmith.train.offline import keep_what_is_read, open_features
-from draftsmith.train.plan import Line, PlanOptions, make_plan
-from draftsmith.train.plan_data import training_data
-from draftsmith.train.stage import tokens_hash
-from draftsmith.train.trainer import DrafterTrainer
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.drafter.stage import tokens_hash
+from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.features.offline import keep_what_is_read, open_features
+from draftsmith.train.features.write import project_features, write_features
+from draftsmith.train.plan.batches import training_data
+from draftsmith.train.plan.plan import Line, PlanOptions, make_plan
+from draftsmith.train.plan.step_cost import DryTraining, StepCost
 
 # What a kind needs to reach its most expensive step at once.
 OPTIONS: dict[str, dict[str, Any]] = {"medusa2": {"warmup_steps": 0}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.conversations import Conversation, InvalidConversation, parse_conversation
+from draftsmith.data.sources.parsing import Conversation, InvalidConversation, parse_conversation
 from draftsmith.recipes.schema import ColumnsRecipe
 
 SPEC_BENCH = Path(__file__).parents[2] / "shared" / "material" / "spec_bench" / "question.jsonl"

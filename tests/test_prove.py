@@ -8,9 +8,8 @@ from rich.console import Console
 from tiny_models import tiny_target
 from torch import Tensor
 
-from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods.method import Autoregressive
-from draftsmith.eval.prove import (
+from draftsmith.eval.bench.spec_bench import Arm
+from draftsmith.eval.commands.prove import (
     DistributionProof,
     Divergence,
     GreedyProof,
@@ -21,12 +20,13 @@ from draftsmith.eval.prove import (
     prove,
     rosenblatt,
 )
-from draftsmith.eval.report import proof_sentence
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.spec_bench import Arm
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.verify import Verdict
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.report.report import proof_sentence
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Verdict
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -86,7 +86,7 @@ def test_greedy_answers_to_a_sampled_question_fail(monkeypatch: pytest.MonkeyPat
     def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> Verdict:
         return Verdict([0], int(logits[0].argmax()))
 
-    monkeypatch.setattr("draftsmith.eval.decoding.verify", greedy)
+    monkeypatch.setattr("draftsmith.eval.decoding.loop.verify", greedy)
     assert distribution_proof().p_value < 1e-6
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from draftsmith.data.chat_tokens import tokenize_conversation
-from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.drafter import load_drafter_class
-from draftsmith.models.target import EMBEDDED_TARGET
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import tokenize_conversation
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.train.arguments import training_arguments
+from draftsmith.train.drafter.training_arguments import training_arguments
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[1] / "recipes").glob("*.yaml") if file.stem != "target")
 TARGET_KIND = {"qwen3-8b-parallel": "qwen3"}  # the others are for a Llama

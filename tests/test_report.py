@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draftsmith.eval.charts import draw_charts
-from draftsmith.eval.report import headline, next_steps, print_table, write_report
-from draftsmith.eval.theory_charts import draw_theory
+from draftsmith.eval.report.charts import draw_charts
+from draftsmith.eval.report.report import headline, next_steps, print_table, write_report
+from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.schema import Recipe
 
 

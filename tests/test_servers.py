@@ -14,9 +14,9 @@ import pytest
 from fake_openai_server import FakeServer, Fault
 from openai_setup import StartEngine, StartServer, eventually, requests, right_answers, run
 
-from draftsmith.data.engine import Completion, Failure
-from draftsmith.data.openai_client import retry_after_s
-from draftsmith.data.servers import Server
+from draftsmith.data.engines.engine import Completion, Failure
+from draftsmith.data.engines.openai_client import retry_after_s
+from draftsmith.data.engines.servers import Server
 from draftsmith.recipes.errors import UserError
 
 

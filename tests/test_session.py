@@ -16,10 +16,10 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from draftsmith.eval import session as session_module
-from draftsmith.eval.session import TargetSession, longest_sequence_tokens
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.models.target import FINAL_FEATURES
+from draftsmith.eval.decoding.loop import session as session_module
+from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.target.loading import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
 V = 61

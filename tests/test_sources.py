@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from draftsmith.data.source_counts import SourceCounts
-from draftsmith.data.sources import interleave, load_conversations
+from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.mixture import interleave, load_conversations
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.jsonl_log import JsonlLog
-from draftsmith.data.question_list import Question, load_questions
-from draftsmith.eval import spec_bench
-from draftsmith.eval.compiled_session import CompiledSession
+from draftsmith.data.sources.questions import Question, load_questions
+from draftsmith.eval.bench import spec_bench
+from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
-from draftsmith.eval.stop_strings import StopStrings
-from draftsmith.eval.summary import acceptance_by_depth, latency_percentiles, summarize, summarize_timing
-from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.report.summary import acceptance_by_depth, latency_percentiles, summarize, summarize_timing
+from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
+from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 
 SPEC_BENCH = Path(__file__).parents[2] / "shared" / "material" / "spec_bench" / "question.jsonl"

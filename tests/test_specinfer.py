@@ -12,16 +12,16 @@ from tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 
-from draftsmith.eval.decoding import generate
-from draftsmith.eval.enumeration import Outcomes, every_verdict
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods import specinfer
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.method import Autoregressive, MethodSetting, make_method
+from draftsmith.eval.methods.registry import Autoregressive, MethodSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.tree import DraftTree
-from draftsmith.models.drafter import StepwiseDecoder
+from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.base.drafter import StepwiseDecoder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data import stdlib_conversations, stdlib_phrasing
-from draftsmith.data.stdlib_conversations import MAKERS, build_conversations, has_repeated_run, is_heldout
-from draftsmith.data.stdlib_source import stdlib_items
+from draftsmith.data.stdlib import conversations as stdlib_conversations
+from draftsmith.data.stdlib import phrasing as stdlib_phrasing
+from draftsmith.data.stdlib.conversations import MAKERS, build_conversations, has_repeated_run, is_heldout
+from draftsmith.data.stdlib.items import stdlib_items
 
 QUESTIONS = Path(__file__).parents[1] / "eval" / "questions" / "embedded.jsonl"
 SAMPLE_MODULE = '''

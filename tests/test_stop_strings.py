@@ -10,16 +10,16 @@ from tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.eval.batch_decoding import generate_batch
-from draftsmith.eval.batch_session import BatchSession
-from draftsmith.eval.decoding import Generation, generate
+from draftsmith.eval.decoding.batch_loop import generate_batch
+from draftsmith.eval.decoding.batch_session import BatchSession
+from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import Autoregressive, Method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.stop_strings import StopStrings
-from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder
+from draftsmith.eval.methods.registry import Autoregressive, Method
+from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
+from draftsmith.eval.trees.sampling import Sampling
 
 GREEDY = Sampling()
 PROMPT = [1, 2, 3]

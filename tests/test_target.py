@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 
-from draftsmith.models import target as target_module
-from draftsmith.models.target import load_target, target_features
+from draftsmith.models.target.loading import load_target, target_features
+from draftsmith.models.target.loading import loading as target_module
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.data.stdlib_conversations import build_conversations
+from draftsmith.data.stdlib.conversations import build_conversations
 from draftsmith.recipes.loading import load_yaml_as
 from draftsmith.recipes.target_schema import CorpusSection, ModelSection, ScheduleSection, TargetRecipe
-from draftsmith.train.interrupt import StopOnInterrupt
-from draftsmith.train.target import build_model, collate, encode, pack_rows, train_tokenizer
-from draftsmith.train.target_card import TargetFigures, has_repeated_ngram, write_card
-from draftsmith.train.target_clock import TrainingClock, rate_multiplier
-from draftsmith.train.target_run import train_target
+from draftsmith.train.drafter.interrupt import StopOnInterrupt
+from draftsmith.train.embedded_target.build import build_model, collate, encode, pack_rows, train_tokenizer
+from draftsmith.train.embedded_target.card import TargetFigures, has_repeated_ngram, write_card
+from draftsmith.train.embedded_target.clock import TrainingClock, rate_multiplier
+from draftsmith.train.embedded_target.run import train_target
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "models" / "embedded_target"

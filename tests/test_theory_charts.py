@@ -6,8 +6,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
-from draftsmith.eval import theory_charts
-from draftsmith.eval.theory_charts import (
+from draftsmith.eval.report.report import theory_charts
+from draftsmith.eval.report.theory_charts import (
     ALPHAS,
     COSTS,
     GAMMAS,

@@ -9,11 +9,11 @@ import pytest
 import tiny_tokenizers as templates
 from tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.chat_tokens import tokenize_conversation
-from draftsmith.data.distilled import read_distilled
-from draftsmith.data.ledger import Finished, Ledger
-from draftsmith.data.ledger_file import DONE, LEDGER_FILE, SHARDS_FOLDER
-from draftsmith.data.token_dataset import build_token_dataset
+from draftsmith.data.distill.ledger import Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE, LEDGER_FILE, SHARDS_FOLDER
+from draftsmith.data.distill.ledger_view import read_distilled
+from draftsmith.data.distill.token_dataset import build_token_dataset
+from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

@@ -12,10 +12,10 @@ from chat_families import FAMILIES
 from tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
-from draftsmith.data import token_rows
-from draftsmith.data.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.token_rows import Answered, tokenize_rows, write_token_rows
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens import rows as token_rows
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.rows import Answered, tokenize_rows, write_token_rows
 from draftsmith.recipes.errors import UserError
 
 

@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train import stage
-from draftsmith.train.arguments import training_arguments
-from draftsmith.train.collate import collate_right_padded
-from draftsmith.train.dry_step import DryTraining
-from draftsmith.train.plan_data import training_data
-from draftsmith.train.stage import train_drafter
-from draftsmith.train.trainer import DrafterTrainer, last_whole_checkpoint
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import DrafterTrainer, last_whole_checkpoint
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.plan.batches import training_data
+from draftsmith.train.plan.step_cost import DryTraining
 
 VOCABULARY = 40
 

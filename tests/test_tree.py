@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.tree_builders import BestFirstBuilder, ChainBuilder, StaticBuilder
+from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()

@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.eval import tree_growers
-from draftsmith.eval.enumeration import Outcomes, every_verdict
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tree import DraftTree
-from draftsmith.eval.tree_builders import (
+from draftsmith.eval.trees import growers as tree_growers
+from draftsmith.eval.trees.builders import (
     BestFirstBuilder,
     ChainBuilder,
     MarginalBuilder,
@@ -21,8 +18,11 @@ from draftsmith.eval.tree_builders import (
     TreeBuilder,
     tree_builder,
 )
-from draftsmith.eval.tree_candidates import draw_without_replacement
-from draftsmith.eval.tree_growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.candidates import draw_without_replacement
+from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
+from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

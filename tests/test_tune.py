@@ -9,14 +9,8 @@ import torch
 from test_greedy_identity import HalfRightDecoder, HalfRightStepwiseDecoder, greedy_reference
 from tiny_models import VOCABULARY, tiny_target
 
-from draftsmith.eval.decoding import generate
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.session import TargetSession
-from draftsmith.eval.stage import resolve_tuned
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.eval.tune import (
+from draftsmith.eval.commands.evaluate import resolve_tuned
+from draftsmith.eval.commands.tune import (
     _on_curve,
     _Tracing,
     candidates,
@@ -26,6 +20,12 @@ from draftsmith.eval.tune import (
     traced_path,
     write_tuned,
 )
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.recipes.schema import MethodRecipe
 
 

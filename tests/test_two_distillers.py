@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from draftsmith.data.distilled import LedgerView
+from draftsmith.data.distill.ledger_view import LedgerView
 from draftsmith.recipes.errors import UserError
 
 CONVERSATIONS = 24
@@ -22,7 +22,7 @@ def start(runs: Path) -> Any:
         f"runs_dir={runs}", f"data.conversations.limit={CONVERSATIONS}", "data.distill.max_new_tokens=32",
         "data.distill.options.batch_size=2",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "draftsmith.eval.cli", "distill", "quickstart", *keys]
+    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "distill", "quickstart", *keys]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.eval.enumeration import (
+from draftsmith.eval.trees.enumeration import (
     DETERMINISTIC_TREES,
     MERGED_DRAWS,
     SAMPLED_TREES,
@@ -22,9 +22,9 @@ from draftsmith.eval.enumeration import (
     target_and_draft,
     wanted_joint,
 )
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.verify import Verdict, verify
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Verdict, verify
 
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)]
 
@@ -80,7 +80,7 @@ def test_a_merged_draw_is_one_node_but_two_draws() -> None:
 def test_the_largest_error_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `draftsmith prove` reports; and it would report a verifier that forgets what siblings have covered."""
     assert largest_error(SAMPLINGS[:2]) <= 1e-9
-    monkeypatch.setattr("draftsmith.eval.verify._residual", lambda p, q, token: p)
+    monkeypatch.setattr("draftsmith.eval.trees.verify._residual", lambda p, q, token: p)
     assert largest_error(SAMPLINGS[:1]) > 1e-2
 
 

@@ -11,11 +11,9 @@ import pytest
 from greedy_reference import check_greedy
 from vllm_server import ENVIRONMENT, VllmServer
 
-from draftsmith.data.chat_tokens import prompt_token_ids
-from draftsmith.data.conversations import Turn
-from draftsmith.data.distill import distill
-from draftsmith.data.distilled import read_distilled
-from draftsmith.data.engine import (
+from draftsmith.data.distill.distill import distill
+from draftsmith.data.distill.ledger_view import read_distilled
+from draftsmith.data.engines.engine import (
     AnswerSampling,
     Completion,
     Engine,
@@ -25,9 +23,11 @@ from draftsmith.data.engine import (
     Request,
     open_engine,
 )
-from draftsmith.data.question_list import load_questions
-from draftsmith.data.transformers_engine import end_ids_of
-from draftsmith.models.target import load_generation_config, load_target, load_tokenizer, target_location
+from draftsmith.data.engines.transformers_engine import end_ids_of
+from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe

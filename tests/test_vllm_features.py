@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_target
 from tiny_runs import save_target
 
-from draftsmith.models.target import load_target, target_features
+from draftsmith.models.target.loading import load_target, target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
-from draftsmith.train import vllm_features
-from draftsmith.train.vllm_features import VllmFeatures, refuse_without_vllm, row_features, vllm_layers
+from draftsmith.train.features.vllm_engine import VllmFeatures, refuse_without_vllm, row_features, vllm_layers
+from draftsmith.train.features.write import vllm_engine as vllm_features
 
 LAYERS = (1, 3, -1)
 

@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
-from draftsmith.data.engine import EngineSetting, open_engine
-from draftsmith.data.vllm_engine import VllmOptions, device_environments, llm_arguments
+from draftsmith.data.engines.engine import EngineSetting, open_engine
+from draftsmith.data.engines.vllm_engine import VllmOptions, device_environments, llm_arguments
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.drafter import Drafter, load_drafter_class
-from draftsmith.models.target import target_features
-from draftsmith.train.trainer import training_features
+from draftsmith.models.base.drafter import Drafter, load_drafter_class
+from draftsmith.models.target.loading import target_features
+from draftsmith.train.drafter.trainer import training_features
 
 VOCABULARY, LENGTH = 61, 14
 

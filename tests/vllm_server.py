@@ -9,7 +9,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from draftsmith.models.target import EMBEDDED_TARGET
+from draftsmith.models.target.loading import EMBEDDED_TARGET
 
 START_S = 300.0
 # For vLLM on a few cores: one thread, no process pinned to a core, nobody called at home.

@@ -23,7 +23,9 @@ def main() -> None:
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, options.overrides)
 
-    from draftsmith.train.stage import train_drafter  # torch and transformers, after a mistyped recipe was reported
+    from draftsmith.train.drafter.stage import (
+        train_drafter,  # torch and transformers, after a mistyped recipe was reported
+    )
 
     report = train_drafter(recipe)
     if int(os.environ.get("RANK", "0")) == 0:

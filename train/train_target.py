@@ -9,8 +9,8 @@ from pathlib import Path
 
 from draftsmith.recipes.loading import load_yaml_as
 from draftsmith.recipes.target_schema import TargetRecipe
-from draftsmith.train.target_card import measure_target, write_card
-from draftsmith.train.target_run import train_target
+from draftsmith.train.embedded_target.card import measure_target, write_card
+from draftsmith.train.embedded_target.run import train_target
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Speculative sampling with a draft model that somebody else trained (arXiv 2211.17192, 2302.01318).
 
 Any causal language model with the target's vocabulary. It keeps its own KV cache: drafted tokens that were accepted are
-not read again, the others are overwritten. Any tree, any temperature. (One that we train: `models/draft_model.py`.)
+not read again, the others are overwritten. Any tree, any temperature. (One that we train:
+`models/drafters/draft_model.py`.)
 
 Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, P prompt, n newly committed tokens.
 """
@@ -16,20 +17,20 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from draftsmith.eval.decoding.session import longest_sequence_tokens
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import MethodSetting
-from draftsmith.eval.session import longest_sequence_tokens
-from draftsmith.eval.tree_builders import tree_builder
-from draftsmith.models.growing_tree import LONGEST_TREE_NODES, GrowingTree
-from draftsmith.models.kv_cache import TreeCache
-from draftsmith.models.packed_head import pack_heads
-from draftsmith.models.target import read_pretrained
+from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.target.loading import read_pretrained
+from draftsmith.models.target.packed_head import pack_heads
+from draftsmith.models.target.tree_cache import TreeCache
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
 
 class DraftModelDecoder:
-    """A language model at work on a sequence, see `draftsmith.models.drafter.StepwiseDecoder`.
+    """A language model at work on a sequence, see `draftsmith.models.base.drafter.StepwiseDecoder`.
 
     Args:
         model: In eval mode.

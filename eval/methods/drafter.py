@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftsmith.eval.methods.method import Method
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tree import DraftTree
-from draftsmith.eval.tree_builders import MarginalBuilder, TreeBuilder
-from draftsmith.models.drafter import SequenceDecoder
+from draftsmith.eval.methods.registry import Method
+from draftsmith.eval.trees.builders import MarginalBuilder, TreeBuilder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.base.drafter import SequenceDecoder
 
 
 class DrafterMethod:

@@ -19,8 +19,8 @@ from collections import OrderedDict
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.eval.methods.method import MethodSetting
-from draftsmith.eval.tree import DraftTree, TreeShape
+from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.recipes.schema import Section
 
 

@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.method import MethodSetting
-from draftsmith.eval.tree_builders import tree_builder
+from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -80,7 +80,7 @@ class NgramModel:
 
 
 class NgramDecoder:
-    """The model at work on a sequence, see `draftsmith.models.drafter.StepwiseDecoder`."""
+    """The model at work on a sequence, see `draftsmith.models.base.drafter.StepwiseDecoder`."""
 
     def __init__(self, model: NgramModel, num_depths: int, device: torch.device) -> None:
         self.num_depths = num_depths

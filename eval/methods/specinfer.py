@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.eval.methods.draft_model import draft_model_decoder
-from draftsmith.eval.methods.method import MethodSetting
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tree import DraftTree, TreeShape
-from draftsmith.eval.tree_candidates import draw_independently
-from draftsmith.models.draft_model import DraftModelConfig
-from draftsmith.models.drafter import MODEL_TYPE_PREFIX, Drafter, StepwiseDecoder, load_drafter
-from draftsmith.models.growing_tree import LONGEST_TREE_NODES
+from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.trees.candidates import draw_independently
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, StepwiseDecoder, load_drafter
+from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
+from draftsmith.models.drafters.draft_model import DraftModelConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 

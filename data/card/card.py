@@ -1,0 +1,248 @@
+"""The card of a run's data: what went in, what was left out and why, what the target made of it.
+
+data/README.md     for people, and for the Hub: with its front matter the folder can be uploaded as a dataset
+data/card.json     the same, and the ids of the contaminated conversations, for programs
+data/tokens.png    how long prompts and answers are
+"""
+
+import hashlib
+import heapq
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from huggingface_hub import DatasetCardData
+
+from draftsmith.data.card.token_histogram import draw_token_histogram
+from draftsmith.data.distill.ledger_db import FAILED, SHARDS_FOLDER
+from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
+from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.mixture import question_sources
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.sources.records import STDLIB
+from draftsmith.data.tokens.chat_tokens import TemplateProblem, tokenize_conversation
+from draftsmith.recipes.run_folder import sha256_of, versions, write_atomically
+from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
+
+CARD, CARD_JSON, PICTURE = "README.md", "card.json", "tokens.png"
+SAMPLES = 5
+SHOWN_CHARS = 600
+UNKNOWN_SOURCE = "no longer in the sources"
+QUANTILES = {"median": 0.5, "95 %": 0.95}
+HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"))
+
+
+@dataclass(frozen=True)
+class CardConversation:
+    """A conversation with the target's answers. `shortened` says why it lost its later turns, if it did."""
+
+    conversation: Conversation
+    prompt_tokens: int
+    answer_tokens: int
+    shortened: str | None = None
+
+
+@dataclass(frozen=True)
+class CardInput:
+    """What the card tells of.
+
+    Args:
+        recipe: Sources, engine and sampling are read off it.
+        counts: Filled by a finished `load_conversations`.
+        conversations: All that were kept, in any order; read once, none is held but for the samples.
+        failed: Conversations that came to nothing, by reason.
+        tokenizer: The target's.
+        data_files: Where the conversations lie, below the data folder; their hashes are taken.
+        records_hash: Of all conversations, whatever the order in which they were written.
+        engine: What else is to be said of the engine, by name: its version, the hash of the weights.
+    """
+
+    recipe: Recipe
+    counts: SourceCounts
+    conversations: Iterable[CardConversation]
+    failed: Counter[str]
+    tokenizer: Any
+    data_files: list[Path]
+    records_hash: str
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Made:
+    """What was distilled, by source; samples are those with the smallest hashes, so that they stay the same."""
+
+    distilled: Counter[str] = field(default_factory=Counter)
+    shortened: dict[str, Counter[str]] = field(default_factory=dict)
+    prompt_tokens: list[int] = field(default_factory=list)
+    answer_tokens: list[int] = field(default_factory=list)
+    samples: list[tuple[int, str, Conversation]] = field(default_factory=list)
+
+    def add(self, made: CardConversation) -> None:
+        conversation = made.conversation
+        source = conversation.source or UNKNOWN_SOURCE
+        self.distilled[source] += 1
+        if made.shortened is not None:
+            self.shortened.setdefault(source, Counter())[made.shortened] += 1
+        if made.answer_tokens:
+            self.prompt_tokens.append(made.prompt_tokens)
+            self.answer_tokens.append(made.answer_tokens)
+        rank = int.from_bytes(hashlib.sha256(f"sample {conversation.id}".encode()).digest()[:8], "big")
+        heapq.heappush(self.samples, (-rank, conversation.id, conversation))
+        if len(self.samples) > SAMPLES:
+            heapq.heappop(self.samples)
+
+
+def card_conversation(conversation: Conversation, tokenizer: Any, shortened: str | None) -> CardConversation:
+    """With the tokens counted as training would see them: none if the chat template does not take the conversation."""
+    try:
+        mask = tokenize_conversation(tokenizer, conversation).loss_mask
+    except TemplateProblem:
+        mask = []
+    return CardConversation(conversation, len(mask) - sum(mask), sum(mask), shortened)
+
+
+def write_card_of_run(folder: Path, recipe: Recipe, counts: SourceCounts, tokenizer: Any, weights: str | None) -> Path:
+    """The card of what the ledger in `folder` holds. Returns its path.
+
+    Args:
+        folder: `runs/<name>/data`.
+        recipe: What it was distilled by.
+        counts: Filled by a finished `load_conversations`.
+        tokenizer: The target's.
+        weights: The hash of the target's weights.
+    """
+    view = LedgerView(folder)
+    kept = (card_conversation(found.conversation, tokenizer, found.shortened) for found in read_distilled(folder))
+    failed = view.counts().get(FAILED, Counter())
+    shards = sorted((folder / SHARDS_FOLDER).glob("*.jsonl"))
+    card = CardInput(recipe, counts, kept, failed, tokenizer, shards, view.fingerprint(), {"weights": weights})
+    return write_data_card(folder, card)
+
+
+def write_data_card(folder: Path, card: CardInput) -> Path:
+    """Write the card, its picture and its JSON into the run's data folder. Returns the card's path."""
+    made = _Made()
+    for conversation in card.conversations:
+        made.add(conversation)
+    values = _values(folder, card, made)
+    write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    if made.prompt_tokens:
+        title = f"{card.recipe.name}: {made.distilled.total():,} conversations"
+        draw_token_histogram(made.prompt_tokens, made.answer_tokens, folder / PICTURE, title)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
+    text = environment.get_template("data_card.md.j2").render(
+        values,
+        front_matter=_front_matter(folder, card, made.distilled.total()),
+        picture=PICTURE if made.prompt_tokens else None,
+        samples=[conversation for *_, conversation in sorted(made.samples, reverse=True)],
+    )
+    write_atomically(folder / CARD, text)
+    return folder / CARD
+
+
+def _values(folder: Path, card: CardInput, made: _Made) -> dict[str, Any]:
+    recipe, distilling = card.recipe, card.recipe.data.distill
+    names = [*card.counts.by_source, *(name for name in made.distilled if name not in card.counts.by_source)]
+    sources = {}
+    for name in names:
+        tally = card.counts.by_source.get(name)
+        distilled = made.distilled[name]
+        sources[name] = {
+            **(tally.as_json() if tally else {}),
+            "distilled": distilled,
+            "shortened": dict(made.shortened.get(name, {})),
+            "without_answer": max(0, tally.kept - distilled) if tally else 0,
+        }
+    return {
+        "name": recipe.name,
+        "target": recipe.target.model_dump(include={"revision", "dtype"}) | {"model": _model_name(recipe.target.model)},
+        "sources": sources,
+        "failed": dict(card.failed),
+        "contaminated_ids": card.counts.contaminated_ids,
+        "questions": {questions_file(s).name: sha256_of(questions_file(s)) for s in question_sources(recipe)},
+        "selection": recipe.data.conversations.model_dump(
+            include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
+        ),
+        "tokens": {"prompt": _lengths(made.prompt_tokens), "answer": _lengths(made.answer_tokens)},
+        "engine": distilling.model_dump(exclude={"options"}) | {"seed": recipe.seed} | card.engine,
+        "hashes": {
+            "sources": {s.label: _origin(s) for s in recipe.data.conversations.sources},
+            "data_files": {file.relative_to(folder).as_posix(): sha256_of(file) for file in sorted(card.data_files)},
+            "records": card.records_hash,
+            **_tokenizer_hashes(card.tokenizer),
+        },
+        "versions": versions(),
+    }
+
+
+def _model_name(model: str) -> str:
+    """A Hub id as it is, of a local folder the last name."""
+    return Path(model).name if Path(model).expanduser().is_dir() else model
+
+
+def _origin(source: MixedSourceRecipe) -> str:
+    """What the source was: a local file by its hash, never by its path, which is nobody else's business."""
+    if source.source == STDLIB:
+        return f"standard library of Python {versions()['python']}"
+    file = Path(source.source).expanduser()
+    if file.is_file():
+        return f"{file.name}, SHA-256 {sha256_of(file)}"
+    parts = [source.file or f"split {source.hub_split}", f"revision {source.revision or 'main'}"]
+    return f"Hub dataset {source.source}, {', '.join(parts)}"
+
+
+def _tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return {
+        "vocabulary": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+    }
+
+
+def _lengths(tokens: list[int]) -> dict[str, float]:
+    if not tokens:
+        return {"total": 0}
+    quantiles = {name: float(np.quantile(tokens, q)) for name, q in QUANTILES.items()}
+    return {"total": sum(tokens), "mean": sum(tokens) / len(tokens), **quantiles, "longest": max(tokens)}
+
+
+def _front_matter(folder: Path, card: CardInput, count: int) -> str:
+    """What the Hub reads: how to load the files, and where the dataset belongs. The licence is the sources' matter."""
+    patterns = sorted({(file.relative_to(folder).parent / f"*{file.suffix}").as_posix() for file in card.data_files})
+    size = next((name for limit, name in HUB_SIZES if count < limit), "n>1M")
+    return DatasetCardData(
+        pretty_name=card.recipe.name,
+        language=card.recipe.data.conversations.filters.languages or None,
+        task_categories=["text-generation"],
+        size_categories=[size],
+        tags=["draftsmith", "self-distillation", "speculative-decoding"],
+        configs=[{"config_name": "default", "data_files": [{"split": "train", "path": patterns}]}]
+        if patterns
+        else None,
+    ).to_yaml()
+
+
+def _fenced(turn: Turn) -> str:
+    """The text as it is, in a fence that it cannot break."""
+    text = turn.content if len(turn.content) <= SHOWN_CHARS else turn.content[:SHOWN_CHARS] + " [...]"
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _cell(value: Any) -> str:
+    """A cell of a table, whatever an engine or a user put into it."""
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,0 +1,232 @@
+"""Whether the recipe's data can be trained on, before hours are spent: what `draftsmith doctor` finds in it.
+
+Before distillation a sample of the source's conversations is tokenised as training would; afterwards every row of
+`data/tokens` is looked at too. Only reads: a distillation that is running is not disturbed.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.checks.finding import Finding, Severity
+from draftsmith.data.checks.rows import Expected, check_rows
+from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, TRUNCATED
+from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.data.distill.report import CUT_SHORT
+from draftsmith.data.distill.token_dataset import REPORT_NAME
+from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.mixture import load_conversations, question_sources
+from draftsmith.data.sources.parsing import Conversation, counted_reasons
+from draftsmith.data.tokens.chat_tokens import (
+    PROBE,
+    TemplateProblem,
+    TemplateRefusal,
+    TokenizedConversation,
+    tokenize_truncated,
+)
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import FiltersRecipe, Recipe
+
+SAMPLE_CONVERSATIONS = 256
+EXAMPLE_ROWS = 64
+MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
+
+
+@dataclass
+class Checked:
+    """Findings under one heading, and rows to show and to try the drafter on."""
+
+    heading: str
+    findings: list[Finding]
+    rows: list[TokenizedConversation] = field(default_factory=list)
+
+
+@dataclass
+class _Lost:
+    """What tokenising the sample cost."""
+
+    cut: int = 0
+    too_long: int = 0
+    problems: list[TemplateProblem] = field(default_factory=list)
+
+
+def check_source(recipe: Recipe, expected: Expected) -> Checked:
+    """The recipe's conversations: all are read, a sample is tokenised."""
+    counts = SourceCounts()
+    skipping = recipe.data.conversations.model_copy(update={"skip_invalid": True})
+    data = recipe.data.model_copy(update={"conversations": skipping})
+    try:
+        found = list(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
+    except UserError as error:
+        return Checked("source conversations", [*_invalid(recipe, counts, 0), Finding("source", "defect", str(error))])
+    sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
+    lost = _Lost()
+    prompts = [_with_stand_in_answers(conversation) for conversation in sample if not conversation.is_answered]
+    _tokenize(expected.tokenizer, prompts, recipe.data.max_length_tokens, lost)
+    answered = [conversation for conversation in sample if conversation.is_answered]
+    rows = _tokenize(expected.tokenizer, answered, recipe.data.max_length_tokens, lost)
+    findings = [
+        *_invalid(recipe, counts, len(found)),
+        *_left_out(recipe, counts),
+        *_unanswered(found),
+        _template(recipe, lost, len(sample)),
+        _lengths(lost.cut, lost.too_long, len(sample), recipe.data.max_length_tokens),
+        *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
+    ]
+    return Checked(f"source conversations ({len(found)} found, {len(sample)} of them tokenised)", findings, rows)
+
+
+def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expected: Expected) -> Checked:
+    """Every row of the dataset that distillation wrote to `folder`/tokens."""
+    findings = check_rows(_rows_of(dataset), expected, f"delete {folder / 'tokens'} and run `draftsmith distill` again")
+    report = _read_json(folder / "tokens" / REPORT_NAME)
+    if report is not None:
+        findings.insert(0, _lengths(report["cut"], report["too_long"], report["conversations"], max_length_tokens))
+    if (folder / LEDGER_FILE).exists():
+        findings.insert(0, _truncated_answers(folder))
+    examples = [
+        TokenizedConversation(row["input_ids"], row["loss_mask"])
+        for row in dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
+    ]
+    return Checked(f"tokens to train on ({len(dataset)} rows)", findings, examples)
+
+
+def _rows_of(dataset: Any) -> Iterator[TokenizedConversation]:
+    for batch in dataset.with_format("numpy").iter(batch_size=1024):
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            yield TokenizedConversation(ids, mask)
+
+
+def _tokenize(
+    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int, lost: _Lost
+) -> list[TokenizedConversation]:
+    rows = []
+    for conversation in conversations:
+        try:
+            result = tokenize_truncated(tokenizer, conversation, max_length_tokens)
+        except TemplateProblem as problem:
+            lost.problems.append(problem)
+            continue
+        if result is None:
+            lost.too_long += 1
+            continue
+        tokenized, dropped_turns = result
+        lost.cut += dropped_turns > 0
+        rows.append(tokenized)
+    return rows
+
+
+def _with_stand_in_answers(conversation: Conversation) -> Conversation:
+    """So that prompts show whether they fit and go through the template; the rows themselves would show nothing."""
+    answer = PROBE[1]
+    turns = [turn if turn.content else answer for turn in conversation.turns]
+    return Conversation(conversation.id, tuple(turns if turns[-1].role == "assistant" else [*turns, answer]))
+
+
+def _unanswered(found: list[Conversation]) -> list[Finding]:
+    count = sum(not conversation.is_answered for conversation in found)
+    if not count:
+        return []
+    sentence = f"{count} of {len(found)} conversations, which the target answers: their rows are not looked at yet"
+    return [Finding("without answers", "ok", sentence, {"unanswered": count, "conversations": len(found)})]
+
+
+def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
+    """Empty conversations, and other records that are none."""
+    empty = Counter({reason: count for reason, count in counts.invalid.items() if _is_empty(reason)})
+    skips = recipe.data.conversations.skip_invalid
+    findings = []
+    for check, what in (("empty conversations", empty), ("malformed conversations", counts.invalid - empty)):
+        figures = {"count": what.total(), "reasons": dict(what), "valid": found}
+        if not what:
+            findings.append(Finding(check, "ok", "none", figures))
+        elif skips:
+            sentence = (
+                f"{counted_reasons(what)} beside {found} valid ones, which are skipped: correct the source to use them"
+            )
+            findings.append(Finding(check, "warning", sentence, figures))
+        else:
+            sentence = (
+                f"{counted_reasons(what)} beside {found} valid ones, at which distillation would stop: correct the "
+                "source, or set data.conversations.skip_invalid=true"
+            )
+            findings.append(Finding(check, "defect", sentence, figures))
+    return findings
+
+
+def _left_out(recipe: Recipe, counts: SourceCounts) -> list[Finding]:
+    """Duplicates, evaluation questions, and what the recipe's filters exclude; of a mixture, each source's share."""
+    read = sum(tally.read for tally in counts.by_source.values())
+    findings = [Finding("duplicates", "ok", f"{counts.duplicates} of {read}", {"count": counts.duplicates})]
+    files = question_sources(recipe)
+    for check, what, is_asked, unasked in (
+        ("evaluation questions", counts.contaminated, bool(files), "not looked for: data.conversations.decontaminate"),
+        ("filtered out", counts.filtered, recipe.data.conversations.filters != FiltersRecipe(), ""),
+    ):
+        figures = {"count": what.total(), "reasons": dict(what), "read": read}
+        if is_asked:
+            severity: Severity = "warning" if what.total() > MANY_LOST_FRAC * read else "ok"
+            findings.append(Finding(check, severity, f"{counted_reasons(what)} of {read} left out", figures))
+        elif unasked:
+            findings.append(Finding(check, "warning", f"{unasked} is empty", figures))
+    kept = sum(tally.kept for tally in counts.by_source.values())
+    if recipe.data.conversations.mixture:
+        findings += [
+            Finding(f"source {name}", "ok", f"{tally.kept / max(1, kept):.1%}: {tally.sentence()}", tally.as_json())
+            for name, tally in counts.by_source.items()
+        ]
+    return findings
+
+
+def _is_empty(reason: str) -> bool:
+    return reason.startswith("empty ") or reason in ("no turns", "no user turn")
+
+
+def _template(recipe: Recipe, lost: _Lost, sampled: int) -> Finding:
+    """Conversations that do not go through the chat template. Distillation stops at those that it refuses."""
+    refused = len(lost.problems)
+    figures = {"refused": refused, "sampled": sampled}
+    if not refused:
+        return Finding("chat template", "ok", f"takes all {sampled} conversations", figures)
+    asks = recipe.data.distill.engine != "none" and not recipe.data.conversations.skip_invalid
+    stops = asks and any(isinstance(problem, TemplateRefusal) for problem in lost.problems)
+    severity: Any = "defect" if stops or refused == sampled else "warning"
+    return Finding("chat template", severity, f"{refused} of {sampled} do not go through: {lost.problems[0]}", figures)
+
+
+def _lengths(cut: int, too_long: int, conversations: int, max_length_tokens: int) -> Finding:
+    figures = {"cut": cut, "too_long": too_long, "conversations": conversations}
+    counted = (
+        f"of {conversations} conversations {cut} are cut on a turn boundary to {max_length_tokens} tokens, "
+        f"{too_long} are too long altogether"
+    )
+    way_out = "raise data.max_length_tokens or take shorter conversations"
+    if conversations and too_long == conversations:
+        return Finding("over-long", "defect", f"{counted}, so nothing is left: {way_out}", figures)
+    if cut + too_long > MANY_LOST_FRAC * conversations:
+        return Finding("over-long", "warning", f"{counted}: {way_out}", figures)
+    return Finding("over-long", "ok", counted, figures)
+
+
+def _truncated_answers(folder: Path) -> Finding:
+    """Answers that hit max_new_tokens. They are never kept as if they were whole, but they are lost."""
+    by_state = LedgerView(folder).counts()
+    settled = [by_state.get(state, Counter()) for state in (DONE, TRUNCATED, FAILED)]
+    truncated, all_settled = sum(counts[CUT_SHORT] for counts in settled), sum(counts.total() for counts in settled)
+    figures = {"truncated": truncated, "conversations": all_settled}
+    counted = f"{truncated} of {all_settled} conversations were cut or dropped at an answer that hit max_new_tokens"
+    if truncated > MANY_LOST_FRAC * all_settled:
+        way_out = "raise data.distill.max_new_tokens and distil under another name"
+        return Finding("truncated answers", "warning", f"{counted}: {way_out}", figures)
+    return Finding("truncated answers", "ok", counted, figures)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

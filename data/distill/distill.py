@@ -1,0 +1,328 @@
+"""Self-distillation: the target rewrites every assistant turn, in order, each with the rewritten history before it.
+
+A drafter has to predict what the target says, not what some other author said. Writes, under `runs/<name>/data/`:
+
+    ledger.sqlite, shards/   the conversations and what became of each (`data/distill/ledger.py`)
+    distill_settings.json    what the answers depend on; a folder never mixes two settings
+
+A conversation's next turn is asked the moment its previous answer is there: there are no waves, so the engine stays
+full whatever the number of turns. Answers go to the ledger as they come, so that a kill costs those in flight and those
+of the last moment at most (`LONGEST_PAUSE_S`).
+"""
+
+import hashlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from tqdm import tqdm
+
+from draftsmith.data.distill.ledger import Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE, FAILED, TRUNCATED
+from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.data.distill.report import (
+    CUT_SHORT,
+    EMPTY_ANSWER,
+    FINAL_REASONS,
+    NO_QUESTION,
+    PROMPT_TOO_LONG,
+    REFUSED,
+    REWRITTEN,
+    DistillReport,
+)
+from draftsmith.data.distill.settings import check_settings
+from draftsmith.data.engines.engine import AnswerSampling, Completion, Engine, Failure, Outcome, Request
+from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.data.sources.parsing import Conversation, Turn, counted_reasons
+from draftsmith.data.tokens.chat_tokens import (
+    TemplateProblem,
+    TemplateRefusal,
+    prompt_token_ids,
+    template_answer_lead,
+    template_end_token,
+    tokenize_conversation,
+)
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+LOOK_AGAIN_S = 2.0  # at conversations that another process holds
+PASSED_AT_ONCE = 1024
+LONGEST_PAUSE_S = 1.0  # between two writes
+
+OpenEngine = Callable[[], AbstractContextManager[Engine]]
+
+
+@dataclass
+class _Rewriting:
+    """A conversation on its way: the turns so far (answers regenerated) and the original turns still to come."""
+
+    id: str
+    waiting: deque[Turn]
+    turns: list[Turn] = field(default_factory=list)
+    answer_ids: list[list[int] | None] = field(default_factory=list)
+    lost: bool = False  # to another process, which took this one for dead
+
+    def take_user_turns(self) -> bool:
+        """Move the turns up to the next answer over; False if there is no question left."""
+        asked = False
+        while self.waiting and self.waiting[0].role != "assistant":
+            self.turns.append(self.waiting.popleft())
+            asked = True
+        if self.waiting:
+            self.waiting.popleft()  # the source's own answer: the target writes its own
+        return asked
+
+    def take_answer(self, text: str, token_ids: list[int] | None) -> None:
+        self.turns.append(Turn("assistant", text))
+        self.answer_ids.append(token_ids)
+
+
+def distill(
+    recipe: Recipe,
+    tokenizer: Any,
+    folder: RunFolder,
+    open_engine: OpenEngine | None,
+    weights: str | None = None,
+    retry_failed: bool = False,
+    progress: bool = True,
+) -> DistillReport:
+    """Regenerate the recipe's conversations with the target, continuing whatever `folder.data` already holds.
+
+    Args:
+        recipe: Its `data` section and `seed` are used.
+        tokenizer: The target's, with a chat template.
+        folder: The run's folder.
+        open_engine: Opens the engine, if there is anything to generate; None for `engine: none`.
+        weights: A hash of the target's weights; a folder is not continued with others.
+        retry_failed: Try conversations again that the engine failed at before.
+        progress: Show a progress bar.
+
+    Raises:
+        UserError: Bad conversations, no chat template, or a folder made with other settings.
+    """
+    template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
+    report = DistillReport(folder.data)
+    conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
+    check_settings(recipe, weights, tokenizer, folder.data)
+    started = time.perf_counter()
+    with Ledger(folder.data) as ledger:
+        report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
+        done = ledger.finished_ids()
+        waiting = deque(key for key in conversations if key not in done)
+        report.already_done = len(conversations) - len(waiting)
+        with tqdm(
+            total=len(conversations), initial=report.already_done, desc="distil", unit="conv", disable=not progress
+        ) as bar:
+            if open_engine is None:
+                _pass_through(ledger, conversations, waiting, report, bar)
+            elif waiting:
+                with open_engine() as engine:
+                    _Distillation(recipe, tokenizer, engine, ledger, conversations, report, bar).run(waiting)
+    report.seconds = time.perf_counter() - started
+    view = LedgerView(folder.data)
+    if not len(view):
+        raise UserError(
+            f"none of the {len(conversations)} conversations gave an answer to train on: "
+            f"{counted_reasons(view.counts().get(FAILED, Counter()))}; change the recipe and delete {folder.data}"
+        )
+    return report
+
+
+class _Distillation:
+    """The state of one call: who is being rewritten, what is to be written down, and how answers are made."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: Any,
+        engine: Engine,
+        ledger: Ledger,
+        conversations: dict[str, Conversation],
+        report: DistillReport,
+        bar: Any,
+    ) -> None:
+        self.recipe, self.tokenizer, self.engine, self.ledger = recipe, tokenizer, engine, ledger
+        self.conversations, self.report, self.bar = conversations, report, bar
+        self.at_work: dict[str, _Rewriting] = {}
+        self.held: deque[str] = deque()  # by another process, which may die
+        self.next_write = 0.0
+        self.answers: list[tuple[str, int, dict[str, Any]]] = []
+        self.finished: list[Finished] = []
+        self.answer_lead = template_answer_lead(tokenizer)
+        settings = recipe.data.distill
+        self.sampling = AnswerSampling(settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens)
+
+    def run(self, waiting: deque[str]) -> None:
+        """Until every conversation is settled, by this process or another."""
+        try:
+            while waiting or self.held or self.at_work:
+                while waiting and len(self.at_work) < self.engine.concurrency:
+                    self._begin(waiting)
+                if self.at_work:
+                    for key, outcome in self.engine.collect():
+                        self._take(self.at_work[key], outcome)
+                elif self.held:
+                    time.sleep(LOOK_AGAIN_S)
+                if not waiting:
+                    waiting, self.held = self.held, waiting
+                # Waiting for the disk keeps some engines from generating: not more than a twentieth of the time.
+                if not self.at_work or time.monotonic() > self.next_write:
+                    self._write()
+        finally:
+            self._write()
+
+    def _begin(self, waiting: deque[str]) -> None:
+        """Start as many as there is room for."""
+        room = self.engine.concurrency - len(self.at_work)
+        wanted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+        lease = self.ledger.lease(wanted)
+        self.held.extend(lease.held)
+        settled_elsewhere = len(wanted) - len(lease.taken) - len(lease.held)
+        self.report.already_done += settled_elsewhere
+        self.bar.update(settled_elsewhere)
+        for key, answers in lease.taken.items():
+            rewriting = _Rewriting(key, deque(self.conversations[key].turns))
+            for answer in answers:
+                rewriting.take_user_turns()
+                rewriting.take_answer(answer["text"], answer["token_ids"])
+            self.at_work[key] = rewriting
+            self._ask(rewriting)
+
+    def _ask(self, rewriting: _Rewriting) -> None:
+        """The next question to the engine, or the end of the conversation."""
+        if not rewriting.take_user_turns():
+            self._end(rewriting, None if rewriting.answer_ids else NO_QUESTION)
+            return
+        prompt_ids = self._prompt_of(rewriting)
+        if isinstance(prompt_ids, str):
+            self._end(rewriting, prompt_ids)
+            return
+        messages = Conversation(rewriting.id, tuple(rewriting.turns)).messages
+        seed = answer_seed(self.recipe.seed, rewriting.id, len(rewriting.answer_ids))
+        self.engine.submit(Request(rewriting.id, prompt_ids, messages, self.sampling, seed))
+
+    def _prompt_of(self, rewriting: _Rewriting) -> list[int] | str:
+        """The prompt's ids, or why the target cannot be asked."""
+        try:
+            prompt_ids = prompt_token_ids(self.tokenizer, rewriting.turns)
+        except TemplateRefusal:
+            if not self.recipe.data.conversations.skip_invalid:
+                raise
+            return REFUSED
+        longest = self.engine.max_length_tokens
+        if longest is not None and len(prompt_ids) + self.sampling.max_new_tokens > longest:
+            return PROMPT_TOO_LONG
+        # A longer sequence would be cut off again when the tokens are made.
+        return PROMPT_TOO_LONG if len(prompt_ids) >= self.recipe.data.max_length_tokens else prompt_ids
+
+    def _take(self, rewriting: _Rewriting, outcome: Outcome) -> None:
+        """An answer, or what came in its place; then the next question."""
+        if rewriting.lost:
+            del self.at_work[rewriting.id]
+            self.held.append(rewriting.id)
+            return
+        if isinstance(outcome, Failure):
+            self._end(rewriting, outcome.reason, FAILED)
+            return
+        text = self._text_of(outcome)
+        self.report.answers += 1
+        self.report.tokens_generated += len(outcome.token_ids or self.tokenizer(text, verbose=False)["input_ids"])
+        if outcome.finish_reason == "length":
+            self.report.truncated_turns += 1
+            self._end(rewriting, CUT_SHORT)
+        elif not text.strip():
+            self._end(rewriting, EMPTY_ANSWER)
+        else:
+            rewriting.take_answer(text, outcome.token_ids)
+            answer = {"text": text, "token_ids": outcome.token_ids}
+            self.answers.append((rewriting.id, len(rewriting.answer_ids) - 1, answer))
+            self._ask(rewriting)
+
+    def _text_of(self, completion: Completion) -> str:
+        text = completion.text
+        if text is None:
+            ids = completion.token_ids or []
+            text = self.tokenizer.decode(
+                ids[:-1] if completion.finish_reason == "stop" else ids,
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+        return text.removeprefix(self.answer_lead)
+
+    def _end(self, rewriting: _Rewriting, reason: str | None, state: str = TRUNCATED) -> None:
+        """Settle a conversation, cut behind its last answer. With `FAILED`, its answers are left for another try."""
+        del self.at_work[rewriting.id]
+        if state == FAILED or not rewriting.answer_ids:
+            self.finished.append(Finished(rewriting.id, FAILED, reason))
+            return
+        while rewriting.turns[-1].role != "assistant":
+            rewriting.turns.pop()
+        try:
+            record = self._record(rewriting)
+        except TemplateProblem:  # an answer that the template rewrites, with two </think> for instance
+            self.finished.append(Finished(rewriting.id, FAILED, REWRITTEN))
+            return
+        self.finished.append(Finished(rewriting.id, DONE if reason is None else state, reason, record))
+
+    def _record(self, rewriting: _Rewriting) -> dict[str, Any]:
+        source = self.conversations[rewriting.id].source
+        conversation = Conversation(rewriting.id, tuple(rewriting.turns), source)
+        tokenize_conversation(self.tokenizer, conversation, rewriting.answer_ids)  # can it be trained on?
+        return {"source": source, "messages": conversation.messages, "answer_ids": rewriting.answer_ids}
+
+    def _write(self) -> None:
+        """All that is new goes to the ledger at once."""
+        began = time.monotonic()
+        lost = self.ledger.commit(self.answers, self.finished)
+        self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_PAUSE_S)
+        for conversation in self.finished:
+            if conversation.id in lost:
+                continue
+            self.bar.update()
+            if conversation.record is None:
+                self.report.failed[conversation.reason or ""] += 1
+            else:
+                self.report.kept += 1
+                self.report.shortened.update([conversation.reason] if conversation.reason else [])
+        for key in lost:
+            self.report.lost += 1
+            if key in self.at_work:
+                self.at_work[key].lost = True  # its answer in flight is still to come
+            else:
+                self.held.append(key)
+        self.answers, self.finished = [], []
+        self._show()
+
+    def _show(self) -> None:
+        seconds = self.bar.format_dict["elapsed"]
+        rate = self.report.tokens_generated / seconds if seconds else 0.0
+        self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
+
+
+def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
+    """63 bits: an answer depends on neither its neighbours nor what was interrupted."""
+    digest = hashlib.sha256(f"{seed}:{conversation_id}:{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _pass_through(
+    ledger: Ledger, conversations: dict[str, Conversation], waiting: deque[str], report: DistillReport, bar: Any
+) -> None:
+    """`engine: none`: the conversations as they are, without a question that nobody answered."""
+    keys = iter(waiting)
+    while page := list(islice(keys, PASSED_AT_ONCE)):
+        finished = []
+        for key in ledger.lease(page).taken:
+            messages = conversations[key].messages
+            if messages[-1]["role"] != "assistant":
+                messages.pop()
+            record = {"source": conversations[key].source, "messages": messages}
+            finished.append(Finished(key, DONE, None, record))
+        ledger.commit([], finished)
+        report.kept += len(finished)
+        bar.update(len(finished))

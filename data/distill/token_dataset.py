@@ -1,0 +1,140 @@
+"""Distilled conversations as an Arrow dataset of token ids and loss masks, which the trainer reads.
+
+Built from the ledger's conversations in a temporary folder beside its final place and renamed: it is whole or absent;
+built again only when the conversations, the tokenizer, its chat template or the length have changed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from filelock import FileLock
+from tqdm import tqdm
+
+from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
+from draftsmith.data.tokens.rows import RowCounts, write_token_rows
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+MOST_PROCESSES = 8  # by default
+REPORT_NAME = "token_report.json"
+FORMAT_VERSION = 2
+
+
+@dataclass
+class TokenReport(RowCounts):
+    """`cut` conversations lost trailing turns to the length; `too_long` did not fit at all."""
+
+    path: str = ""
+    reused: bool = False
+
+    def sentence(self) -> str:
+        """One line for the console."""
+        extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
+        return (
+            f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; of "
+            f"{self.conversations} conversations {self.cut} cut on a turn boundary, {self.too_long} too long, "
+            f"{self.refused} refused by the chat template"
+        )
+
+
+def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progress: bool = True) -> TokenReport:
+    """Tokenise what was distilled to the Arrow dataset `folder.data/tokens`, or keep that if nothing has changed.
+
+    Columns: `input_ids` (int32), `loss_mask` (int8) and `length` (int32), rows in the order of the conversations' ids:
+    one a conversation, and more where `tokenize_rows` says so.
+
+    Raises:
+        UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
+    """
+    view = LedgerView(folder.data)
+    # Two distillations that share a folder end at the same time.
+    with FileLock(folder.data / "tokens.lock"):
+        return _build(recipe, tokenizer, folder, view, progress)
+
+
+def _build(recipe: Recipe, tokenizer: Any, folder: RunFolder, view: LedgerView, progress: bool) -> TokenReport:
+    final = folder.data / "tokens"
+    max_length_tokens = recipe.data.max_length_tokens
+    fingerprint = _fingerprint(view, tokenizer, max_length_tokens)
+    reusable = _existing_report(final, fingerprint)
+    if reusable is not None:
+        return reusable
+    building = final.with_name(final.name + ".partial")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    rows_file = building / "rows.arrow"
+    with tqdm(total=len(view), desc="tokenise", unit="conv", disable=not progress) as bar:
+        counts = write_token_rows(
+            ((distilled.conversation, distilled.answer_ids) for distilled in read_distilled(folder.data)),
+            tokenizer,
+            max_length_tokens,
+            rows_file,
+            recipe.data.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
+            bar,
+        )
+    if counts.rows == 0:
+        shutil.rmtree(building)
+        raise UserError(
+            f"no conversation of {folder.data} is left to train on ({counts.conversations} read, {counts.too_long} "
+            f"longer than {max_length_tokens} tokens, {counts.refused} refused by the chat template): "
+            "raise data.max_length_tokens"
+        )
+    report = TokenReport(**asdict(counts), path=str(final))
+    _save_atomically(rows_file, final, report, fingerprint)
+    return report
+
+
+def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> str:
+    digest = hashlib.sha256()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    for part in (
+        str(FORMAT_VERSION),
+        view.fingerprint(),
+        vocabulary,
+        str(tokenizer.chat_template),
+        str(max_length_tokens),
+    ):
+        digest.update(hashlib.sha256(part.encode()).digest())
+    return digest.hexdigest()
+
+
+def _existing_report(final: Path, fingerprint: str) -> TokenReport | None:
+    """The report of the dataset that is there, if it was made from the same inputs."""
+    try:
+        recorded = json.loads((final / REPORT_NAME).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if recorded.pop("fingerprint", None) != fingerprint:
+        return None
+    return TokenReport(**(recorded | {"path": str(final), "reused": True}))
+
+
+def _save_atomically(rows_file: Path, final: Path, report: TokenReport, fingerprint: str) -> None:
+    """Save beside the final place, then rename; an older dataset goes only once the new one is whole."""
+    whole, old = rows_file.parent / "whole", final.with_name(final.name + ".old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    save_rows(rows_file, whole)
+    record = json.dumps(asdict(report) | {"fingerprint": fingerprint}, indent=2) + "\n"
+    (whole / REPORT_NAME).write_text(record, encoding="utf-8")
+    if final.exists():
+        final.rename(old)
+    whole.rename(final)
+    for leftover in (rows_file.parent, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def save_rows(rows_file: Path, folder: Path) -> None:
+    """The Arrow file as a dataset that `datasets.load_from_disk` maps into memory."""
+    datasets.disable_progress_bars()
+    try:
+        datasets.Dataset.from_file(str(rows_file)).save_to_disk(str(folder))
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,142 @@
+"""The seam between self-distillation and whatever generates: requests in, outcomes out as they come.
+
+An engine is one file, `data/<name>_engine.py`, named by `data.distill.engine`, with a module attribute `ENGINE`: a
+class with `Options` and `make`. Requests are independent of each other; whoever submits them decides what comes next,
+so that a conversation's next turn can be asked the moment its previous answer is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ValidationError
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import explain
+from draftsmith.recipes.schema import Recipe
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class AnswerSampling:
+    """How answers are drawn from the target. Temperature 0 is greedy; top_k 0 and top_p 1 leave p as it is."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is wanted.
+
+    key: of the conversation; no other request in flight has it.
+    prompt_ids: the prompt through the target's chat template; messages: the same as OpenAI messages.
+    seed: for temperatures above 0, this answer's own, 63 bits.
+    """
+
+    key: str
+    prompt_ids: list[int]
+    messages: list[dict[str, str]]
+    sampling: AnswerSampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer. `length` means that it was cut short.
+
+    token_ids: they end with the end token if `finish_reason` is `stop`. None: the engine gave `text` alone.
+    text: without special tokens. None: to be decoded from `token_ids`.
+    """
+
+    token_ids: list[int] | None
+    finish_reason: FinishReason
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """No answer, for good; what could be retried was. `reason` is short and countable: `HTTP 400`."""
+
+    reason: str
+
+
+Outcome = Completion | Failure
+
+
+class Engine(Protocol):
+    """Generates answers.
+
+    concurrency: requests worth having in flight.
+    max_length_tokens: prompt and answer together must not be longer; None if there is no bound.
+    """
+
+    concurrency: int
+    max_length_tokens: int | None
+
+    def submit(self, request: Request) -> None:
+        """Take a request; returns at once."""
+
+    def collect(self) -> list[tuple[str, Outcome]]:
+        """Wait until at least one request in flight has its outcome; all that have, by key.
+
+        Raises:
+            UserError: Nothing can be generated any more (every server is gone, memory does not hold a batch).
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of servers, processes and memory; what is in flight is lost."""
+
+
+@dataclass(frozen=True)
+class EngineSetting:
+    """What an engine is made for.
+
+    tokenizer: the target's.
+    location: the target's folder or Hub id.
+    end_ids: every token that ends an answer.
+    load_target: gives the loaded model, for the engine that runs it itself.
+    """
+
+    recipe: Recipe
+    tokenizer: Any
+    location: str
+    end_ids: tuple[int, ...]
+    load_target: Callable[[], Any]
+
+
+class EngineClass(Protocol):
+    """What a file's `ENGINE` is."""
+
+    Options: type[BaseModel]
+
+    def make(self, options: Any, setting: EngineSetting) -> Engine: ...
+
+
+@contextmanager
+def open_engine(setting: EngineSetting) -> Iterator[Engine]:
+    """The engine that `data.distill.engine` names, closed at the end.
+
+    Raises:
+        UserError: `data.distill.options` are not that engine's.
+    """
+    recipe = setting.recipe
+    name = recipe.data.distill.engine
+    engine_class: EngineClass = importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
+    try:
+        options = engine_class.Options.model_validate(recipe.data.distill.options)
+    except ValidationError as error:
+        raise UserError(explain(engine_class.Options, error, "data.distill.options")) from None
+    engine = engine_class.make(options, setting)
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,81 @@
+"""Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are asked one after the other.
+
+Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target. They are read
+here, not in evaluation, because conversations to train on are kept apart from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipes.errors import UserError
+
+EMBEDDED = "embedded"
+EMBEDDED_FILE = Path(__file__).parents[1] / "stdlib" / "questions.jsonl"
+FORMAT = 'Spec-Bench lines look like {"question_id": 81, "category": "writing", "turns": ["...", "..."]}'
+
+
+@dataclass(frozen=True)
+class Question:
+    question_id: int | str
+    category: str
+    turns: tuple[str, ...]
+
+
+def questions_file(source: str) -> Path:
+    """The file behind the recipe's `eval.questions`."""
+    return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
+
+
+def load_questions(source: str, limit_per_category: int | None = None) -> list[Question]:
+    """Read and check the questions.
+
+    Raises:
+        UserError: The file is missing or empty, or a line is no question.
+    """
+    file = questions_file(source)
+    if not file.is_file():
+        raise UserError(f"questions file {file} does not exist: set eval.questions to a JSONL file or to `embedded`")
+    questions: list[Question] = []
+    seen: dict[int | str, int] = {}
+    taken: Counter[str] = Counter()
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        question = _parse(line, f"{file} line {number}")
+        if question.question_id in seen:
+            first = seen[question.question_id]
+            raise UserError(
+                f"{file} line {number}: question_id {question.question_id!r} is already used on line {first}"
+            )
+        seen[question.question_id] = number
+        taken[question.category] += 1
+        if limit_per_category is None or taken[question.category] <= limit_per_category:
+            questions.append(question)
+    if not questions:
+        raise UserError(f"questions file {file} holds no question: {FORMAT}")
+    return questions
+
+
+def _parse(line: str, where: str) -> Question:
+    try:
+        fields: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON ({error.msg}): {FORMAT}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{where} is not a JSON object: {FORMAT}")
+    for key in ("question_id", "category", "turns"):
+        if key not in fields:
+            raise UserError(f"{where} has no `{key}`: {FORMAT}")
+    identity, category, turns = fields["question_id"], fields["category"], fields["turns"]
+    if not isinstance(identity, (int, str)):
+        raise UserError(f"{where}: question_id must be a number or text, not {identity!r}")
+    if not isinstance(category, str) or not category or category == "overall":
+        raise UserError(f"{where}: category must be text other than `overall`, not {category!r}")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise UserError(f"{where}: turns must be a list of one or more non-empty texts")
+    return Question(identity, category, tuple(turns))

@@ -1,0 +1,85 @@
+"""The raw records of one source: a local file, a Hub dataset, or the standard library of the running Python."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.sources.json_records import COMPRESSED_SUFFIXES, JSON_SUFFIXES, read_json_records
+from draftsmith.data.stdlib.conversations import Split, build_conversations
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import SourceRecipe
+
+STDLIB = "stdlib"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def open_records(recipe: SourceRecipe, seed: int, split: Split) -> Iterator[tuple[str, Any]]:
+    """(where it was found, record) pairs; a line that is not JSON arrives as the error that it is.
+
+    Args:
+        recipe: Where to read.
+        seed: Used by `stdlib`, which builds its conversations.
+        split: Used by `stdlib`, whose split is by module.
+
+    Raises:
+        UserError: There is no such file or dataset, or it cannot be read.
+    """
+    if recipe.source == STDLIB:
+        conversations = build_conversations(seed=seed, split=split)
+        return ((f"stdlib conversation {number}", record) for number, record in enumerate(conversations, start=1))
+    file = Path(recipe.source).expanduser()
+    if file.is_file():
+        return read_json_records(file)
+    if file.is_dir():
+        raise UserError(f"data.conversations.source {file} is a folder: name one .json or .jsonl file in it")
+    if _looks_like_a_file(recipe.source):
+        raise UserError(f"conversations file {file} does not exist{_nearest_file_hint(file)}")
+    return _hub_records(recipe)
+
+
+def _looks_like_a_file(source: str) -> bool:
+    return (
+        source.startswith((".", "/", "~"))
+        or Path(source).suffix in (*JSON_SUFFIXES, *COMPRESSED_SUFFIXES)
+        or not HUB_ID.fullmatch(source)
+    )
+
+
+def _nearest_file_hint(file: Path) -> str:
+    if not file.parent.is_dir():
+        return f": its folder {file.parent} does not exist either"
+    names = [entry.name for entry in file.parent.iterdir() if entry.is_file()]
+    nearest = difflib.get_close_matches(file.name, names, n=1, cutoff=0.5)
+    return f": did you mean {file.parent / nearest[0]}?" if nearest else ": correct data.conversations.source"
+
+
+def _hub_records(recipe: SourceRecipe) -> Iterator[tuple[str, Any]]:
+    """A dataset of the Hugging Face Hub, or one JSON file of it.
+
+    A JSON file is read by our own reader: `datasets` infers one schema for all rows, which mixed ShareGPT dumps break.
+    """
+    try:
+        if recipe.file is not None and Path(recipe.file).suffix in (*JSON_SUFFIXES, *COMPRESSED_SUFFIXES):
+            import huggingface_hub
+
+            downloaded = huggingface_hub.hf_hub_download(
+                recipe.source, recipe.file, repo_type="dataset", revision=recipe.revision
+            )
+            return read_json_records(Path(downloaded))
+        import datasets
+
+        rows = datasets.load_dataset(
+            recipe.source, data_files=recipe.file, revision=recipe.revision, split=recipe.hub_split
+        )
+    except (
+        Exception
+    ) as error:  # the Hub's libraries raise from a dozen unrelated classes (HTTP, offline, parsing, split)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        part = f"split {recipe.hub_split}" + (f", file {recipe.file}" if recipe.file else "")
+        raise UserError(
+            f"Hub dataset {recipe.source} ({part}) cannot be loaded: {reason[:300]}; check the name and the network, "
+            "or set data.conversations.source to a local file"
+        ) from None
+    return ((f"{recipe.source} row {number}", row) for number, row in enumerate(rows, start=1))

@@ -1,0 +1,123 @@
+"""Where the answers lie in what a chat template renders, found by comparing renderings.
+
+For the assistant turn i of a conversation whose full rendering is F:
+
+1. its start is where the generation prompt ends: render(turns before i, add_generation_prompt) is a prefix of F;
+   templates that write history differently (a generation prompt with an opened <think>, a system prompt that moves to
+   the last user turn) fall back to where the content itself starts, or the template's lead before it;
+2. its content's end is found with a marker: render again with the content replaced by the marker; what follows the
+   marker there is what follows the content in F. So a content that the template trims or strips of its thoughts is
+   still found;
+3. its end is the first special token after the content, within the length of the turn's own ending
+   (`<|im_end|>`, but not the newline after it). A template without an end token carries the content alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from draftsmith.data.sources.parsing import Turn
+from draftsmith.recipes.errors import UserError
+
+MARKER = "Xq7AnswerMarkerXq7"
+PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
+
+
+class TemplateProblem(UserError):
+    """The chat template cannot be followed through this conversation; others may pass."""
+
+
+class TemplateRefusal(TemplateProblem):
+    """The chat template raised, as many do on a system turn."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Character positions of an assistant turn in a rendering; `end` is behind its end token, if it has one."""
+
+    start: int
+    content_end: int
+    end: int
+
+
+def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False) -> str:
+    """The conversation as the template writes it.
+
+    Raises:
+        UserError: There is no template.
+        TemplateRefusal: It raises.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the target's tokenizer ({tokenizer.name_or_path or 'unnamed'}) has no chat template: "
+            "take an instruct model, or set tokenizer.chat_template and save the tokenizer beside the model"
+        )
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except TemplateError as error:
+        raise TemplateRefusal(
+            f"the target's chat template refuses a conversation with the roles {_roles(turns)}: {error}; "
+            "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
+        ) from None
+
+
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of rendered text: the template has written the BOS, if there is one."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def template_answer_lead(tokenizer: Any) -> str:
+    """What the template itself writes between the generation prompt and an answer, such as the space of Llama 2.
+
+    The target generates it; it must be taken off the answer before the template adds it again.
+    """
+    prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True)
+    text = render(tokenizer, PROBE)
+    return text[len(prompt) : text.rindex(PROBE[1].content)] if text.startswith(prompt) else ""
+
+
+def find_span(
+    tokenizer: Any, turns: tuple[Turn, ...], index: int, text: str, special: frozenset[int], asking: bool = False
+) -> Span:
+    """Where assistant turn `index` lies in the rendering `text` (steps 1 to 3 of the module).
+
+    Args:
+        special: Ids among which an end token is.
+        asking: `text` ends with a generation prompt.
+
+    Raises:
+        TemplateProblem: The template drops or rewrites what is needed to tell.
+    """
+    marked_turns = (*turns[:index], Turn("assistant", MARKER), *turns[index + 1 :])
+    marked_text = render(tokenizer, marked_turns, asking)
+    before, _, after = marked_text.partition(MARKER)
+    ending = render(tokenizer, marked_turns[: index + 1]).partition(MARKER)[2]
+    prompt = render(tokenizer, turns[:index], add_generation_prompt=True)
+    if marked_text.count(MARKER) != 1 or not text.endswith(after):
+        raise TemplateProblem(
+            f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
+            "tokens cannot be told apart: correct tokenizer.chat_template"
+        )
+    if text.startswith(prompt):
+        start = len(prompt)
+    elif text.startswith(before):
+        start = len(before.removesuffix(template_answer_lead(tokenizer)))
+    else:
+        raise TemplateProblem(
+            f"the target's chat template writes the text before turn {index + 1} differently once later turns follow, "
+            "so that the assistant's tokens cannot be told apart: correct tokenizer.chat_template"
+        )
+    content_end = max(start, len(text) - len(after))
+    ending = text[content_end : content_end + len(ending)]
+    end_id = next((token_id for token_id in token_ids(tokenizer, ending) if token_id in special), None)
+    if end_id is None:
+        return Span(start, content_end, content_end)
+    end_token = tokenizer.convert_ids_to_tokens(end_id)
+    return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))
+
+
+def _roles(turns: tuple[Turn, ...]) -> str:
+    shown = [turn.role for turn in turns[:4]]
+    return ", ".join(shown) + (", ..." if len(turns) > len(shown) else "")

@@ -1,0 +1,259 @@
+"""Token ids of a conversation and the mask of exactly those that the assistant produced.
+
+Works with any chat template, with or without `{% generation %}`: `answer_spans.py` finds the answers in its rendering,
+and the pieces between their borders are tokenised. Offsets are not used: `trim_offsets` (Llama 3) moves them.
+
+An answer need not be tokenised again where the ids that the target generated are known: they take its place, behind the
+very prompt that asked for them. What the template writes between the prompt and an answer (a space, an empty <think>
+block) is of the answer's ids then, and an answer that was cut short has no end token that would carry loss.
+
+A template may rewrite an answer once later turns follow (Qwen3 takes its thoughts out). What the target reads there is
+then not what it said: those words stay, without loss, as `unsaid_turns`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any
+
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.answer_spans import PROBE, Span, TemplateProblem, find_span, render, token_ids
+from draftsmith.data.tokens.answer_spans import TemplateRefusal as TemplateRefusal
+from draftsmith.data.tokens.answer_spans import template_answer_lead as template_answer_lead
+from draftsmith.recipes.errors import UserError
+
+AnswerIds = list[list[int] | None]
+
+
+@dataclass(frozen=True)
+class TokenizedConversation:
+    """`loss_mask[t]` is 1 iff `input_ids[t]` is a token of an assistant turn, its end token included.
+
+    `unsaid_turns` are the turns whose words in the history are not what the target said: they carry no loss.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    unsaid_turns: tuple[int, ...] = ()
+
+    def answers(self) -> list[list[int]]:
+        """The ids of each assistant turn: the runs of ones."""
+        runs: list[list[int]] = []
+        previous = 0
+        for token_id, carries_loss in zip(self.input_ids, self.loss_mask, strict=True):
+            if carries_loss and not previous:
+                runs.append([])
+            if carries_loss:
+                runs[-1].append(token_id)
+            previous = carries_loss
+        return runs
+
+    def with_last_answer_only(self) -> "TokenizedConversation":
+        """The same tokens with loss on the last run of ones alone."""
+        end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
+        start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
+        mask = [0] * start + self.loss_mask[start:]
+        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns)
+
+
+def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn]) -> list[int]:
+    """Ids of the prompt that asks the target for the next assistant turn. No BOS is added beyond the template's own."""
+    return token_ids(tokenizer, render(tokenizer, tuple(turns), add_generation_prompt=True))
+
+
+def tokenize_conversation(
+    tokenizer: Any, conversation: Conversation, answer_ids: AnswerIds | None = None
+) -> TokenizedConversation:
+    """Tokenise through the chat template, with the loss mask.
+
+    Args:
+        tokenizer: The target's, with a chat template.
+        conversation: Its turns.
+        answer_ids: For each assistant turn what the target generated, its end token included unless the answer was cut
+            short; None for a turn that is to be tokenised. A conversation that ends with such an answer ends with it,
+            whatever the template would write behind.
+
+    Raises:
+        UserError: The tokenizer has no chat template, or the answers' ids are not those of this conversation.
+        TemplateProblem: The template refuses this conversation or hides an answer, or the mask would be empty or full.
+    """
+    turns, given = conversation.turns, _ids_by_turn(conversation, answer_ids)
+    last = len(turns) - 1
+    asking = last in given
+    shown = turns[:-1] if asking else turns
+    text = render(tokenizer, shown, add_generation_prompt=asking)
+    if not asking:
+        _check_last_answer_is_whole(turns, text)
+    special = special_ids(tokenizer)
+    spans = {
+        index: find_span(tokenizer, shown, index, text, special, asking)
+        for index, turn in enumerate(shown)
+        if turn.role == "assistant"
+    }
+    cut_short = {index for index, ids in given.items() if ids[-1] not in special}
+    borders = [p for index, span in spans.items() for p in (span.start, _end(span, index in cut_short))]
+    pieces = _pieces(tokenizer, text, borders)
+    marked = None if given else _generation_mask(tokenizer, conversation, list(chain(*pieces)))
+    input_ids, loss_mask, unsaid = [], [], []
+    for number, index in enumerate(spans):
+        before, rendered = pieces[2 * number : 2 * number + 2]
+        answer = given.get(index, rendered)
+        input_ids += before
+        loss_mask += [0] * len(before)
+        start = len(input_ids)
+        if answer is not rendered and not _same_words(tokenizer, answer, rendered):
+            unsaid.append(index)
+            input_ids += rendered
+            loss_mask += [0] * len(rendered)
+            continue
+        input_ids += answer
+        silent = 0 if marked is None else _first_marked(marked, start, len(input_ids), number + 1) - start
+        loss_mask += [0] * silent + [1] * (len(answer) - silent)
+    final = given[last] if asking else []
+    input_ids += pieces[-1] + final
+    loss_mask += [0] * len(pieces[-1]) + [1] * len(final)
+    _check_mask(loss_mask, conversation)
+    tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid))
+    if turns[last].role == "assistant" and not asking and _forgets_the_prompt(tokenizer, turns, text, spans[last]):
+        answers = sum(turn.role == "assistant" for turn in turns)
+        earlier = [None] * (answers - 1) if answer_ids is None else answer_ids[:-1]
+        return tokenize_conversation(tokenizer, conversation, [*earlier, tokenized.answers()[-1]])
+    return tokenized
+
+
+def tokenize_truncated(
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
+) -> tuple[TokenizedConversation, int] | None:
+    """Like `tokenize_conversation`, cut on a turn boundary so that it fits and still ends with an assistant turn.
+
+    Returns:
+        The tokens and the number of turns dropped from the end; None if even the first exchange does not fit.
+    """
+    turns = conversation.turns
+    _ids_by_turn(conversation, answer_ids)
+    for end in range(len(turns), 0, -1):
+        if turns[end - 1].role != "assistant":
+            continue
+        tokenized = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
+        if len(tokenized.input_ids) <= max_length_tokens:
+            return tokenized, len(turns) - end
+    return None
+
+
+def up_to_turn(
+    conversation: Conversation, end: int, answer_ids: AnswerIds | None
+) -> tuple[Conversation, AnswerIds | None]:
+    """The first `end` turns, and the ids of the answers among them."""
+    turns = conversation.turns[:end]
+    answers = sum(turn.role == "assistant" for turn in turns)
+    return Conversation(conversation.id, turns), None if answer_ids is None else answer_ids[:answers]
+
+
+def template_end_token(tokenizer: Any) -> int | None:
+    """The token that ends an assistant turn in this template, or None where the template has none.
+
+    It need not be among the model's eos tokens (a base model given a ChatML template): generation must stop at it too.
+    """
+    last = tokenize_conversation(tokenizer, Conversation("probe", PROBE)).answers()[-1][-1]
+    return last if last in special_ids(tokenizer) else None
+
+
+def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
+    """Thoughts may go missing from the history, as at inference, but what the target just said must all be there."""
+    last = next((turn.content for turn in reversed(turns) if turn.role == "assistant"), "")
+    if "".join(last.split()) not in "".join(text.split()):
+        raise TemplateProblem(
+            "the target's chat template leaves out part of the last answer (a <think> block, most likely), so that a "
+            "drafter would never see it: set a tokenizer.chat_template that keeps it"
+        )
+
+
+def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> dict[int, list[int]]:
+    """The ids that are given, by the index of their turn."""
+    if answer_ids is None:
+        return {}
+    answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
+    if len(answers) != len(answer_ids) or [] in answer_ids:
+        raise UserError(
+            f"conversation {conversation.id} has {len(answers)} assistant turns, and its answer_ids are "
+            f"{len(answer_ids)}, {answer_ids.count([])} of them empty: distil it again"
+        )
+    return {index: ids for index, ids in zip(answers, answer_ids, strict=True) if ids is not None}
+
+
+def _forgets_the_prompt(tokenizer: Any, turns: tuple[Turn, ...], text: str, span: Span) -> bool:
+    """Whether the last answer stands behind other words than the target was asked with.
+
+    Mistral's templates have the system prompt in the last turn if that is the user's, and nowhere if it is not.
+    A prompt that goes on where the answer starts (with an opened <think>) is another matter.
+    """
+    prompt = render(tokenizer, turns[:-1], add_generation_prompt=True)
+    return not text.startswith(prompt) and not prompt.startswith(text[: span.start])
+
+
+def _end(span: Span, is_cut_short: bool) -> int:
+    return span.content_end if is_cut_short else span.end
+
+
+def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
+    """Token ids of the pieces of `text` between the borders (ascending), each as it follows what is before it."""
+    cuts = [0, *borders, len(text)]
+    pieces = [token_ids(tokenizer, text[start:end]) if end > start else [] for start, end in pairwise(cuts)]
+    if list(chain(*pieces)) == token_ids(tokenizer, text):
+        return pieces
+    # A token would lie across a border, or a piece gets another beginning by itself (SentencePiece's first space).
+    heads = [token_ids(tokenizer, text[:cut]) if cut else [] for cut in cuts]
+    return [
+        longer[len(shorter) :] if longer[: len(shorter)] == shorter else piece
+        for piece, (shorter, longer) in zip(pieces, pairwise(heads), strict=True)
+    ]
+
+
+def _same_words(tokenizer: Any, left: list[int], right: list[int]) -> bool:
+    """Whether both read the same, special tokens and white space aside."""
+    words = (
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in (left, right)
+    )
+    return len({"".join(text.split()) for text in words}) == 1
+
+
+def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list[int]) -> list[int] | None:
+    """The mask that a template with `{% generation %}` gives itself; None without that mark.
+
+    Only its beginnings are believed: transformers leaves out the later tokens of a character of several tokens (an
+    emoji), and many templates leave out the end token.
+    """
+    template = tokenizer.get_chat_template()
+    if "generation %}" not in template.replace("-%}", " %}").replace("  %}", " %}").replace("endgeneration", ""):
+        return None
+    encoded = tokenizer.apply_chat_template(
+        conversation.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return list(encoded["assistant_masks"]) if list(encoded["input_ids"]) == input_ids else None
+
+
+def _first_marked(marked: list[int], start: int, content_end: int, number: int) -> int:
+    """The template may count what it inserts before an answer (an empty <think> block) as not generated."""
+    first = next((t for t in range(start, content_end) if marked[t]), None)
+    if first is None:
+        raise TemplateProblem(
+            f"the chat template's {{% generation %}} marks no token of assistant turn {number}: "
+            "correct or remove the mark in tokenizer.chat_template"
+        )
+    return first
+
+
+@lru_cache(maxsize=8)
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))
+
+
+def _check_mask(loss_mask: list[int], conversation: Conversation) -> None:
+    if any(loss_mask) and not all(loss_mask):
+        return
+    kind = "no token" if not any(loss_mask) else "every token"
+    raise TemplateProblem(
+        f"conversation {conversation.id}: the chat template makes {kind} an assistant token, "
+        "so the loss mask is useless: correct tokenizer.chat_template"
+    )

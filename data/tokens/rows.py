@@ -1,0 +1,181 @@
+"""Conversations to rows of token ids with their loss masks, by several processes, in bounded memory and in order.
+
+The conversations are read once, a chunk at a time; so many chunks are at work that no process waits, and no more. Rows
+come back in the order of the conversations, whatever the number of processes, and go straight to an Arrow file.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets.arrow_writer import ArrowWriter
+
+from draftsmith.data.sources.parsing import Conversation
+from draftsmith.data.tokens.chat_tokens import (
+    AnswerIds,
+    TemplateProblem,
+    TokenizedConversation,
+    tokenize_conversation,
+    tokenize_truncated,
+    up_to_turn,
+)
+
+Answered = tuple[Conversation, AnswerIds | None]
+FEATURES = {"input_ids": "int32", "loss_mask": "int8", "length": "int32"}
+CHUNK_CONVERSATIONS = 128
+CHUNKS_PER_PROCESS = 3  # at work or waiting: one is always ready
+ROWS_IN_A_BATCH = 1000
+
+
+@dataclass
+class RowCounts:
+    """What became of conversations; `extra_rows` are those of answers that the rows they belong to do not hold."""
+
+    conversations: int = 0
+    rows: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    cut: int = 0
+    too_long: int = 0
+    refused: int = 0
+    extra_rows: int = 0
+
+    def add(self, other: "RowCounts") -> None:
+        for part in fields(self):
+            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
+
+
+@dataclass
+class _Chunk:
+    """Rows of a chunk of conversations."""
+
+    counts: RowCounts = field(default_factory=RowCounts)
+    ids: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    masks: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every chunk is tokenised with."""
+
+    tokenizer: Any
+    max_length_tokens: int
+
+    def tokenize(self, conversations: list[Answered]) -> _Chunk:
+        chunk = _Chunk()
+        for conversation, answer_ids in conversations:
+            chunk.counts.conversations += 1
+            try:
+                rows, cut = tokenize_rows(self.tokenizer, conversation, self.max_length_tokens, answer_ids)
+            except TemplateProblem:
+                chunk.counts.refused += 1
+                continue
+            chunk.counts.too_long += not rows
+            chunk.counts.cut += cut
+            chunk.counts.extra_rows += max(0, len(rows) - 1)
+            for row in rows:
+                chunk.counts.rows += 1
+                chunk.counts.tokens += len(row.input_ids)
+                chunk.counts.loss_tokens += sum(row.loss_mask)
+                chunk.ids.append(np.array(row.input_ids, dtype=np.int32))
+                chunk.masks.append(np.array(row.loss_mask, dtype=np.int8))
+        return chunk
+
+
+def tokenize_rows(
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
+) -> tuple[list[TokenizedConversation], bool]:
+    """The rows of one conversation, and whether its last turns were cut off; none if it does not fit at all.
+
+    One row, unless the template rewrites answers whose ids are known: each of these then has a further row, which ends
+    with it and in which it alone carries loss. So every answer is learned behind exactly what the target read.
+    """
+    result = tokenize_truncated(tokenizer, conversation, max_length_tokens, answer_ids)
+    if result is None:
+        return [], False
+    whole, dropped = result
+    rows = [whole]
+    for turn in whole.unsaid_turns:
+        row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
+        if len(row.input_ids) <= max_length_tokens:  # thoughts may make it longer than the whole
+            rows.append(row.with_last_answer_only())
+    return rows, dropped > 0
+
+
+def write_token_rows(
+    conversations: Iterable[Answered], tokenizer: Any, max_length_tokens: int, file: Path, processes: int, bar: Any
+) -> RowCounts:
+    """Tokenise to an Arrow file, with the columns of `FEATURES`.
+
+    Args:
+        conversations: Read once, in the order of the rows; for each the ids of its answers where they are known.
+        tokenizer: The target's.
+        max_length_tokens: Longer conversations are cut on a turn boundary.
+        file: Is written anew.
+        processes: With 1 all is done in this one.
+        bar: A tqdm bar of conversations.
+
+    Raises:
+        UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
+    """
+    counts, waiting = RowCounts(), _Chunk()
+    work = _Work(tokenizer, max_length_tokens)
+    columns = {name: datasets.Sequence(datasets.Value(dtype)) for name, dtype in FEATURES.items() if name != "length"}
+    features = datasets.Features({**columns, "length": datasets.Value(FEATURES["length"])})
+    with ArrowWriter(path=str(file), features=features) as writer:
+        for chunk in _tokenized_chunks(iter(conversations), work, processes):
+            counts.add(chunk.counts)
+            bar.update(chunk.counts.conversations)
+            waiting.ids += chunk.ids
+            waiting.masks += chunk.masks
+            if len(waiting.ids) >= ROWS_IN_A_BATCH:
+                _write(writer, waiting)
+                waiting = _Chunk()
+        if waiting.ids:
+            _write(writer, waiting)
+        writer.finalize()
+    return counts
+
+
+def _write(writer: ArrowWriter, chunk: _Chunk) -> None:
+    lengths = [len(ids) for ids in chunk.ids]
+    writer.write_batch({"input_ids": chunk.ids, "loss_mask": chunk.masks, "length": lengths})
+
+
+def _tokenized_chunks(conversations: Iterator[Answered], work: _Work, processes: int) -> Iterator[_Chunk]:
+    chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
+    # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
+    ahead = list(islice(chunks, processes * CHUNKS_PER_PROCESS))
+    if processes == 1 or len(ahead) < processes * CHUNKS_PER_PROCESS:
+        yield from map(work.tokenize, ahead)
+        yield from map(work.tokenize, chunks)
+        return
+    # Spawned, not forked: this process may hold threads and a GPU.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (work,))
+    try:
+        at_work: deque[Future[_Chunk]] = deque(pool.submit(_tokenize, chunk) for chunk in ahead)
+        del ahead
+        while at_work:
+            yield at_work.popleft().result()
+            at_work.extend(pool.submit(_tokenize, chunk) for chunk in islice(chunks, 1))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_of_this_process: list[_Work] = []
+
+
+def _begin(work: _Work) -> None:
+    """In a worker process, once."""
+    _of_this_process[:] = [work]
+
+
+def _tokenize(chunk: list[Answered]) -> _Chunk:
+    return _of_this_process[0].tokenize(chunk)

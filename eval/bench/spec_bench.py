@@ -1,0 +1,293 @@
+"""The Spec-Bench harness: every question through every method in one process, one after the other, in rotating order.
+
+One record holds what all methods did with one question in one run, so that each speedup compares times of the same
+process, minute and prompt. Records are appended atomically; a finished (run, question) is never measured again.
+
+Answers are exported in the format that Spec-Bench's own scripts read (hemingkx/Spec-Bench, evaluation/eval.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from draftsmith.data.engines.transformers_engine import answer_end_ids
+from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.questions import Question
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
+from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.decoding.stop_strings import StopStrings
+from draftsmith.eval.methods.drafter import is_sequential
+from draftsmith.eval.methods.registry import Method
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.target.loading import FINAL_FEATURES
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import write_atomically
+
+WARMUP_NEW_TOKENS = 64
+FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is not asked
+# What a record keeps of each `Generation`, a number a turn or a list of all turns' rounds.
+PHASES = ("first_token_s", "prefill_s", "draft_s", "verify_s", "choose_s", "commit_s")
+PER_ROUND = ("accept_lengths", "draft_lengths", "draft_depths", "round_s")
+PROCESS = uuid.uuid4().hex
+
+
+@dataclass
+class Arm:
+    """One method at one temperature: one row of the table.
+
+    feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
+    """
+
+    method: Method
+    sampling: Sampling
+    generator: torch.Generator
+    feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    lenience: float = 1.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.method.name}@{self.sampling.temperature:g}"
+
+
+class SpecBench:
+    """Asks questions.
+
+    Args:
+        target: The target model.
+        tokenizer: Its tokenizer, with a chat template.
+        arms: What is compared; each temperature has its autoregressive arm. May be set later, before `run`.
+        questions: Those that do not fit the target's context are left out and counted in `left_out`.
+        max_new_tokens: Per turn.
+        seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
+        stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings`.
+        compiles: Run the target through `torch.compile`, for all arms.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        tokenizer: Any,
+        arms: list[Arm],
+        questions: list[Question],
+        max_new_tokens: int,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        compiles: bool = False,
+    ) -> None:
+        self.arms = arms
+        self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
+        self.eos_ids = frozenset(answer_end_ids(target, tokenizer))
+        self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
+        self._of_target = target_settings(target)
+        limit = longest_sequence_tokens(target)
+        self.questions = [question for question in questions if self._fits(question, limit)]
+        self.left_out = len(questions) - len(self.questions)
+        if not self.questions:
+            raise UserError(
+                f"none of the {len(questions)} questions leaves room for an answer in the target's {limit} positions: "
+                "use shorter questions in eval.questions"
+            )
+        length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
+        self.session = CompiledSession(target, length) if compiles else TargetSession(target, length)
+
+    def run(self, log: JsonlLog, runs: int, warmup_questions: int) -> None:
+        """Measure every (run, question) that the log does not hold yet."""
+        finished = {(record["run"], record["question_id"]) for record in log}
+        wanted = [
+            (run, index, question)
+            for run in range(runs)
+            for index, question in enumerate(self.questions)
+            if (run, question.question_id) not in finished
+        ]
+        if not wanted:
+            return
+        if isinstance(self.session, CompiledSession):
+            # What is compiled depends on the arms' largest trees; compiling itself must not be measured.
+            warmup_questions = max(warmup_questions, 1)
+            for arm in self.arms:
+                with self.session.learning():
+                    for question in self.questions[:warmup_questions]:
+                        self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
+        for question in self.questions[:warmup_questions]:
+            for arm in self.arms:
+                self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
+        total = runs * len(self.questions)
+        with tqdm(total=total, initial=total - len(wanted), desc="measure", unit="question") as progress:
+            for run, index, question in wanted:
+                log.append([self._record(run, index, question)])
+                progress.update()
+
+    def _record(self, run: int, index: int, question: Question) -> dict[str, Any]:
+        """All arms on one question. Which goes first rotates, so that none always finds the caches warm."""
+        shift = (run + index) % len(self.arms)
+        answers = {}
+        for arm in self.arms[shift:] + self.arms[:shift]:
+            answers[arm.key] = self.answer(arm, question, run)
+        return {
+            "run": run,
+            "question_id": question.question_id,
+            "category": question.category,
+            "tstamp": time.time(),
+            "answers": {arm.key: answers[arm.key] for arm in self.arms},
+        }
+
+    def answer(self, arm: Arm, question: Question, run: int = 0) -> dict[str, Any]:
+        """What one arm does with one question, as the records have it."""
+        return self._ask(arm, question, self._max_new_tokens, run)
+
+    def _ask(self, arm: Arm, question: Question, max_new_tokens: int, run: int = 0) -> dict[str, Any]:
+        """All turns of a question, with the method's own answers as history."""
+        self.session.read_layers(arm.feature_layers)
+        history: list[Turn] = []
+        answer: dict[str, Any] = {
+            "method": arm.method.name,
+            "temperature": arm.sampling.temperature,
+            "lenience": arm.lenience,
+            "process": PROCESS,
+            "sequential": is_sequential(arm.method),
+            "turns_left_out": 0,
+        }
+        per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
+        for key in (*per_turn, *PHASES, "tried", *PER_ROUND):
+            answer[key] = []
+        for number, turn in enumerate(question.turns):
+            arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
+            history.append(Turn("user", turn))
+            prompt_ids = prompt_token_ids(self._tokenizer, history)
+            if len(history) == 1:
+                made_with = answer_settings(self._of_target, prompt_ids, question.turns, arm.sampling, max_new_tokens)
+                answer["settings"] = made_with
+            room = self.session.max_length_tokens - len(prompt_ids)
+            if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
+                answer["turns_left_out"] = len(question.turns) - len(answer["turns"])
+                break
+            wanted = min(max_new_tokens, room)
+            out = generate(
+                self.session,
+                arm.method,
+                prompt_ids,
+                arm.sampling,
+                wanted,
+                self.eos_ids,
+                arm.generator,
+                self._stop,
+                arm.lenience,
+            )
+            text = out.text_before_stop
+            if text is None:
+                text = self._tokenizer.decode(out.ids, skip_special_tokens=True)
+            text = text.strip()
+            history.append(Turn("assistant", text))
+            answer["turns"].append(text)
+            answer["token_ids"].append(out.ids)
+            answer["decoding_steps"].append(out.rounds)
+            answer["new_tokens"].append(len(out.ids))
+            answer["wall_time"].append(out.wall_time_s)
+            for key in (*PHASES, "tried"):
+                answer[key].append(getattr(out, key))
+            for key in PER_ROUND:
+                answer[key] += getattr(out, key)
+        return answer
+
+    def _fits(self, question: Question, limit: int | None) -> bool:
+        """Whether the first turn leaves room for an answer worth measuring."""
+        if limit is None:
+            return True
+        prompt_ids = prompt_token_ids(self._tokenizer, [Turn("user", question.turns[0])])
+        return len(prompt_ids) + min(self._max_new_tokens, FEWEST_NEW_TOKENS) <= limit
+
+
+def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:
+    """Of one answer's generator: what is sampled for a turn depends on nothing that was measured before it."""
+    return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{arm_key}".encode())
+
+
+def first_turn_prompts(
+    tokenizer: Any, questions: list[Question], count: int, max_new_tokens: int, limit: int | None
+) -> list[tuple[int | str, list[int]]]:
+    """(question id, prompt ids) of `count` first turns, spread over the questions that leave room for an answer.
+
+    Raises:
+        UserError: None of them does.
+    """
+    tokenised = ((q.question_id, prompt_token_ids(tokenizer, [Turn("user", q.turns[0])])) for q in questions)
+    fitting = [(name, ids) for name, ids in tokenised if limit is None or len(ids) + max_new_tokens <= limit]
+    if not fitting:
+        raise UserError(f"no question leaves room for {max_new_tokens} tokens in the target's {limit} positions")
+    return fitting[:: max(1, len(fitting) // count)][:count]
+
+
+def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tokens: int, limit: int | None) -> int:
+    """Room for the longest conversation: answers read back may tokenise a little longer than they were generated."""
+    longest = 0
+    for question in questions:
+        turns = [Turn("user", question.turns[0])]
+        for text in question.turns[1:]:
+            turns += [Turn("assistant", "."), Turn("user", text)]
+        answers = len(question.turns) * (max_new_tokens + max_new_tokens // 8 + 1)
+        longest = max(longest, len(prompt_token_ids(tokenizer, turns)) + answers)
+    return longest if limit is None else min(longest, limit)
+
+
+def check_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Refuse to add measurements to records that were made with other settings; note them down the first time.
+
+    Raises:
+        UserError: Names what changed and the way out.
+    """
+    if not file.exists():
+        write_atomically(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        return
+    old = _flat(json.loads(file.read_text(encoding="utf-8")))
+    new = _flat(json.loads(json.dumps(settings)))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    if changed:
+        raise UserError(
+            f"{file.parent} holds measurements made with other settings ({', '.join(changed)} changed): delete that "
+            "folder to measure again, or give the recipe another name"
+        )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"eval": {"top_k": 0}} to {"eval.top_k": 0}."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def write_answers(records: Iterable[dict[str, Any]], folder: Path, run_name: str) -> list[Path]:
+    """Spec-Bench answer files, one for each method, temperature and run, from the harness's records."""
+    lines: dict[str, list[str]] = {}
+    for record in records:
+        for answer in record["answers"].values():
+            model_id = f"{run_name}-{answer['method']}-temp-{answer['temperature']:g}-run-{record['run'] + 1}"
+            keys = ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
+            line = {
+                "question_id": record["question_id"],
+                "category": record["category"],
+                "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, f"{model_id}/{record['question_id']}").hex,
+                "model_id": model_id,
+                "choices": [{"index": 0, **{key: answer[key] for key in keys}}],
+                "tstamp": record["tstamp"],
+            }
+            lines.setdefault(model_id, []).append(json.dumps(line, ensure_ascii=False) + "\n")
+    files = []
+    for model_id, rows in lines.items():
+        files.append(folder / f"{model_id}.jsonl")
+        write_atomically(files[-1], "".join(rows))
+    return files

@@ -1,0 +1,229 @@
+"""The `draftsmith` command: each stage of a recipe on its own, or all of them.
+
+It lives in the last subpackage because it calls all the others.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftsmith.eval.commands.pipeline import (
+    console,
+    run_all,
+    run_compare,
+    run_distill,
+    run_doctor,
+    run_eval,
+    run_features,
+    run_plan,
+    run_prove,
+    run_report,
+    run_train,
+    run_tune,
+)
+from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+app = typer.Typer(
+    help="Train a drafter for your LLM and measure, honestly, how much faster it generates.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
+]
+
+
+@app.command()
+@exit_with_one_sentence()
+def distill(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try conversations again that the engine failed at.")
+    ] = False,
+) -> None:
+    """Let the target answer every assistant turn of the conversations itself."""
+    loaded = load_recipe(recipe, overrides)
+    run_distill(loaded, retry_failed)
+    _next(f"draftsmith train {_again(recipe, overrides)}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def features(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Accept the size that is computed first.")] = False,
+) -> None:
+    """Write the target's hidden states to disk, to train without running it; says first how much that will be."""
+    loaded = load_recipe(recipe, overrides)
+    run_features(loaded, confirmed=yes)
+    offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
+    _next(f"draftsmith train {_again(recipe, [*offline, 'data.features.source=offline'])}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
+    loaded = load_recipe(recipe, overrides)
+    run_train(loaded)
+    _next(f"draftsmith eval {_again(recipe, overrides)}")
+
+
+@app.command(name="eval")
+@exit_with_one_sentence()
+def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
+    loaded = load_recipe(recipe, overrides)
+    run_eval(loaded)
+    _where_to_go_next(loaded)
+
+
+@app.command()
+@exit_with_one_sentence()
+def report(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Write the tables, the pictures and the report again from what `eval` recorded."""
+    loaded = load_recipe(recipe, overrides)
+    run_report(loaded)
+    _where_to_go_next(loaded)
+
+
+@app.command()
+@exit_with_one_sentence()
+def run(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Distil, train and measure; stages that are already done are not done again."""
+    loaded = load_recipe(recipe, overrides)
+    run_all(loaded)
+    _where_to_go_next(loaded)
+
+
+@app.command()
+@exit_with_one_sentence()
+def doctor(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows of data to show, with what carries loss in colour.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all findings to this file too.")] = None,
+) -> None:
+    """Check data, target and drafter before any training; exits with 1 on any defect."""
+    loaded = load_recipe(recipe, overrides)
+    if not run_doctor(loaded, rows, json_file):
+        raise typer.Exit(1)
+    is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
+    _next(f"draftsmith {'train' if is_distilled else 'distill'} {_again(recipe, overrides)}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def tune(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    questions: Annotated[int, typer.Option(min=1, help="Traced and measured.")] = 14,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="Measurements of each tree that is left at the end.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file too.")] = None,
+) -> None:
+    """Find the draft tree that pays best with this drafter on this machine; `tree: tuned` uses it afterwards."""
+    loaded = load_recipe(recipe, overrides)
+    run_tune(loaded, json_file, questions=questions, new_tokens=new_tokens, turns=turns)
+
+
+@app.command()
+@exit_with_one_sentence()
+def prove(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="First turns of that many questions.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Sampled answers to each of them.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 48,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the evidence to this file too.")] = None,
+) -> None:
+    """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
+    loaded = load_recipe(recipe, overrides)
+    if not run_prove(loaded, json_file, prompts=prompts, samples=samples, new_tokens=new_tokens):
+        raise typer.Exit(1)
+
+
+@app.command()
+@exit_with_one_sentence()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    memory_gib: Annotated[float | None, typer.Option(help="The device's memory: say whether training fits.")] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="The device's peak, in the recipe's dtype; measured here by default.")
+    ] = None,
+    utilisation: Annotated[float, typer.Option(help="Share of that rate that a training step reaches.")] = 0.4,
+    labelled_share: Annotated[
+        float | None, typer.Option(help="Plan for full rows with this share of labels, not for the data there is.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
+) -> None:
+    """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
+    loaded = load_recipe(recipe, overrides)
+    run_plan(
+        loaded,
+        json_file,
+        memory_gib=memory_gib,
+        peak_tflops=peak_tflops,
+        utilisation=utilisation,
+        labelled_share=labelled_share,
+    )
+    _next(f"draftsmith doctor {_again(recipe, overrides)}")
+
+
+@app.command()
+@exit_with_one_sentence()
+def compare(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE ... [section.key=value ...]", help="Recipes, and values for all."),
+    ],
+    name: Annotated[str, typer.Option(help="The folder of the common table under runs_dir.")] = "comparison",
+    vary: Annotated[
+        str | None, typer.Option(help="section.key=value,value,...: one variant of a single recipe for each value.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table's rows to this file too.")] = None,
+) -> None:
+    """Train several drafters on the same data and measure them side by side in one process."""
+    files = [argument for argument in recipes if "=" not in argument]
+    overrides = [argument for argument in recipes if "=" in argument]
+    loaded = run_compare(files, overrides, vary, name, json_file)
+    _where_to_go_next(loaded)
+
+
+def _where_to_go_next(recipe: Recipe) -> None:
+    root = RunFolder(recipe).root
+    console.print(f"\nReport    {root / 'report.html'}  (and report.md)")
+    console.print(f"Pictures  {root / 'eval' / 'speedup.png'}, {root / 'eval' / 'tau.png'}")
+    console.print(f"Drafter   {root / 'drafter'}")
+    if recipe.target.model == "embedded":
+        console.print("\nNext: `draftsmith run embedded` trains longer on the same target; for your own target copy")
+        console.print("recipes/llama3-8b-parallel.yaml, set target.model, then `draftsmith run yours.yaml`.")
+
+
+def _next(command: str) -> None:
+    console.print(f"Next: {command}")
+
+
+def _again(recipe: Path, overrides: list[str] | None) -> str:
+    return " ".join([str(recipe), *(overrides or [])])
+
+
+def main() -> None:
+    """Entry point of the `draftsmith` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

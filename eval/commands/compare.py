@@ -1,0 +1,129 @@
+"""Several recipes side by side: train what is not trained, then measure every drafter in one process.
+
+Each recipe keeps its own run folder. Conversations are distilled once for all recipes that ask for the same. The table
+lies under the comparison's own name: same target, questions, machine and minute for every row, and one baseline.
+A drafter that changes its target (Medusa-2) is measured against the changed target, in a run of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.commands.pipeline import console, run_distill, run_eval, run_features, run_train
+from draftsmith.models.base.drafter import Drafter, load_drafter_class
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import MethodRecipe, Recipe
+
+# What every recipe of a comparison must say alike: who answers which questions, and how.
+SHARED_EVAL_KEYS = (
+    "questions", "limit_per_category", "max_new_tokens", "stop", "runs", "warmup_questions", "temperatures", "top_k",
+    "top_p",
+)  # fmt: skip
+
+# Of the data section, what only training and the tokeniser's speed know of.
+NOT_OF_THE_DATA = {"packing", "tokenize_processes"}
+
+
+def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list[Recipe]:
+    """One recipe for each value of one key: `drafter.options.num_masks=1,2,3` makes three, named after the value.
+
+    Raises:
+        UserError: `vary` is not `section.key=value,value,...`.
+    """
+    key, separator, values = vary.partition("=")
+    if not separator or not key or not all(values.split(",")):
+        raise UserError(f"--vary `{vary}` must look like section.key=value,value, e.g. drafter.options.num_masks=2,4")
+    base = load_recipe(recipe, overrides)
+    leaf = key.rsplit(".", 1)[-1]
+    return [
+        load_recipe(recipe, [*overrides, f"{key}={value}", f"name={base.name}-{leaf}-{value}"])
+        for value in values.split(",")
+    ]
+
+
+def compare(recipes: list[Recipe], name: str) -> list[dict[str, Any]]:
+    """Distil, train and measure all of them; returns the rows of the common table.
+
+    Raises:
+        UserError: The recipes differ in target or questions, or two of them have one name.
+    """
+    _check_comparable(recipes)
+    for recipe in recipes:
+        _reuse_data(recipe, recipes)
+        run_distill(recipe)
+        if recipe.data.features.source == "offline":
+            run_features(recipe)
+        run_train(recipe)
+    together = [recipe for recipe in recipes if not _changes_target(recipe)]
+    rows: list[dict[str, Any]] = []
+    if together:
+        joint = joint_recipe(together, name)
+        run_eval(joint)
+        rows += _summary(joint)
+    for recipe in recipes:
+        if recipe not in together:
+            console.print(f"{recipe.name} changes its target: measured in a run of its own")
+            run_eval(recipe)
+            rows += _summary(recipe)
+    return rows
+
+
+def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
+    """The first recipe's questions, asked of every method of every recipe."""
+    own_names = [method.name for recipe in recipes for method in recipe.eval.methods]
+    unique = len(set(own_names)) == len(own_names)
+    methods: list[MethodRecipe] = []
+    for recipe in recipes:
+        for method in recipe.eval.methods:
+            method_name = method.name if unique else f"{recipe.name}/{method.name}"
+            drafter = method.drafter or str(RunFolder(recipe).drafter)
+            methods.append(method.model_copy(update={"name": method_name, "drafter": drafter}))
+    first = recipes[0]
+    return first.model_copy(update={"name": name, "eval": first.eval.model_copy(update={"methods": methods})})
+
+
+def _check_comparable(recipes: list[Recipe]) -> None:
+    names = [recipe.name for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise UserError(f"the recipes to compare are called {', '.join(names)}: give each a `name` of its own")
+    first = recipes[0]
+    for other in recipes[1:]:
+        different = [f"eval.{key}" for key in SHARED_EVAL_KEYS if getattr(other.eval, key) != getattr(first.eval, key)]
+        if other.target != first.target:
+            different.insert(0, "target")
+        if different:
+            raise UserError(
+                f"recipes {first.name} and {other.name} cannot be compared, as {', '.join(different)} differ: "
+                f"make them alike, for example with an override for all: {different[0]}=..."
+            )
+
+
+def _changes_target(recipe: Recipe) -> bool:
+    """Whether the recipe's kind of drafter has something to say about it."""
+    return load_drafter_class(recipe.drafter.kind).target_change is not Drafter.target_change
+
+
+def _reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
+    """Copy the distilled conversations of a recipe that asked for the same ones."""
+    folder = RunFolder(recipe).data
+    if folder.exists():
+        return
+    for other in recipes:
+        source = RunFolder(other).data
+        data, others_data = (each.data.model_dump(exclude=NOT_OF_THE_DATA) for each in (recipe, other))
+        same = (others_data, other.seed, other.target) == (data, recipe.seed, recipe.target)
+        if same and other is not recipe and (source / "tokens").is_dir():
+            partial = folder.with_name("data.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source, partial)
+            partial.replace(folder)
+            return
+
+
+def _summary(recipe: Recipe) -> list[dict[str, Any]]:
+    return json.loads((RunFolder(recipe).eval / "summary.json").read_text(encoding="utf-8"))

@@ -1,0 +1,160 @@
+"""`draftsmith doctor`: everything about a recipe that can be found out before hours of training, in one checklist.
+
+The data (`draftsmith.data.checks`), the target (can it run draft trees?) and the drafter (is it trained on what it is
+asked for in decoding? `draftsmith.train.drafter.parity`).
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedModel
+
+from draftsmith.data.checks.dataset import Checked, check_source, check_token_rows
+from draftsmith.data.checks.finding import Finding
+from draftsmith.data.checks.rows import expected_of
+from draftsmith.data.tokens.chat_tokens import TokenizedConversation
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.drafter.parity import check_parity
+from draftsmith.train.drafter.stage import load_tokens
+from draftsmith.train.drafter.training_arguments import training_arguments
+
+STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}
+PREVIEW_TOKENS = 400
+
+
+@dataclass
+class Diagnosis:
+    """Findings under their headings, and rows to look at."""
+
+    recipe_name: str
+    parts: list[Checked]
+    tokenizer: Any
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for part in self.parts for finding in part.findings]
+
+    @property
+    def healthy(self) -> bool:
+        """No defect; warnings may be meant."""
+        return all(finding.severity != "defect" for finding in self.findings)
+
+    def show(self, console: Console, preview_rows: int) -> None:
+        """The preview, then the checklist, so that the result is what stands last."""
+        rows = rows_of(self.parts)[:preview_rows]
+        if rows:
+            console.print(_legend(console))
+        for number, row in enumerate(rows, start=1):
+            console.print(f"\nRow {number}: {len(row.input_ids)} tokens, {sum(row.loss_mask)} of them carry loss")
+            console.print(preview(self.tokenizer, row, marks=console.color_system is None))
+        for part in self.parts:
+            console.print(f"\n{part.heading}", style="bold", markup=False)
+            for finding in part.findings:
+                line = Text.assemble(
+                    ("  " + finding.severity.ljust(8), STYLES[finding.severity]), finding.check.ljust(24)
+                )
+                console.print(line.append(finding.sentence))
+        counts = [sum(finding.severity == severity for finding in self.findings) for severity in ("defect", "warning")]
+        console.print(f"\n{counts[0]} defects, {counts[1]} warnings", style="bold red" if counts[0] else "bold green")
+
+    def write_json(self, file: Path) -> None:
+        """All findings, with their figures."""
+        findings = [{"part": part.heading, **asdict(finding)} for part in self.parts for finding in part.findings]
+        values = {"recipe": self.recipe_name, "healthy": self.healthy, "findings": findings}
+        write_atomically(file, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def examine(recipe: Recipe) -> Diagnosis:
+    """Look at data, target and drafter. Writes nothing.
+
+    Raises:
+        UserError: The target cannot be loaded, so that nothing can be examined.
+    """
+    target, tokenizer = load_target(recipe.target)
+    parts = _data(recipe, target, tokenizer)
+    rows = rows_of(parts)
+    parts.append(Checked("target", [_draft_trees(target)]))
+    parts.append(
+        Checked(f"drafter ({recipe.drafter.kind})", [_training_arguments(recipe), _drafter(recipe, target, rows)])
+    )
+    return Diagnosis(recipe.name, parts, tokenizer)
+
+
+def rows_of(parts: list[Checked]) -> list[TokenizedConversation]:
+    """Those nearest to training: of the distilled tokens if there are any, else of the source."""
+    return next((part.rows for part in reversed(parts) if part.rows), [])
+
+
+def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
+    """The row's text: what carries loss in colour, the rest dim; `marks` puts it between « and » too."""
+    text = Text()
+    shown = list(zip(row.input_ids, row.loss_mask, strict=True))[:PREVIEW_TOKENS]
+    for carries_loss, run in groupby(shown, key=lambda pair: bool(pair[1])):
+        # A negative id is a defect of the data that is told elsewhere; decode() would raise.
+        piece = tokenizer.decode([max(0, token_id) for token_id, _ in run], skip_special_tokens=False)
+        text.append(f"«{piece}»" if marks and carries_loss else piece, "bold green" if carries_loss else "dim")
+    if len(row.input_ids) > PREVIEW_TOKENS:
+        text.append(f" ... and {len(row.input_ids) - PREVIEW_TOKENS} more tokens", "italic")
+    return text
+
+
+def _legend(console: Console) -> Text:
+    if console.color_system is None:
+        return Text("What carries loss stands between « and ».")
+    return Text.assemble("Carries loss: ", ("supervised", "bold green"), ", does not: ", ("context", "dim"))
+
+
+def _data(recipe: Recipe, target: PreTrainedModel, tokenizer: Any) -> list[Checked]:
+    try:
+        expected = expected_of(target, tokenizer, collate_right_padded)
+    except UserError as error:
+        return [Checked("data", [Finding("chat template", "defect", str(error))])]
+    parts = [check_source(recipe, expected)]
+    run = RunFolder(recipe)
+    if (run.data / "tokens").is_dir():
+        try:
+            dataset = load_tokens(run, recipe.name)
+        except UserError as error:
+            parts.append(Checked("tokens to train on", [Finding("tokens", "defect", str(error))]))
+        else:
+            parts.append(check_token_rows(dataset, run.data, recipe.data.max_length_tokens, expected))
+    return parts
+
+
+def _draft_trees(target: PreTrainedModel) -> Finding:
+    """The session's probe: does the target take a 4-D mask and position ids?"""
+    try:
+        TargetSession(target, max_length_tokens=8).close()
+    except UserError as error:
+        return Finding("draft trees", "defect", str(error))
+    return Finding("draft trees", "ok", "the target obeys 4-D attention masks and position ids")
+
+
+def _training_arguments(recipe: Recipe) -> Finding:
+    folder = RunFolder(recipe).drafter / "checkpoints"
+    try:
+        training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
+    except UserError as error:
+        return Finding("train section", "defect", str(error))
+    return Finding("train section", "ok", "transformers.TrainingArguments takes it")
+
+
+def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Finding:
+    try:
+        return check_parity(recipe.drafter.kind, recipe.drafter.options, target, rows)
+    except UserError as error:
+        return Finding("drafter", "defect", str(error))
+    except torch.OutOfMemoryError:
+        sentence = "not checked: the target in fp32 does not fit into the GPU's memory; try target.device=cpu"
+        return Finding("train = decode", "warning", sentence)

@@ -1,0 +1,326 @@
+"""`draftsmith tune`: the tree that pays best with this drafter on this machine.
+
+1. Trace: greedy answers with one large tree (`TRACED_NODES`), noting which of its nodes were accepted and how confident
+   the drafter was of them. The best tree of fewer nodes is made of the most confident ones, so what any size and depth
+   would have accepted is read off the trace: tau(size, depth). The same with the longest chain, for shorter ones.
+2. Cost: seconds of a verification forward against its number of nodes, and of a draft against its depth.
+3. The shapes of the largest tau / (draft + verification) are measured beside the tree that is the default so far, in
+   turns; the fastest is written into the drafter's config, where `tree: tuned` finds it. So tuning never loses.
+
+Other tree, other positions: a round starts where the last one ended, and the trace's rounds end where the large tree's
+did. That error is why step 3 measures.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from draftsmith.data.engines.transformers_engine import answer_end_ids
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.commands.evaluate import TUNED_TREE, load_models, resolve_tuned
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.base.drafter import SequenceDecoder
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+
+GREEDY = Sampling()
+TRACED_NODES, TRACED_BRANCH = 48, 8
+SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)
+FINALISTS = 3
+TIMED_FORWARDS = 30
+
+
+Trace = list[list[int]]  # of every round, the accepted path: each node's place in the order of confidence, from 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree, with what the trace and the clock promise of it. Times in seconds per round."""
+
+    method: MethodRecipe
+    tau: float
+    t_draft_s: float
+    t_verify_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tau / (self.t_draft_s + self.t_verify_s)
+
+
+class _Tracing:
+    """A method that notes what becomes of its trees."""
+
+    def __init__(self, method: DrafterMethod) -> None:
+        self.name = method.name
+        self._method = method
+        self._tree: DraftTree | None = None
+        self.trace: Trace = []
+
+    def start(self, prompt_ids: list[int], features: Any) -> None:
+        self._tree = None
+        self._method.start(prompt_ids, features)
+
+    def propose(self) -> DraftTree:
+        self._tree = self._method.propose()
+        return self._tree
+
+    def observe(self, committed_ids: list[int], features: Any) -> None:
+        if self._tree is not None:
+            self.trace.append(traced_path(self._tree, committed_ids))
+        self._method.observe(committed_ids, features)
+
+
+def traced_path(tree: DraftTree, committed_ids: Sequence[int]) -> list[int]:
+    """The accepted nodes, root left out, as places in the order of confidence; in a chain, in that of depth."""
+    order = range(1, len(tree))
+    if tree.log_confidence is not None:
+        confidence = tree.log_confidence
+        order = sorted(order, key=lambda node: -confidence[node])  # type: ignore[assignment]
+    rank = {node: place for place, node in enumerate(order)}
+    path, node = [], 0
+    for token in committed_ids:
+        found = next((child for child in tree.children(node) if tree.tokens[child] == token), None)
+        if found is None:
+            break
+        path.append(rank[found])
+        node = found
+    return path
+
+
+def expected_tau(trace: Trace, depth: int, nodes: int) -> float:
+    """Tokens per round that a smaller tree, or shorter chain, than the traced one would have kept."""
+    kept = 0
+    for path in trace:
+        for rank in path[:depth]:
+            if rank >= nodes:
+                break
+            kept += 1
+    return 1 + kept / len(trace)
+
+
+def candidates(
+    trace: Trace,
+    chain_trace: Trace,
+    depths: Sequence[int],
+    verify_curve: list[tuple[int, float]],
+    draft_s: dict[int, float],
+) -> list[Candidate]:
+    """Every shape, the most promising first.
+
+    Args:
+        depths: Of the drafter, ascending; the last one is its deepest.
+        verify_curve: (nodes, root included; seconds) ascending.
+        draft_s: Seconds of a draft, by depth.
+    """
+    found = []
+    for depth in depths:
+        cut = None if depth == depths[-1] else depth
+        chain = MethodRecipe(name="chain", tree="chain", max_depth=cut)
+        trees = [(chain, depth, chain_trace)]
+        for nodes in SIZES:
+            if nodes > depth:
+                name = f"best-first, {nodes} nodes"
+                branch = min(nodes, TRACED_BRANCH)
+                tree = MethodRecipe(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
+                trees.append((tree, nodes, trace))
+        for method, size, traced in trees:
+            tau = expected_tau(traced, depth, size)
+            found.append(Candidate(method, tau, draft_s[depth], _on_curve(verify_curve, size + 1)))
+    return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
+
+
+def _on_curve(curve: list[tuple[int, float]], nodes: int) -> float:
+    """Linear between the measured sizes."""
+    sizes = [size for size, _ in curve]
+    above = bisect.bisect_left(sizes, nodes)
+    if above == len(curve):
+        return curve[-1][1]
+    if sizes[above] == nodes or above == 0:
+        return curve[above][1]
+    (low, low_s), (high, high_s) = curve[above - 1], curve[above]
+    return low_s + (high_s - low_s) * (nodes - low) / (high - low)
+
+
+@dataclass
+class Tuned:
+    """What was found. `measured`: tokens per second of each finalist and of the default, medians over turns."""
+
+    default: MethodRecipe
+    chosen: MethodRecipe
+    measured: list[tuple[MethodRecipe, float]]
+    promised: list[Candidate]
+    verify_curve: list[tuple[int, float]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "chosen": shape_of(self.chosen),
+            "default": shape_of(self.default),
+            "measured": [{**shape_of(method), "tokens_per_s": speed} for method, speed in self.measured],
+            "promised": [
+                {**shape_of(c.method), "tau": c.tau, "t_draft_s": c.t_draft_s, "t_verify_s": c.t_verify_s}
+                for c in self.promised
+            ],
+            "verify_curve": self.verify_curve,
+        }
+
+    def show(self, console: Console) -> None:
+        base = next(speed for method, speed in self.measured if method is self.default)
+        promised = {json.dumps(shape_of(c.method)): c for c in self.promised}
+        table = Table(title="trees, measured side by side", title_justify="left")
+        for column in ("tree", "tau from the trace", "tokens/s", "against the default"):
+            table.add_column(column)
+        for method, speed in sorted(self.measured, key=lambda pair: -pair[1]):
+            found = promised.get(json.dumps(shape_of(method)))
+            tau = "-" if found is None else f"{found.tau:.2f}"
+            table.add_row(describe(method), tau, f"{speed:.0f}", f"{speed / base:.2f}x")
+        console.print(table)
+        console.print(f"[bold]{describe(self.chosen)}[/bold] from now on for methods with `tree: tuned`")
+
+
+def shape_of(method: MethodRecipe) -> dict[str, Any]:
+    """What makes the tree, without the row's name."""
+    return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths")}
+
+
+def describe(method: MethodRecipe) -> str:
+    depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
+    size = f" of {method.nodes} nodes" if method.tree == "best_first" else ""
+    return f"{method.tree}{size}{depth}"
+
+
+@torch.inference_mode()
+def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
+    """Find the tree, and write it into the drafter's config.
+
+    Args:
+        questions: Traced and measured; spread over the recipe's questions.
+        new_tokens: Of every answer at most.
+        turns: Measurements of each finalist.
+
+    Raises:
+        UserError: There is no trained drafter, or no question fits the target.
+    """
+    default = next((m for m in recipe.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None), None)
+    default = default or MethodRecipe(name="chain")
+    folder = RunFolder(recipe).drafter
+    default = resolve_tuned(default, folder)
+    only_own = recipe.eval.model_copy(update={"methods": [default]})
+    target, tokenizer, drafters = load_models(recipe.model_copy(update={"eval": only_own}))
+    drafter = drafters[folder]
+    limit = longest_sequence_tokens(target)
+    asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), questions, new_tokens, limit)
+    prompts = [ids for _, ids in asked]
+    eos_ids = frozenset(answer_end_ids(target, tokenizer))
+    length = max(map(len, prompts)) + new_tokens
+    decoder = drafter.decoder(length)
+    with TargetSession(target, length, drafter.feature_layers) as session:
+        large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
+        tracing, chaining = (_Tracing(_method(traced, decoder)) for traced in (large, MethodRecipe(name="chain")))
+        for prompt in tqdm(prompts, desc="trace", unit="question"):
+            for method in (tracing, chaining):
+                generate(session, method, prompt, GREEDY, new_tokens, eos_ids)
+        if not any(tracing.trace):
+            raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
+        deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
+        depths = list(range(1, deepest + 1))
+        curve = _verify_curve(session, prompts[0])
+        draft_s = {depth: _draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
+        promised = candidates(tracing.trace, chaining.trace, depths, curve, draft_s)
+        finalists = [default]
+        for candidate in promised:
+            known = [shape_of(method) for method in finalists]
+            if len(finalists) <= FINALISTS and shape_of(candidate.method) not in known:
+                finalists.append(candidate.method)
+        measured = _measure(session, decoder, finalists, prompts, new_tokens, eos_ids, turns)
+    chosen = max(measured, key=lambda pair: pair[1])[0]
+    tuned = Tuned(default, chosen, measured, promised, curve)
+    write_tuned(folder, chosen)
+    write_atomically(RunFolder(recipe).eval / "tuned.json", json.dumps(tuned.as_json(), indent=2) + "\n")
+    return tuned
+
+
+def _method(recipe: MethodRecipe, decoder: SequenceDecoder) -> DrafterMethod:
+    return DrafterMethod(recipe.name, decoder, tree_builder(recipe, decoder), GREEDY)
+
+
+def _verify_curve(session: TargetSession, prompt: list[int]) -> list[tuple[int, float]]:
+    """Median seconds of a forward over so many nodes, sizes in turns."""
+    sizes = (1, *(size + 1 for size in SIZES))
+    session.prefill(prompt)
+    trees = {size: DraftTree([prompt[-1]] * size, _bushy(size)) for size in sizes}
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(TIMED_FORWARDS + 3):
+        for size, tree in trees.items():
+            began = time.perf_counter()
+            session.forward_tree(tree)
+            session.synchronize()
+            if turn >= 3:
+                times[size].append(time.perf_counter() - began)
+    return [(size, statistics.median(times[size])) for size in sizes]
+
+
+def _bushy(size: int) -> TreeShape:
+    """Two children a node."""
+    return TreeShape.of((-1, *((node - 1) // 2 for node in range(1, size))))
+
+
+def _draft_seconds(
+    session: TargetSession, decoder: SequenceDecoder, depth: int, prompt: list[int], new_tokens: int
+) -> float:
+    """Mean seconds of a draft of that depth, over the rounds of one answer."""
+    method = _method(MethodRecipe(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth), decoder)
+    out = generate(session, method, prompt, GREEDY, new_tokens)
+    return out.draft_s / max(1, out.rounds)
+
+
+def _measure(
+    session: TargetSession,
+    decoder: SequenceDecoder,
+    finalists: list[MethodRecipe],
+    prompts: list[list[int]],
+    new_tokens: int,
+    eos_ids: frozenset[int],
+    turns: int,
+) -> list[tuple[MethodRecipe, float]]:
+    """Median tokens per second of each, question by question in turns, the prefill left out."""
+    methods = [_method(finalist, decoder) for finalist in finalists]
+    speeds: list[list[float]] = [[] for _ in methods]
+    for turn in tqdm(range(turns + 1), desc="measure", unit="turn"):
+        tokens, seconds = [0] * len(methods), [0.0] * len(methods)
+        for index, prompt in enumerate(prompts):
+            shift = (turn + index) % len(methods)
+            for place in [*range(shift, len(methods)), *range(shift)]:
+                out = generate(session, methods[place], prompt, GREEDY, new_tokens, eos_ids)
+                tokens[place] += sum(out.accept_lengths)
+                seconds[place] += out.wall_time_s - out.prefill_s
+        if turn > 0:  # the first warms up
+            for speed, count, time_s in zip(speeds, tokens, seconds, strict=True):
+                speed.append(count / time_s)
+    return [(finalist, statistics.median(speed)) for finalist, speed in zip(finalists, speeds, strict=True)]
+
+
+def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
+    """Note the tree down in the drafter's config, which goes wherever its weights go."""
+    file = drafter_folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config[TUNED_TREE] = shape_of(method)
+    write_atomically(file, json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,160 @@
+"""The target at work on several sequences at once: one forward runs one draft tree of each.
+
+Every row has its own committed length. Trees are padded to the largest; a padded node is seen by nobody. Rows come
+(`add`) and go (`drop`) between rounds.
+
+Shapes: A active rows, N nodes of the largest tree, P prompt, S tokens in the cache, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
+from draftsmith.models.groups.layers import STATIC_ROPE_TYPES
+from draftsmith.models.target.batch_tree_cache import BatchTreeCache
+from draftsmith.models.target.loading import FINAL_FEATURES, FeatureTap
+from draftsmith.recipes.errors import UserError
+
+
+class BatchSession:
+    """`add` prompts, then rounds of `forward_trees` and `commit`; `drop` what has ended.
+
+    Args:
+        target: The model, in eval mode.
+        max_length_tokens: Prompt and answer of each row together must fit.
+        batch_size: Rows at most; memory for all of them is allocated once.
+        feature_layers: What the drafter reads; see `draftsmith.models.target.loading.FeatureTap`.
+
+    Raises:
+        UserError: As `TargetSession`; or the target's rotation of a row depends on the other rows' lengths.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        max_length_tokens: int,
+        batch_size: int,
+        feature_layers: tuple[int, ...] = (FINAL_FEATURES,),
+    ) -> None:
+        TargetSession(target, max_length_tokens).close()  # what cannot be decoded alone is refused there
+        _check_rotation(target, max_length_tokens)
+        self.max_length_tokens, self.batch_size = max_length_tokens, batch_size
+        self.device = target.device
+        self._target = target
+        layers = target.config.get_text_config().num_hidden_layers
+        self._cache = BatchTreeCache(layers, max_length_tokens + 1 + LONGEST_TREE_NODES, batch_size)
+        self._columns = torch.arange(self._cache.capacity_tokens, device=self.device)
+        takes = inspect.signature(target.forward).parameters
+        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._tap = FeatureTap(target, feature_layers)
+
+    def close(self) -> None:
+        """Take the feature hooks off the target again."""
+        self._tap.close()
+
+    def __enter__(self) -> BatchSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def lengths_tokens(self) -> list[int]:
+        """[A] committed tokens of each row: all but the newest."""
+        return self._cache.lengths
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._cache.reset()
+
+    def add(self, prompt_ids: list[int]) -> TargetStep:
+        """Read a prompt into a new row, the last. Logits [1, V] of its last token, features [P, F]."""
+        if not 0 < len(prompt_ids) <= self.max_length_tokens:
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens does not fit a session of {self.max_length_tokens}: "
+                "shorten the prompt"
+            )
+        with self._cache.new_row(len(prompt_ids)):
+            ids = torch.tensor([prompt_ids], device=self.device)
+            step = self._forward(ids, self._columns[None, : len(prompt_ids)], None, self._prefill_options)
+        return TargetStep(step.logits[0, -1:], step.features[0])
+
+    def drop(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        with torch.inference_mode():
+            self._cache.drop(row)
+
+    def forward_trees(self, trees: list[DraftTree]) -> TargetStep:
+        """Run one tree in each row. Logits [A, N, V] and features [A, N, F]; what is behind a tree's end is padding."""
+        lengths, nodes = self._cache.lengths, max(map(len, trees))
+        if self._cache.committed + nodes > self._cache.capacity_tokens:
+            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        # A padded node is another root to itself: its place is always a valid one.
+        ids = [tree.tokens + [0] * (nodes - len(tree)) for tree in trees]
+        places = [
+            [length + depth for depth in tree.depths] + [length] * (nodes - len(tree))
+            for length, tree in zip(lengths, trees, strict=True)
+        ]
+        ids_an, places_an = torch.tensor([ids, places], device=self.device)
+        return self._forward(ids_an, places_an, self._mask(trees, nodes))
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keep the accepted nodes (root first) of each row's tree in the last `forward_trees`."""
+        with torch.inference_mode():
+            self._cache.keep_rows(paths)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read afterwards is true."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _mask(self, trees: list[DraftTree], nodes: int) -> Tensor | None:
+        """[A, 1, N, longest + N] additive: a row's own tokens, then its tree's ancestors."""
+        start = self._cache.committed
+        if nodes == 1 and min(self._cache.lengths) == start:
+            return None  # nothing to hide, and the fastest attention kernels apply
+        seen = torch.zeros(len(trees), nodes, nodes, dtype=torch.bool)
+        for row, tree in enumerate(trees):
+            seen[row, : len(tree), : len(tree)] = tree.attention_mask()
+        lengths = torch.tensor(self._cache.lengths, device=self.device)
+        hidden = (self._columns[:start] >= lengths[:, None])[:, None].expand(-1, nodes, -1)
+        hidden = torch.cat([hidden, ~seen.to(self.device)], dim=-1)
+        dtype = self._target.dtype
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+    @torch.inference_mode()
+    def _forward(
+        self, ids: Tensor, places: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
+    ) -> TargetStep:
+        output = self._target(
+            input_ids=ids,
+            position_ids=places,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **(options or {}),
+        )
+        return TargetStep(output.logits, self._tap.take())
+
+
+def _check_rotation(target: Any, max_length_tokens: int) -> None:
+    """Some RoPE changes for all rows when one of them grows long; then no row would be what it is alone."""
+    rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    unchanged = rope.get("original_max_position_embeddings") or max_length_tokens
+    if kind not in STATIC_ROPE_TYPES and max_length_tokens > unchanged:
+        raise UserError(
+            f"the target's RoPE ({kind}) changes beyond {unchanged} tokens, for all rows of a batch when one of them "
+            f"gets there: keep prompt and answer within {unchanged} tokens, or decode one sequence at a time"
+        )

@@ -1,0 +1,151 @@
+"""The target session with a compiled forward: trees padded to a few sizes, attention over the whole cache.
+
+Shapes and addresses are then the same in every round, so that nothing is compiled twice and CUDA graphs apply. Prompts
+are read without compilation. What sizes there are is learned from the methods (`learning`): the largest tree of each.
+A tree that is larger than any of them runs without compilation, rather than have something compiled while it is timed.
+
+Shapes: N nodes of a padded tree, S columns that are attended to, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.compiling import BACKEND, compiled
+from draftsmith.models.target.loading import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.static_tree_cache import StaticTreeCache
+
+
+class CompiledSession(TargetSession):
+    """See the module's docstring; arguments and errors are those of `TargetSession`.
+
+    Raises:
+        UserError: Also in `forward_tree`, if the target cannot be compiled.
+    """
+
+    cache_class = StaticTreeCache
+
+    def __init__(
+        self,
+        target: Any,
+        max_length_tokens: int,
+        feature_layers: tuple[int, ...] = (FINAL_FEATURES,),
+        backend: str = BACKEND,
+    ) -> None:
+        self._wanted_layers, self._backend = feature_layers, backend
+        self._sizes = [1]
+        self._largest = 1
+        self._masks: dict[int, Tensor] = {}
+        self._open: dict[int, int] = {}  # columns before it are open in the mask of that size
+        self._learns = True
+        super().__init__(target, max_length_tokens, feature_layers)
+        self._learns = False
+        self._forget_graph()
+
+    def read_layers(self, feature_layers: tuple[int, ...]) -> None:
+        """Give other features from now on. All that were ever asked for are read; new ones are compiled anew."""
+        new = tuple(layer for layer in feature_layers if layer not in self._feature_layers)
+        self._wanted_layers = feature_layers
+        if new:
+            super().read_layers(self._feature_layers + new)
+            self._forget_graph()
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """In here trees run without compilation; the largest of them is a size from then on."""
+        self._learns, self._largest = True, 1
+        try:
+            yield
+        finally:
+            self._learns = False
+        if self._largest not in self._sizes:
+            self._sizes = sorted([*self._sizes, self._largest])
+            self._forget_graph()
+
+    def prefill(self, prompt_ids: list[int]) -> TargetStep:
+        self._masks.clear()
+        self._open.clear()
+        return super().prefill(prompt_ids)
+
+    def forward_tree(self, tree: DraftTree) -> TargetStep:
+        """Run all nodes at once. Nothing is kept until `commit`."""
+        nodes = len(tree)
+        self._largest = max(self._largest, nodes)
+        if self._learns or nodes > self._sizes[-1]:
+            return super().forward_tree(tree)
+        size = next(size for size in self._sizes if size >= nodes)
+        start = self._cache.committed
+        # A padded node is another root to itself: its position is always a valid one.
+        ids = tree.tokens + [0] * (size - nodes)
+        positions = [start + depth for depth in tree.depths] + [start] * (size - nodes)
+        inputs = torch.tensor([ids, positions, range(start, start + size)], device=self.device)
+        with torch.inference_mode():
+            mask = self._static_mask(tree.shape, size)
+            logits, features = self._graph(inputs[:1], inputs[1:2], inputs[2], mask)
+            # Features wait in the drafter's queue; on CUDA the next forward may reuse their memory.
+            features = self._wanted(features.clone() if self.device.type == "cuda" else features)
+        return TargetStep(logits[:nodes], features[:nodes])
+
+    def _forward(
+        self, token_ids: list[int], positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
+    ) -> TargetStep:
+        step = super()._forward(token_ids, positions, mask, options)
+        return TargetStep(step.logits, self._wanted(step.features))
+
+    def _wanted(self, features: Tensor) -> Tensor:
+        """[N, F] of the layers that the method at work reads, of all that are read."""
+        if self._wanted_layers == self._feature_layers:
+            return features
+        parts = features.chunk(len(self._feature_layers), dim=-1)
+        return torch.cat([parts[self._feature_layers.index(layer)] for layer in self._wanted_layers], dim=-1)
+
+    def _static_mask(self, shape: TreeShape, size: int) -> Tensor:
+        """[1, 1, N, S] additive: one buffer for each size, in which every round opens what was committed since."""
+        start, dtype = self._cache.committed, self._mask.dtype
+        closed = torch.finfo(dtype).min
+        mask = self._masks.get(size)
+        if mask is None:
+            columns = self._static_cache.view_tokens
+            mask = torch.full((1, 1, size, columns), closed, dtype=dtype, device=self.device)
+            self._masks[size] = mask
+        mask[..., self._open.get(size, 0) : start] = 0
+        self._open[size] = start
+        block = torch.full((size, size), closed, dtype=dtype)
+        block[: len(shape), : len(shape)].masked_fill_(shape.attention_mask, 0)
+        mask[..., start : start + size] = block.to(self.device)
+        return mask
+
+    @property
+    def _static_cache(self) -> StaticTreeCache:
+        assert isinstance(self._cache, StaticTreeCache)
+        return self._cache
+
+    def _forget_graph(self) -> None:
+        """Compile anew from here on."""
+        self._static_cache.view_tokens = self.max_length_tokens + 1 + self._sizes[-1]
+        self._masks.clear()
+        self._open.clear()
+        name = self._target.config.name_or_path or type(self._target).__name__
+        run = _static_forward(self._target, self._static_cache, self._tap)
+        self._graph = compiled(run, self.device, f"target {name}", self._backend)
+
+
+def _static_forward(target: Any, cache: StaticTreeCache, tap: FeatureTap) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What is compiled: ids and positions [1, N], columns to write [N], mask [1, 1, N, S] to logits and features."""
+
+    def run(ids: Tensor, positions: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        cache.places = places
+        output = target(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        cache.places = None
+        return output.logits[0], tap.take()[0]
+
+    return run

@@ -1,0 +1,235 @@
+"""The target in decoding: it owns the KV cache, runs a draft tree in one forward and keeps the accepted path.
+
+Works with any decoder-only `AutoModelForCausalLM` that takes a 4-D attention mask and a transformers `Cache`; a probe
+makes sure of it, once per target.
+
+Shapes: P prompt, N tree nodes, S tokens in the cache, F features, V vocabulary. The batch is 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
+from draftsmith.models.target.loading import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.tree_cache import TreeCache
+from draftsmith.recipes.errors import UserError
+
+WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
+MOST_SHAPES = 4096  # whose masks are remembered
+
+_probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class TargetStep:
+    """What one forward of the target gave.
+
+    logits: [N, V], or [1, V] of the prompt's last token; features: [N, F] or [P, F], the session's feature layers *at*
+    each token: what the token after it is predicted from.
+    """
+
+    logits: Tensor
+    features: Tensor
+
+
+class TargetSession:
+    """One sequence at a time on one target: `prefill`, then rounds of `forward_tree` and `commit`.
+
+    Args:
+        target: The model, in eval mode.
+        max_length_tokens: Prompt and answer together must fit; memory for them is allocated once.
+        feature_layers: What the drafter reads; see `draftsmith.models.target.loading.FeatureTap`.
+
+    Raises:
+        UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
+    """
+
+    cache_class: type[TreeCache] = TreeCache
+
+    def __init__(
+        self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    ) -> None:
+        limit = longest_sequence_tokens(target)
+        if limit is not None and max_length_tokens > limit:
+            raise UserError(
+                f"prompt and answer of {max_length_tokens} tokens do not fit into the target's {limit} positions: "
+                "lower eval.max_new_tokens or shorten the prompt"
+            )
+        self.max_length_tokens = max_length_tokens
+        self.device = target.device
+        self._target = target
+        self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, max_length_tokens + 1)
+        self._cache.capacity_tokens += LONGEST_TREE_NODES
+        self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
+        # The additive mask [1, 1, N, S]: zero where a node may look. Committed columns are zero for every node.
+        self._mask = torch.zeros(1, 1, 1, self._cache.capacity_tokens, dtype=target.dtype, device=self.device)
+        self._mask_dirty = (0, 0)
+        self._bias_of: dict[TreeShape, Tensor] = {}
+        takes = inspect.signature(target.forward).parameters
+        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._feature_layers = feature_layers
+        self._tap = FeatureTap(target, feature_layers)
+        if target not in _probed:
+            self._probe()
+            _probed.add(target)
+
+    def close(self) -> None:
+        """Take the feature hooks off the target again."""
+        self._tap.close()
+
+    def __enter__(self) -> TargetSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read_layers(self, feature_layers: tuple[int, ...]) -> None:
+        """Give other features from now on: before a sequence, for the method that will decode it."""
+        if feature_layers != self._feature_layers:
+            self._tap.close()
+            self._feature_layers, self._tap = feature_layers, FeatureTap(self._target, feature_layers)
+
+    @property
+    def length_tokens(self) -> int:
+        """Committed tokens in the cache: all but the newest."""
+        return self._cache.committed
+
+    def prefill(self, prompt_ids: list[int]) -> TargetStep:
+        """Forget the last sequence and read a prompt."""
+        if not 0 < len(prompt_ids) <= self.max_length_tokens:
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens does not fit a session of {self.max_length_tokens}: "
+                "shorten the prompt"
+            )
+        self._cache.reset()
+        # Nothing is masked in the new sequence's columns yet.
+        self._mask.zero_()
+        self._mask_dirty = (0, 0)
+        prompt_length = len(prompt_ids)
+        step = self._forward(prompt_ids, self._positions[:, :prompt_length], None, self._prefill_options)
+        self._cache.committed = prompt_length
+        return TargetStep(step.logits[-1:], step.features)
+
+    def forward_tree(self, tree: DraftTree) -> TargetStep:
+        """Run all nodes at once. Nothing is kept until `commit`."""
+        start, nodes = self._cache.committed, len(tree)
+        if start + nodes > self._cache.capacity_tokens:
+            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        if nodes == 1:
+            # One token looks at the whole cache: without a mask the fastest attention kernels apply.
+            return self._forward(tree.tokens, self._positions[:, start : start + 1], None)
+        if tree.shape.is_chain:
+            positions = self._positions[:, start : start + nodes]
+        else:
+            positions = (tree.shape.depths_tensor.to(self.device) + start)[None]
+        return self._forward(tree.tokens, positions, self._tree_mask(tree.shape, start))
+
+    @torch.inference_mode()
+    def commit(self, path: list[int]) -> None:
+        """Keep the accepted nodes (root first) of the last `forward_tree`."""
+        self._cache.keep(path)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read afterwards is true."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def _forward(
+        self, token_ids: list[int], positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
+    ) -> TargetStep:
+        output = self._target(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **(options or {}),
+        )
+        return TargetStep(output.logits[0], self._tap.take()[0])
+
+    def _tree_mask(self, shape: TreeShape, start: int) -> Tensor:
+        """[1, 1, N, start + N] additive: a view of one buffer, of which only the tree's own columns are written."""
+        nodes = len(shape)
+        if nodes > self._mask.shape[2]:
+            self._mask = self._mask.new_zeros(1, 1, nodes, self._mask.shape[3])
+            self._mask_dirty = (0, 0)
+        bias = self._bias_of.get(shape)
+        if bias is None:
+            blocked = ~shape.attention_mask
+            bias = torch.zeros(nodes, nodes, dtype=self._mask.dtype)
+            bias = bias.masked_fill_(blocked, torch.finfo(self._mask.dtype).min).to(self.device)
+            if len(self._bias_of) >= MOST_SHAPES:
+                self._bias_of.clear()
+            self._bias_of[shape] = bias
+        first, last = self._mask_dirty
+        if first < last:
+            self._mask[..., first:last] = 0
+        self._mask_dirty = (start, start + nodes)
+        self._mask[0, 0, :nodes, start : start + nodes] = bias
+        return self._mask[:, :, :nodes, : start + nodes]
+
+    def _probe(self) -> None:
+        """Make sure that two siblings in a tree see their ancestors and not each other."""
+        name = self._target.config.name_or_path or type(self._target).__name__
+        vocabulary = self._target.config.get_text_config().vocab_size
+        prompt, root, elder, younger = [1 % vocabulary, 2 % vocabulary], 3 % vocabulary, 4 % vocabulary, 5 % vocabulary
+        try:
+            self.prefill(prompt)
+            tree = DraftTree([root, elder, younger], TreeShape.of((-1, 0, 0)))
+            seen = self.forward_tree(tree).logits[2]
+            # What a target gives that does not see the mask: the younger at its place, looking at the elder.
+            self._cache.reset()
+            self.prefill(prompt)
+            positions = torch.tensor([[2, 3, 3]], device=self.device)
+            wrong = self._forward(tree.tokens, positions, self._tree_mask(TreeShape.chain(2), 2)).logits[2]
+            self._cache.reset()
+            right = self._logits_after([*prompt, root, younger])
+        except UserError:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise UserError(
+                f"target {name} cannot run draft trees ({type(error).__name__}: {str(error).splitlines()[0][:160]}); "
+                f"{WORKING_TARGETS}"
+            ) from error
+        effect = float((right - wrong).abs().max())
+        if float((seen - right).abs().max()) > 0.25 * effect + 1e-6:
+            self.close()
+            raise UserError(
+                f"target {name} ignores 4-D attention masks or position ids, which draft trees need; "
+                "use target.attn_implementation=sdpa or eager"
+            )
+
+    @torch.inference_mode()
+    def _logits_after(self, token_ids: list[int]) -> Tensor:
+        """The last logits [V] of a plain forward without a cache."""
+        output = self._target(input_ids=torch.tensor([token_ids], device=self.device), use_cache=False)
+        return output.logits[0, -1]
+
+
+def longest_sequence_tokens(target: Any) -> int | None:
+    """How many tokens the target can hold: its positions, or the window of its sliding layers if that is smaller.
+
+    Within the window sliding attention is full attention; beyond it a 4-D mask would make it look too far back.
+    """
+    config = target.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    layer_types = getattr(config, "layer_types", None) or []
+    slides = any("sliding" in kind or "chunked" in kind for kind in layer_types)
+    if slides or (not layer_types and getattr(config, "use_sliding_window", True)):
+        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
+    known = [limit for limit in limits if isinstance(limit, int)]
+    return min(known) if known else None

@@ -1,0 +1,84 @@
+"""Bar charts of the summary: one group of bars a category, one colour a method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from draftsmith.eval.methods.registry import AUTOREGRESSIVE
+from draftsmith.eval.report.summary import OVERALL
+
+# Okabe and Ito: told apart by colour-blind readers too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+
+NOT_LOSSLESS = "not lossless"  # a method with lenience
+
+
+def draw_charts(summary: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
+    """Write `speedup.png` and `tau.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        _bars(
+            summary,
+            ("speedup_mean", "speedup_std"),
+            "speedup over the autoregressive loop",
+            f"{title}: speedup (mean over runs, bars: standard deviation)",
+            folder / "speedup.png",
+        ),
+        _bars(
+            summary,
+            ("tau", None),
+            "tau: tokens per round, bonus token included",
+            f"{title}: acceptance length tau",
+            folder / "tau.png",
+        ),
+    ]
+
+
+def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: str, title: str, file: Path) -> Path:
+    value_key, spread_key = keys
+    rows = {(series_name(row, summary), row["category"]): row for row in summary if row["method"] != AUTOREGRESSIVE}
+    series = list(dict.fromkeys(name for name, _ in rows))
+    categories = [*dict.fromkeys(category for _, category in rows if category != OVERALL), OVERALL]
+    figure, axes = plt.subplots(figsize=(max(7.0, 1.1 * len(categories) * max(1, len(series)) ** 0.5 + 2), 4.6))
+    width = 0.8 / max(1, len(series))
+    for number, name in enumerate(series):
+        places = [index - 0.4 + width * (number + 0.5) for index in range(len(categories))]
+        heights = [rows[name, category][value_key] or 0.0 for category in categories]
+        spreads = [rows[name, category][spread_key] or 0.0 for category in categories] if spread_key else None
+        bars = axes.bar(
+            places,
+            heights,
+            width * 0.94,
+            yerr=spreads,
+            capsize=3,
+            color=COLOURS[number % len(COLOURS)],
+            hatch="//" if number >= len(COLOURS) else None,
+            label=name,
+        )
+        if len(series) * len(categories) <= 40:
+            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+    axes.axhline(1.0, color="#444444", linewidth=1, linestyle="--", label="autoregressive")
+    axes.set_xticks(range(len(categories)), categories, rotation=20 if len(categories) > 5 else 0)
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize=10)
+    axes.margins(x=0.02, y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    # Below the axes, where it covers nothing.
+    figure.legend(loc="outside lower center", ncols=min(5, len(series) + 1), frameon=False, fontsize=8)
+    figure.set_layout_engine("constrained")
+    figure.savefig(file, dpi=140)
+    plt.close(figure)
+    return file
+
+
+def series_name(row: dict[str, Any], summary: list[dict[str, Any]]) -> str:
+    """The method, with its temperature where several were measured, and what must not be overlooked."""
+    several = len({other["temperature"] for other in summary}) > 1
+    name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
+    return name if row.get("lossless", True) else f"{name} ({NOT_LOSSLESS})"

@@ -1,0 +1,217 @@
+"""The report of one evaluation: `report.md`, a self-contained `report.html`, and the table in the terminal."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.eval.methods.registry import AUTOREGRESSIVE
+from draftsmith.eval.report.charts import NOT_LOSSLESS, series_name
+from draftsmith.eval.report.summary import OVERALL
+from draftsmith.recipes.run_folder import write_atomically
+
+TAU_DEFINITION = (
+    "tau = mean tokens committed per round, including the one token that the target itself contributes; "
+    "without that bonus token the figure is tau_without_bonus"
+)
+
+LENIENCE_WARNING = (
+    f"Rows marked {NOT_LOSSLESS!r} were measured with lenience below 1 (arXiv 2211.17192, A.5): their answers do not "
+    "have the target's distribution, and their speedup was bought with that."
+)
+
+
+def headline(summary: list[dict[str, Any]]) -> str:
+    """One sentence: the best method, how much faster, and whether the output stayed the same."""
+    rows = [row for row in summary if row["category"] == OVERALL and row["method"] != AUTOREGRESSIVE]
+    if not rows:
+        return "Only the autoregressive baseline was measured."
+    # What is not lossless only wins where nothing else was measured.
+    best = max(rows, key=lambda row: (row.get("lossless", True), row["speedup_mean"]))
+    spread = "" if best["speedup_std"] is None else f" +- {best['speedup_std']:.2f}"
+    sentence = (
+        f"{series_name(best, summary)} generates {best['speedup_mean']:.2f}{spread} times as fast as the "
+        f"autoregressive loop, at {best['tau']:.2f} tokens per round "
+        f"({best['tau_without_bonus']:.2f} without the target's own)"
+    )
+    identical = [row["greedy_identical"] for row in rows if row["greedy_identical"] is not None]
+    if not identical:
+        return sentence + "."
+    whose = "the changed target's" if best.get("target_change") else "the target's"
+    if all(identical):
+        return sentence + f"; every greedy answer is identical to {whose}."
+    return sentence + f"; NOT LOSSLESS: some greedy answers differ from {whose}."
+
+
+def write_report(
+    root: Path, facts: dict[str, Any], pictures: Iterable[Path], theory_pictures: Iterable[Path] = ()
+) -> list[Path]:
+    """Write `report.md` and `report.html` into the run's folder.
+
+    Args:
+        root: The run's folder.
+        facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
+            `turns_left_out`, `command`, `target_change` if the drafter comes with another target, and `proof` if
+            there is one.
+        pictures: PNG files below `root`.
+        theory_pictures: The same, for the section on theory.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"number": _number, "ms": _milliseconds, "identity": _identity}
+    summary = facts["summary"]
+    values = {
+        **facts,
+        "headline": headline(summary),
+        "target_change": facts.get("target_change"),
+        "proof": proof_sentence(facts.get("proof")),
+        "tau_definition": TAU_DEFINITION,
+        "lenience_warning": None if all(row.get("lossless", True) for row in summary) else LENIENCE_WARNING,
+        "overall": [row for row in summary if row["category"] == OVERALL],
+        "by_category": _by_category(summary),
+        "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
+        "pictures": _shown(root, pictures),
+        "theory_pictures": _shown(root, theory_pictures),
+        "next_steps": next_steps(summary, facts["timing"], facts["recipe"]),
+    }
+    files = []
+    for form in ("md", "html"):
+        text = environment.get_template(f"report.{form}.j2").render(values)
+        files.append(root / f"report.{form}")
+        write_atomically(files[-1], text)
+    return files
+
+
+def proof_sentence(proof: dict[str, Any] | None) -> str | None:
+    """What `draftsmith prove` found, from its JSON."""
+    if proof is None:
+        return None
+    greedy, sampled = proof["greedy"], proof["distribution"]
+    left_out = proof.get("left_out", [])
+    different = sum(len(row["divergences"]) for row in greedy)
+    ties = sum(row["ties"] for row in greedy)
+    lowest = min((row["p_value"] for row in sampled), default=1.0)
+    impossible = sum(row["impossible"] for row in sampled)
+    return (
+        f"{'Proved' if proof['holds'] else 'NOT PROVED'}: {sum(row['tokens'] for row in greedy)} greedy tokens of "
+        f"{len(greedy)} method(s), {different} different answer(s), of which {ties} at a numerical tie; "
+        f"{sum(row['tokens'] for row in sampled)} sampled tokens, {impossible} impossible, smallest p-value "
+        f"{lowest:.3f} (a test fails below {proof['significance']:.0e}); verifier by enumeration: error "
+        f"{proof['enumeration_error']:.0e}." + (f" Not lossless, left out: {', '.join(left_out)}." if left_out else "")
+    )
+
+
+def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], recipe: dict[str, Any]) -> list[str]:
+    """What would make it faster, read off the numbers."""
+    steps = []
+    drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
+    if drafted:
+        best = max(drafted, key=lambda row: row["speedup_with_prefill"])
+        first = best["acceptance_by_depth"][:1]
+        if not first or first[0] < 0.6:
+            share = f"{first[0]:.0%}" if first else "none"
+            steps.append(
+                f"The first drafted token is kept in {share} of the rounds of {best['method']}: train on more "
+                "conversations (data.conversations.limit) or for longer (train.num_train_epochs)."
+            )
+        if best["cost_ratio"] > 0.35:
+            steps.append(
+                f"Drafting costs {best['cost_ratio']:.2f} of a target step: fewer drafter layers or masks, or a larger "
+                "target, would pay."
+            )
+        if best["loop_efficiency"] < 0.85:
+            steps.append(
+                f"{1 - best['loop_efficiency']:.0%} of the possible speedup is lost outside the models: measure on an "
+                "idle machine, or with fewer threads (OMP_NUM_THREADS)."
+            )
+    if recipe["eval"]["runs"] < 3:
+        steps.append("Set eval.runs=3 or more, so that the spread of the speedup means something.")
+    if any(row["greedy_identical"] is False for row in summary):
+        steps.append(
+            "Greedy answers differ: use target.dtype=float32 or float64; rounding decides ties in low precision."
+        )
+    steps.append("Try other tree shapes (eval.methods) under another recipe name; the drafter needs no new training.")
+    return steps
+
+
+def print_table(summary: list[dict[str, Any]], console: Console | None = None) -> None:
+    """The summary in the terminal."""
+    table = Table(title="acceptance and speedup", title_justify="left", box=box.SIMPLE_HEAD)
+    # A long method wraps; figures never do.
+    table.add_column("method", overflow="fold")
+    table.add_column("category", no_wrap=True)
+    for name in ("tau", "no bonus", "speedup", "same greedy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, rows in _by_method(summary).items():
+        for row in rows:
+            spread = "" if row["speedup_std"] is None else f" ± {row['speedup_std']:.2f}"
+            cells = [_number(row["tau"]), _number(row["tau_without_bonus"]), f"{row['speedup_mean']:.2f}{spread}"]
+            last = row is rows[-1]
+            table.add_row(
+                name,
+                row["category"],
+                *cells,
+                _identity(row),
+                end_section=last,
+                style="bold" if last else "",
+            )
+    console = console or Console()
+    console.print(table)
+    console.print(TAU_DEFINITION, style="italic")
+    if not all(row.get("lossless", True) for row in summary):
+        console.print(LENIENCE_WARNING, style="bold")
+    for sentence in {row["target_change"] for row in summary if row.get("target_change")}:
+        console.print(sentence, style="bold")
+
+
+def _by_method(summary: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The baseline is 1 by definition and only shown when it is alone."""
+    methods: dict[str, list[dict[str, Any]]] = {}
+    for row in summary:
+        methods.setdefault(series_name(row, summary), []).append(row)
+    drafted = {name: rows for name, rows in methods.items() if rows[0]["method"] != AUTOREGRESSIVE}
+    return drafted or methods
+
+
+def _by_category(summary: list[dict[str, Any]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    categories: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name, rows in _by_method(summary).items():
+        for row in rows:
+            categories.setdefault(row["category"], []).append((name, row))
+    return categories
+
+
+def _identity(row: dict[str, Any]) -> str:
+    """Whether the greedy answers are the target's; of a method with lenience nobody claims it."""
+    if not row.get("lossless", True):
+        return NOT_LOSSLESS
+    return {True: "yes", False: "NO", None: "-"}[row["greedy_identical"]]
+
+
+def _shown(root: Path, pictures: Iterable[Path]) -> list[tuple[str, str, str]]:
+    """Name, path for markdown, and data for HTML."""
+    return [(file.stem, file.relative_to(root).as_posix(), _embedded(file)) for file in pictures]
+
+
+def _embedded(picture: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode("ascii")
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _milliseconds(seconds: float | None, digits: int = 2) -> str:
+    return _number(None if seconds is None else 1000 * seconds, digits)

@@ -1,0 +1,102 @@
+"""What a level of a draft tree is filled with: the most likely tokens, or draws with or without replacement.
+
+Shapes: R rows, V vocabulary, N tree nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.recipes.errors import UserError
+
+
+@dataclass(frozen=True)
+class StaticPaths:
+    """Medusa's paths of ranks as a tree, level by level.
+
+    Args:
+        shape: N nodes.
+        ranks: [N], of a node's token among its parent's most likely ones.
+        siblings: [N], the node's place among its parent's children.
+    """
+
+    shape: TreeShape
+    ranks: tuple[int, ...]
+    siblings: tuple[int, ...]
+
+    @staticmethod
+    def of(paths: list[list[int]]) -> StaticPaths:
+        """
+        Raises:
+            UserError: A path is empty, repeated or negative, or the path that it continues is absent.
+        """
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        known: dict[tuple[int, ...], int] = {(): 0}
+        parents = [-1]
+        for path in ordered:
+            if not path or min(path) < 0 or path in known:
+                raise UserError(f"static path {list(path)} must be non-empty, unique and of ranks >= 0: fix `paths`")
+            if path[:-1] not in known:
+                raise UserError(f"static path {list(path)} needs the path {list(path[:-1])} too: add it to `paths`")
+            parents.append(known[path[:-1]])
+            known[path] = len(known)
+        shape = TreeShape.of(tuple(parents))
+        siblings = [0] * len(parents)
+        for children in shape.children:
+            for index, node in enumerate(children):
+                siblings[node] = index
+        return StaticPaths(shape, (0, *(path[-1] for path in ordered)), tuple(siblings))
+
+    def check(self, num_depths: int, vocabulary: int) -> None:
+        """
+        Raises:
+            UserError: The drafter does not draft as deep, or has fewer tokens than there are siblings.
+        """
+        depth, width = self.shape.max_depth, max(self.ranks) + 1
+        if depth > num_depths or width > vocabulary:
+            raise UserError(
+                f"the static tree is {depth} deep and {width} wide, but the drafter drafts {num_depths} tokens "
+                f"of a vocabulary of {vocabulary}: shorten `paths`, or train a drafter of more depths"
+            )
+
+
+def most_likely(logits: Tensor, count: int, sampling: Sampling) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` most likely tokens of each row of [R, V], best first, and their log probabilities, none above 0."""
+    if not sampling.greedy:
+        logits = logits / sampling.temperature
+    top = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return top.indices.tolist(), (top.values - logits.logsumexp(-1, keepdim=True)).tolist()
+
+
+def draw_without_replacement(q: Tensor, count: int, generator: torch.Generator | None) -> list[list[int]]:
+    """`count` different tokens from each row of q [R, V], in the order drawn; -1 where q has no more tokens."""
+    # The order of q / Exp(1) is the order of draws without replacement.
+    race = q / torch.empty_like(q).exponential_(generator=generator)
+    drawn = race.topk(count, dim=-1).indices
+    return drawn.masked_fill(q.gather(-1, drawn) <= 0, -1).tolist()
+
+
+def draw_independently(q: Tensor, count: int, generator: torch.Generator | None) -> list[list[int]]:
+    """`count` tokens from each row of q [R, V], with replacement."""
+    return torch.multinomial(q, count, replacement=True, generator=generator).tolist()
+
+
+def without_blanks(tree: DraftTree) -> DraftTree:
+    """Without the nodes whose token is -1 (top-k or top-p left fewer tokens than siblings), and all below them."""
+    if -1 not in tree.tokens:
+        return tree
+    new_index: dict[int, int] = {-1: -1}
+    parents: list[int] = []
+    kept: list[int] = []
+    for node, token in enumerate(tree.tokens):
+        if token >= 0 and tree.parents[node] in new_index:
+            new_index[node] = len(kept)
+            kept.append(node)
+            parents.append(new_index[tree.parents[node]])
+    q = None if tree.q is None else tree.q[kept]
+    return DraftTree([tree.tokens[node] for node in kept], TreeShape.of(tuple(parents)), q)

@@ -1,0 +1,193 @@
+"""The exact distribution of verification's result, by walking through everything that chance can do.
+
+`Outcomes` replays every way the random choices of `walk` can fall, with its probability; trees are drawn in every way
+that a drafter can draw them. Nothing is estimated: what differs from the target's distribution is a bug.
+
+Shapes: V tokens (a handful), N tree nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Verdict, walk
+
+V = 4
+# Shapes of sampled trees, and (shape, tokens) of deterministic ones.
+SAMPLED_TREES = {
+    "chain of 1": (-1, 0),
+    "chain of 2": (-1, 0, 1),
+    "two siblings": (-1, 0, 0),
+    "all siblings": (-1, 0, 0, 0, 0),
+    "two levels": (-1, 0, 0, 1, 1, 2),
+    "three and two": (-1, 0, 0, 0, 2, 2),
+}
+DETERMINISTIC_TREES = [
+    ((-1, 0), [0, 2]),
+    ((-1, 0, 0, 0), [0, 2, 0, 3]),
+    ((-1, 0, 0, 1, 1, 2), [0, 3, 1, 0, 2, 2]),
+    ((-1, 0, 0, 0, 0), [0, 0, 1, 2, 3]),
+]
+# Which of two drafters draws, one after the other, for trees merged from several.
+MERGED_DRAWS = [(0, 1), (0, 0), (0, 1, 0)]
+
+
+class Outcomes:
+    """A `Chooser` that replays one outcome and notes which other outcomes there are."""
+
+    def __init__(self, script: list[int]) -> None:
+        self.script, self.position, self.probability = script, 0, 1.0
+        self.branches: list[list[int]] = []
+
+    def _choose(self, probabilities: list[float]) -> int:
+        if self.position == len(self.script):
+            options = [option for option, probability in enumerate(probabilities) if probability > 0]
+            self.branches += [[*self.script, option] for option in options[1:]]
+            self.script = [*self.script, options[0]]
+        option = self.script[self.position]
+        self.position += 1
+        self.probability *= probabilities[option]
+        return option
+
+    def accept(self, probability: float) -> bool:
+        return self._choose([1 - probability, probability]) == 1
+
+    def draw(self, probabilities: Tensor) -> int:
+        return self._choose(probabilities.tolist())
+
+
+def every_verdict(
+    tree: DraftTree, logits: Tensor, sampling: Sampling, lenience: float = 1.0
+) -> Iterator[tuple[float, Verdict]]:
+    """Everything that verification can say, with its probability."""
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        chooser = Outcomes(scripts.pop())
+        verdict = walk(tree, logits, sampling, chooser, lenience)
+        scripts += chooser.branches
+        yield chooser.probability, verdict
+
+
+def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Every ordered draw of `count` tokens from q [V] without replacement."""
+    for tokens in itertools.permutations(range(len(q)), count):
+        probability, left = 1.0, 1.0
+        for token in tokens:
+            probability *= float(q[token]) / left if left > 1e-15 else 0.0
+            left -= float(q[token])
+        if probability > 0:
+            yield probability, tokens
+
+
+def joint_distribution(
+    parents: tuple[int, ...],
+    target_of: dict[tuple[int, ...], Tensor],
+    q_of_depth: list[Tensor] | None,
+    fixed_tokens: list[int] | None,
+    sampling: Sampling,
+) -> Tensor:
+    """[V, V]: the exact distribution of the first two tokens, later ones being sampled from the target itself."""
+    shape = TreeShape.of(parents)
+    joint = torch.zeros(V, V, dtype=torch.float64)
+    families = [node for node in range(len(shape)) if shape.children[node]]
+    if q_of_depth is None:
+        assert fixed_tokens is not None
+        drawn_trees = [(1.0, fixed_tokens)]
+        q_rows = None
+    else:
+        q_rows = torch.stack([q_of_depth[min(depth, len(q_of_depth) - 1)] for depth in shape.depths])
+        drawn_trees = []
+        for combination in itertools.product(*(draws(q_rows[node], len(shape.children[node])) for node in families)):
+            tokens = [0] * len(shape)
+            weight = 1.0
+            for node, (probability, values) in zip(families, combination, strict=True):
+                weight *= probability
+                for child, value in zip(shape.children[node], values, strict=True):
+                    tokens[child] = value
+            drawn_trees.append((weight, tokens))
+    for weight, tokens in drawn_trees:
+        joint += weight * _joint_of(DraftTree(tokens, shape, q_rows), target_of, sampling)
+    return joint
+
+
+def merged_joint_distribution(
+    target_of: dict[tuple[int, ...], Tensor], q_of_model: list[Tensor], models: tuple[int, ...], sampling: Sampling
+) -> Tensor:
+    """The same, of first tokens drawn independently from these models in this order, equal ones merged.
+
+    Below the first one the last model draws a second token.
+    """
+    joint = torch.zeros(V, V, dtype=torch.float64)
+    for *firsts, second in itertools.product(range(V), repeat=len(models) + 1):
+        weight = float(q_of_model[models[-1]][second])
+        for model, token in zip(models, firsts, strict=True):
+            weight *= float(q_of_model[model][token])
+        if weight == 0:
+            continue
+        children = list(dict.fromkeys(firsts))
+        draws_below = [[(1 + children.index(token), model) for model, token in zip(models, firsts, strict=True)]]
+        draws_below += [[(len(children) + 1, models[-1])], *([] for _ in children)]
+        shape = TreeShape.of((-1, *[0] * len(children), 1))
+        tree = DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
+        joint += weight * _joint_of(tree, target_of, sampling)
+    return joint
+
+
+def _joint_of(tree: DraftTree, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
+    """[V, V]: of one tree."""
+    joint = torch.zeros(V, V, dtype=torch.float64)
+    contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
+    logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
+    for probability, verdict in every_verdict(tree, logits, sampling):
+        committed = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
+        if len(committed) == 1:
+            joint[committed[0]] += probability * sampling.probabilities(target_of[committed[0],])
+        else:
+            joint[committed[0], committed[1]] += probability
+    return joint
+
+
+def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Tensor]]:
+    """The target's logits after the empty and every one-token context, and the drafter's at two depths."""
+    generator = torch.Generator().manual_seed(seed)
+    target_of: dict[tuple[int, ...], Tensor] = {(): torch.randn(V, generator=generator, dtype=torch.float64) * 1.5}
+    for token in range(V):
+        target_of[token,] = torch.randn(V, generator=generator, dtype=torch.float64) * 1.5
+    return target_of, list(torch.randn(2, V, generator=generator, dtype=torch.float64) * 1.5)
+
+
+def wanted_joint(target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
+    second = torch.stack([sampling.probabilities(target_of[token,]) for token in range(V)])
+    return sampling.probabilities(target_of[()])[:, None] * second
+
+
+def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
+    """The largest |probability - the target's| of any two first tokens, over all these trees and samplings."""
+    target_of, draft_logits = target_and_draft(seed)
+    error = 0.0
+    for sampling in samplings:
+        wanted = wanted_joint(target_of, sampling)
+        q_of_depth = [sampling.probabilities(logits) for logits in draft_logits]
+        joints = [
+            joint_distribution(parents, target_of, q_of_depth, None, sampling)
+            for parents in SAMPLED_TREES.values()
+            if can_be_drawn(parents, q_of_depth)
+        ]
+        joints += [
+            joint_distribution(parents, target_of, None, tokens, sampling) for parents, tokens in DETERMINISTIC_TREES
+        ]
+        joints += [merged_joint_distribution(target_of, q_of_depth, models, sampling) for models in MERGED_DRAWS]
+        error = max(error, *(float((joint - wanted).abs().max()) for joint in joints))
+    return error
+
+
+def can_be_drawn(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> bool:
+    """Whether every q has as many tokens as the tree has siblings: builders never draw more."""
+    support = min(int((q > 0).sum()) for q in q_of_depth)
+    return max(len(children) for children in TreeShape.of(parents).children) <= support

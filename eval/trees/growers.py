@@ -1,0 +1,156 @@
+"""The trees of drafters that read their own drafted tokens (Hydra, EAGLE): grown level by level, a call a level.
+
+The same three trees as in `tree_builders.py`, for drafters whose distribution depends on the path:
+
+    tree        T = 0                      T > 0
+    chain       most likely token          sampled from q
+    static      ranks of each path         siblings sampled without replacement from their own parent's q
+    best_first  EAGLE-2's dynamic tree     the same, deterministic: verified as point masses, lossless too
+
+Shapes: W nodes of one level, V vocabulary, N tree nodes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.trees.candidates import StaticPaths, draw_without_replacement, most_likely, without_blanks
+from draftsmith.eval.trees.sampling import Sampling, draw
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.base.drafter import StepwiseDecoder
+
+
+class ChainGrower:
+    """One token a depth."""
+
+    def __init__(self, max_depth: int | None = None) -> None:
+        self._max_depth = max_depth
+
+    def propose(
+        self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        num_depths = _depths(decoder, self._max_depth)
+        tokens, q_rows = [root_token], []
+        logits = decoder.begin()
+        for depth in range(num_depths):
+            if depth > 0:
+                logits = decoder.expand([tokens[depth]], [depth - 1])
+            if sampling.greedy:
+                tokens.append(int(logits.argmax()))
+            else:
+                q_rows.append(sampling.probabilities(logits))
+                tokens.append(draw(q_rows[-1][0], generator))
+        # Nobody reads the row of the leaf.
+        q = None if sampling.greedy else torch.cat([*q_rows, q_rows[-1]])
+        return DraftTree(tokens, TreeShape.chain(num_depths), q)
+
+
+class StaticGrower:
+    """The same shape every round, given as Medusa's paths of ranks."""
+
+    def __init__(self, paths: list[list[int]]) -> None:
+        self._paths = StaticPaths.of(paths)
+        shape = self._paths.shape
+        # The nodes with children, by depth.
+        self._levels: list[list[int]] = [[] for _ in range(shape.max_depth)]
+        for node, children in enumerate(shape.children):
+            if children:
+                self._levels[shape.depths[node]].append(node)
+
+    def propose(
+        self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        shape = self._paths.shape
+        columns = self._paths.ranks if sampling.greedy else self._paths.siblings
+        tokens = [root_token] + [-1] * (len(shape) - 1)
+        number_of: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
+        q_rows: list[Tensor] = []
+        for depth, level in enumerate(self._levels):
+            # What was not drawn has no children.
+            grown = [node for node in level if tokens[node] >= 0]
+            if not grown:
+                break
+            if depth == 0:
+                logits = decoder.begin()
+                self._paths.check(decoder.num_depths, logits.shape[-1])
+            else:
+                above = [number_of[shape.parents[node]] for node in grown]
+                logits = decoder.expand([tokens[node] for node in grown], above)
+            width = 1 + max(columns[child] for node in grown for child in shape.children[node])
+            if sampling.greedy:
+                candidates = logits.topk(width, dim=-1).indices.tolist()
+            else:
+                q_rows.append(sampling.probabilities(logits))
+                candidates = draw_without_replacement(q_rows[-1], width, generator)
+            for node, row in zip(grown, candidates, strict=True):
+                number_of[node] = len(number_of)
+                for child in shape.children[node]:
+                    tokens[child] = row[columns[child]]
+        if sampling.greedy:
+            return DraftTree(tokens, shape)
+        # Nobody reads the rows of leaves.
+        rows = torch.tensor([number_of.get(node, 0) for node in range(len(shape))], device=q_rows[0].device)
+        return without_blanks(DraftTree(tokens, shape, torch.cat(q_rows).index_select(0, rows)))
+
+
+class BestFirstGrower:
+    """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
+
+    1. Expansion: at every depth the `branch` most confident new nodes get their `branch` most likely children. The
+       confidence of a node is the probability of the path to it under q.
+    2. Reranking: the `nodes` most confident of all candidates stay.
+
+    We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
+    the node; but what cannot stay is not expanded, and a tree that no deeper node can enter is done.
+    """
+
+    def __init__(self, nodes: int, branch: int, max_depth: int | None = None) -> None:
+        self._nodes, self._branch, self._max_depth = nodes, branch, max_depth
+
+    def propose(
+        self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        # Candidates in the order of arrival, the root being 0; cost = -log of the confidence.
+        tokens, parents, costs = [root_token], [-1], [0.0]
+        number_of = {0: 0}  # the decoder's number of a candidate
+        best: list[int] = []
+        frontier = [0]
+        logits = decoder.begin()
+        for depth in range(_depths(decoder, self._max_depth)):
+            if depth > 0:
+                above = [number_of[parents[node]] for node in frontier]
+                logits = decoder.expand([tokens[node] for node in frontier], above)
+                for node in frontier:
+                    number_of[node] = len(number_of)
+            # 1. Expansion.
+            first_new = len(tokens)
+            drafted = most_likely(logits, self._branch, sampling)
+            for node, row_tokens, row_log_q in zip(frontier, *drafted, strict=True):
+                for token, log_q in zip(row_tokens, row_log_q, strict=True):
+                    # A reduced draft vocabulary leaves tokens without any probability.
+                    if log_q > -math.inf:
+                        tokens.append(token)
+                        parents.append(node)
+                        costs.append(costs[node] - log_q)
+            # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
+            best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
+            # Nothing can enter below the last of a full list.
+            frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._branch]
+            if not frontier:
+                break
+        return _tree_of(best, tokens, parents, costs)
+
+
+def _tree_of(drafted: list[int], tokens: list[int], parents: list[int], costs: list[float]) -> DraftTree:
+    """The root and the candidates `drafted`, in the order of arrival: level by level, so that shapes recur."""
+    kept = [0, *sorted(drafted)]
+    new_index = {-1: -1} | {node: index for index, node in enumerate(kept)}
+    shape = TreeShape.of(tuple(new_index[parents[node]] for node in kept))
+    return DraftTree([tokens[node] for node in kept], shape, log_confidence=[-costs[node] for node in kept])
+
+
+def _depths(decoder: StepwiseDecoder, max_depth: int | None) -> int:
+    return decoder.num_depths if max_depth is None else min(decoder.num_depths, max_depth)

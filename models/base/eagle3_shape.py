@@ -1,0 +1,163 @@
+"""The shape that EAGLE-3 and P-EAGLE share (arXiv 2503.01840, 2602.01469), as vLLM's `eagle3` layout has it.
+
+g = fc([low; mid; high]), the residual streams of three layers of the target. The first decoder layer is of the target's
+own kind, with q, k and v projections twice as wide: its attention reads [input_layernorm(e(x_t)); hidden_norm(g_{t-1})]
+and is added to the un-normed g_{t-1}; the MLP is as ever. Further layers are plain. Logits come from norm(out); what a
+drafted token is followed with is `out` itself, in place of g.
+
+Shapes: D hidden, E = 2D input width of the first layer, F = 3D features, N rows, V vocabulary.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.draft_vocabulary import DraftVocabulary
+from draftsmith.models.base.drafter import DrafterOutput
+from draftsmith.models.base.options import layer_numbers, whole_number
+from draftsmith.models.drafters.parallel import ParallelDrafter, ParallelDrafterConfig
+from draftsmith.models.groups.layers import build_target_layers, layers_config
+
+# Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
+INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+
+
+class Eagle3ShapeConfig(ParallelDrafterConfig):
+    """Options of both, beside those of `ParallelDrafterConfig` that each takes.
+
+    Args:
+        feature_layers: Layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the
+            embeddings. By default EAGLE-3's low, middle and high one.
+        draft_vocab_size: Draft this many of the most frequent tokens only, with a head of its own; None for all.
+    """
+
+    def __init__(
+        self,
+        target_config: dict[str, Any] | None = None,
+        target_name_or_path: str = "",
+        feature_layers: list[int] | None = None,
+        draft_vocab_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(target_config, target_name_or_path, **kwargs)
+        num_layers = self.target_config.get("num_hidden_layers", 1)
+        self.feature_layers = default_feature_layers(num_layers)
+        if feature_layers is not None:
+            self.feature_layers = layer_numbers(feature_layers, num_layers)
+        self.draft_vocab_size = draft_vocab_size
+        if draft_vocab_size is not None:
+            whole_number("draft_vocab_size", draft_vocab_size, at_least=1)
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """EAGLE-3's 2, L/2, L-3 for a target of L layers, moved apart where L is too small for them to ascend."""
+    middle = max(num_layers // 2, 1)
+    low, high = min(2, middle - 1), max(num_layers - 3, middle + 1)
+    return [layer for layer in (low, middle, high) if layer < num_layers]
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer of the target's kind that reads a token and a feature side by side.
+
+    Args:
+        layer: transformers' layer; its parts become this one's, under their own names.
+        initializer_range: Standard deviation of the new projections.
+    """
+
+    def __init__(self, layer: Any, initializer_range: float) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        # Of kinds that norm the outputs of attention and MLP instead of their inputs (OLMo 2).
+        self.post_feedforward_layernorm = getattr(layer, "post_feedforward_layernorm", None)
+        fresh_norm = getattr(layer, "input_layernorm", layer.post_attention_layernorm)
+        self.input_layernorm, self.hidden_norm = copy.deepcopy(fresh_norm), copy.deepcopy(fresh_norm)
+        for name in INPUT_PROJECTIONS:
+            narrow = getattr(self.self_attn, name, None)
+            if narrow is not None:
+                wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+                nn.init.normal_(wide.weight, std=initializer_range)
+                setattr(self.self_attn, name, wide)
+
+    def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
+        """[1, N, E] = [e(x_t); g_{t-1}] to [1, N, D]."""
+        embedded, residual = hidden.chunk(2, dim=-1)
+        wide = torch.cat([self.input_layernorm(embedded), self.hidden_norm(residual)], dim=-1)
+        attended = self.self_attn(wide, position_embeddings=position_embeddings, attention_mask=None, **attention)[0]
+        if self.post_feedforward_layernorm is not None:
+            hidden = residual + self.post_attention_layernorm(attended)
+            return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    @torch.no_grad()
+    def start_from(self, source: Any) -> None:
+        """Take over the weights of a layer of the target; both halves of the input go through its projections."""
+        mine, theirs = self.state_dict(), source.state_dict()
+        for name, value in theirs.items():
+            if name not in mine:
+                continue
+            if mine[name].shape != value.shape:
+                value = torch.cat([value, value], dim=1) / 2**0.5
+            mine[name].copy_(value)
+        if "input_layernorm.weight" in theirs:
+            self.hidden_norm.load_state_dict(source.input_layernorm.state_dict())
+
+
+class Eagle3Shape(DraftVocabulary, ParallelDrafter):
+    """Parameters, inputs, loss and logits of both; they differ in how depths follow one another."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+    config_class: type[Eagle3ShapeConfig] = Eagle3ShapeConfig
+
+    def build(self, config: ParallelDrafterConfig) -> None:
+        self.layers_config = layers_config(config.target_config, config.num_layers)
+        built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
+        first = Eagle3Layer(built.layers[0], getattr(self.layers_config, "initializer_range", 0.02))
+        self.layers, self.norm = nn.ModuleList([first, *built.layers[1:]]), built.norm
+        self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
+        self.add_draft_vocabulary(config.target_config["vocab_size"], config.draft_vocab_size, hidden_size)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.config.feature_layers)
+
+    @torch.no_grad()
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        """In fp32 at least; with `init: target` the target's last layers, and g near the mean of the features."""
+        self.to(torch.promote_types(target.dtype, torch.float32))
+        self.initialize_draft_head()
+        self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
+        if self.config.init != "target":
+            return
+        for block in self.fc.weight.split(self.fc.out_features, dim=1):
+            block.diagonal().add_(1.0 / len(self.config.feature_layers))
+        source = target.base_model
+        first, *others = source.layers[-len(self.layers) :]
+        cast(Eagle3Layer, self.layers[0]).start_from(first)
+        for layer, source_layer in zip(self.layers[1:], others, strict=True):
+            layer.load_state_dict(source_layer.state_dict())
+        self.norm.load_state_dict(source.norm.state_dict())
+
+    def label_loss(
+        self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
+    ) -> DrafterOutput:
+        weights = self.config.resolved_depth_weights()
+        return self.vocabulary_loss(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.config.loss, weights)
+
+    def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
+        """[..., E] from x_t [...] and the features [..., F] that predicted it."""
+        return self.drafted_inputs(input_ids, self.fc(previous_features.to(self.fc.weight.dtype)))
+
+    def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
+        """[..., E] from tokens [...] and, in place of g, what predicted them [..., D]."""
+        return torch.cat([self.attached.embedding(input_ids).to(feedback.dtype), feedback], dim=-1)
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return self.vocabulary_logits(self.norm(hidden))

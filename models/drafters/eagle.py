@@ -1,0 +1,192 @@
+"""EAGLE: autoregression on the target's features (arXiv 2401.15077, sections 4.1 and 4.2).
+
+One decoder layer of the target's own kind reads the pair [e(x_t); h_{t-1}] through a linear map `fc` and regresses the
+feature that the target will have at x_t: f_t, close to h_t. The target's LM head reads the distribution of x_{t+1} from
+f_t, and f_t stands in for h_t when the next token is drafted. (The paper numbers the same pair (f_t, e_{t+1}): its
+features count from the token that they are at, its tokens from the one that they predict.)
+
+Loss of a row: SmoothL1(f_t, h_t), mean over D, plus w_cls times the distance of its distribution to the target's.
+In training, uniform noise on the features that are read, never on those that are regressed, makes up for what drafting
+adds up. Training is one stream of the group-wise code (`parallel.py` with no mask), decoding grows a tree over the
+layer's own KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
+
+As in the authors' code, the layer has no input norm and there is no final norm (it is vLLM's layout too). Where we
+differ from that code:
+* KL in place of soft cross entropy: the same gradient, and 0 at the optimum.
+* The noise is U(-0.1, 0.1) as the paper says; the code also scales it with 512 / length.
+
+Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V vocabulary, G depths.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, DrafterOutput
+from draftsmith.models.base.options import number, one_of, whole_number
+from draftsmith.models.decoding.cached import TreeDecoder
+from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.groups.attention import BACKENDS
+from draftsmith.models.groups.layers import build_target_layers, layers_config
+from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.losses import LOSSES, depth_loss, smooth_l1
+from draftsmith.models.target.loading import FINAL_FEATURES
+
+
+class EagleLayerConfig(DrafterConfig):
+    """Options of both flavours, EAGLE's own and ParallelSpec's (`eagle_parallel.py`).
+
+    Args:
+        attention: Training backend: `folded`, `dense` or `flex`.
+        loss: The distance of the distributions, a name in `losses.LOSSES`.
+        class_weight: w_cls, its weight beside the regression's 1.
+        feature_noise: a of the uniform noise U(-a, a) on the features that are read in training.
+    """
+
+    def __init__(
+        self,
+        target_config: dict[str, Any] | None = None,
+        target_name_or_path: str = "",
+        attention: str = "folded",
+        loss: str = "kl",
+        class_weight: float = 0.1,
+        feature_noise: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(target_config=target_config, target_name_or_path=target_name_or_path, **kwargs)
+        self.attention = one_of("attention", attention, BACKENDS)
+        self.loss = one_of("loss", loss, tuple(LOSSES))
+        self.class_weight = number("class_weight", class_weight, at_least=0)
+        self.feature_noise = number("feature_noise", feature_noise, at_least=0)
+
+
+class EagleConfig(EagleLayerConfig):
+    """Options of EAGLE, the keys of `drafter.options` in a recipe.
+
+    Args:
+        draft_depth: The longest path that is drafted, one forward of the layer a level.
+
+    The others are those of `EagleLayerConfig`.
+    """
+
+    model_type = MODEL_TYPE_PREFIX + "eagle"
+    # What the group-wise code asks: one stream, every row of it trained.
+    num_masks, keep_ratio, mask_residual = 0, 1.0, False
+
+    def __init__(
+        self,
+        target_config: dict[str, Any] | None = None,
+        target_name_or_path: str = "",
+        draft_depth: int = 5,
+        attention: str = "folded",
+        loss: str = "kl",
+        class_weight: float = 0.1,
+        feature_noise: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(target_config, target_name_or_path, attention, loss, class_weight, feature_noise, **kwargs)
+        self.draft_depth = whole_number("draft_depth", draft_depth, at_least=1)
+
+    @property
+    def num_depths(self) -> int:
+        """Depths that are trained; deeper ones are drafted with the same weights."""
+        return 1
+
+    def resolved_depth_weights(self) -> list[float]:
+        """All weight on that one."""
+        return [1.0]
+
+
+class EagleLayer(ParallelDrafter):
+    """The layer and its loss, for both flavours; see the module's docstring."""
+
+    config_class: type[DrafterConfig] = EagleLayerConfig
+
+    def build(self, config: DrafterConfig) -> None:
+        self.layers_config = layers_config(config.target_config, num_layers=1)
+        self.layers = build_target_layers(self.layers_config).layers
+        self.layers[0].input_layernorm, self.norm = nn.Identity(), nn.Identity()
+        hidden_size = self.layers_config.hidden_size
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (FINAL_FEATURES,)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        """In fp32 at least, and at random: the target's last layer, used to larger inputs, is no better start."""
+        self.to(torch.promote_types(target.dtype, torch.float32))
+
+    # ---- training ----
+
+    def rows_hidden(
+        self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
+        if self.training and self.config.feature_noise > 0:
+            noise = torch.rand_like(features, dtype=self.fc.weight.dtype)
+            features = features + self.config.feature_noise * (2.0 * noise - 1.0)
+        return super().rows_hidden(rows, input_ids, features, position_ids)
+
+    def label_loss(
+        self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
+    ) -> DrafterOutput:
+        """EAGLE's loss of N labelled rows, averaged over each depth's, the depths weighted with `depth_weights`."""
+        if teacher_nd is None:
+            raise ValueError("EAGLE regresses the target's features: pass teacher_features")
+        lm_head = self.attached.lm_head
+        feature_loss_n = smooth_l1(hidden_nd, teacher_nd)
+        weight_g = feature_loss_n.new_tensor(self.config.resolved_depth_weights())
+        output = depth_loss(
+            hidden_nd,
+            depth_n,
+            labels_n,
+            lm_head,
+            weight_g,
+            loss=self.config.loss,
+            teacher_nd=teacher_nd,
+            teacher_head=lm_head,
+        )
+        count_g = torch.bincount(depth_n, minlength=len(weight_g)).clamp(min=1)
+        feature_loss = (feature_loss_n * (weight_g / count_g)[depth_n]).sum()
+        output.loss = feature_loss + self.config.class_weight * output.loss
+        return output
+
+    # ---- shared by training and decoding ----
+
+    def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
+        """[..., E] from x_t [...] and h_{t-1} [..., D]."""
+        dtype = self.fc.weight.dtype
+        embedded = self.attached.embedding(input_ids)
+        return self.fc(torch.cat([embedded.to(dtype), previous_features.to(dtype)], dim=-1))
+
+    def mask_inputs(self) -> Tensor:
+        """[0, E]: there is no mask."""
+        return self.fc.weight.new_empty(0, self.fc.out_features)
+
+
+class EagleDrafter(EagleLayer):
+    """The drafter q; see the module's docstring."""
+
+    config_class = EagleConfig
+    stepwise = True
+
+    def feedback_of(self, hidden: Tensor) -> Tensor:
+        """[R, D]: the predicted feature as it is."""
+        return hidden
+
+    def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
+        """[W, E] from drafted tokens [W] and the features that predicted them [W, D]."""
+        return self.real_inputs(input_ids, feedback)
+
+    def decoder(self, max_length_tokens: int) -> TreeDecoder:
+        return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
+
+
+DRAFTER = EagleDrafter

@@ -1,0 +1,149 @@
+"""EAGLE-3: fused features, and training on what it will read when it drafts (arXiv 2503.01840, sections 3.1 and 3.2).
+
+The layer (`eagle3_layer.py`) reads x_t and g_{t-1} and predicts x_{t+1}. Its output stands in for g_t when the next
+token is drafted. No loss ties that output to a feature: instead training drafts too ("training-time test"). Step j of
+group t reads e(x_{t+j}) and the output of step j-1, stands at position t+j, and sees the real tokens up to x_t and
+steps 1..j of its own group. That is group attention (`group_attention.py`) whose stream j is computed after stream j-1,
+so groups, rows, labels and loss are those of the parallel drafter.
+
+Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
+loss is a mean of its own and the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
+and 0 at the optimum.
+
+Shapes: B batch, S sequence, G depths, N present rows, D hidden, E input width of the layer, F features, Dh head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, StepwiseDecoder, previous_features
+from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeConfig
+from draftsmith.models.base.options import whole_number
+from draftsmith.models.decoding.cached import TreeDecoder
+from draftsmith.models.groups.attention import group_attention
+from draftsmith.models.groups.rows import GroupRows
+
+
+class Eagle3Config(Eagle3ShapeConfig):
+    """Options of EAGLE-3, the keys of `drafter.options` in a recipe.
+
+    Args:
+        ttt_steps: Depths that are trained, each on the outputs of the one before; 1 is no training-time test.
+        draft_depth: The longest path that is drafted, one forward of the layer a level; `ttt_steps` by default.
+        feature_layers: Layers of the target whose residual streams are fused.
+        draft_vocab_size: Draft this many of the most frequent tokens only.
+        attention: Training backend: `folded`, `dense` or `flex`.
+        loss: A name in `losses.LOSSES`; `ce` needs no teacher.
+        depth_weights: One number d for weights d**j, or one weight a depth.
+        init: Start the layer and the norm from the target's last ones (`target`) or at random (`random`).
+    """
+
+    model_type = MODEL_TYPE_PREFIX + "eagle3"
+
+    def __init__(
+        self,
+        target_config: dict[str, Any] | None = None,
+        target_name_or_path: str = "",
+        ttt_steps: int = 5,
+        draft_depth: int | None = None,
+        feature_layers: list[int] | None = None,
+        draft_vocab_size: int | None = None,
+        attention: str = "folded",
+        loss: str = "kl",
+        depth_weights: float | list[float] = 0.8,
+        init: str = "target",
+        **kwargs: Any,
+    ) -> None:
+        self.ttt_steps = whole_number("ttt_steps", ttt_steps, at_least=1)
+        self.draft_depth = ttt_steps
+        if draft_depth is not None:
+            self.draft_depth = whole_number("draft_depth", draft_depth, at_least=1)
+        kwargs["num_masks"] = ttt_steps - 1
+        super().__init__(
+            target_config,
+            target_name_or_path,
+            feature_layers,
+            draft_vocab_size,
+            attention=attention,
+            loss=loss,
+            depth_weights=depth_weights,
+            init=init,
+            **kwargs,
+        )
+
+
+class Eagle3Drafter(Eagle3Shape):
+    """The drafter q; see the module's docstring."""
+
+    config_class = Eagle3Config
+    stepwise = True
+
+    def rows_hidden(
+        self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """[N, D] of the present rows, before the final norm: stream after stream. Features are those AT each token."""
+        batch, _, length = rows.shape
+        previous_bsf = previous_features(features, position_ids).flatten(0, 1)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device)
+        positions_bs = position_ids.expand_as(input_ids)
+        # What the next stream reads beside its tokens: g first, then the outputs of the stream before it.
+        feedback_bsd = self.fc(previous_bsf.to(self.fc.weight.dtype))
+        memory, outputs, places = EarlierStreams(self.config.attention), [], []
+        for j in range(self.config.num_depths):
+            place_n = (rows.stream_n == j).nonzero().squeeze(1)
+            if len(place_n) == 0:
+                break  # deeper ones have no row either
+            batch_n, position_n = rows.batch_n[place_n], rows.position_n[place_n]
+            stream = GroupRows((batch, 1, length), batch_n * length + position_n)
+            # Past the end of the row there is no token to read, nor a label: any will do.
+            token_n = input_ids[batch_n, (position_n + j).clamp_max(length - 1)]
+            hidden = self.drafted_inputs(token_n, feedback_bsd[stream.index_n]).unsqueeze(0)
+            rotary = self.rotary_of(hidden, (positions_bs[batch_n, position_n] + j).unsqueeze(0))
+            memory.begin_stream(stream.in_documents(positions_bs))
+            outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
+            places.append(place_n)
+            feedback_nd = self.feedback_of(outputs[-1])
+            feedback_bsd = feedback_nd.new_zeros(feedback_bsd.shape).index_copy(0, stream.index_n, feedback_nd)
+        return torch.cat(outputs)[torch.cat(places).argsort()]
+
+    def feedback_of(self, hidden: Tensor) -> Tensor:
+        """[R, D]: the output before the final norm, as it is."""
+        return hidden
+
+    def mask_inputs(self) -> Tensor:
+        """[0, E]: there is no mask."""
+        return self.fc.weight.new_empty(0, 2 * self.fc.out_features)
+
+    def decoder(self, max_length_tokens: int) -> StepwiseDecoder:
+        return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
+
+
+class EarlierStreams:
+    """Keys and values of the streams so far, for all layers: what the stream at work attends to, beside itself."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._rows: GroupRows | None = None
+        self._keys_values: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {}
+
+    def begin_stream(self, rows: GroupRows) -> None:
+        """The next stream's present rows, on a grid of one stream."""
+        self._rows = rows
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[1, N, H, Dh] for queries [1, H, N, Dh]; keeps the new keys and values [1, Hkv, N, Dh]."""
+        if self._rows is None:
+            raise ValueError("attending needs a stream: call begin_stream() first")
+        streams = self._keys_values.setdefault(layer_index, [])
+        streams.append((self._rows.to_grids(k_bhrd), self._rows.to_grids(v_bhrd)))
+        out = []
+        for document, q_bhgsd in enumerate(self._rows.to_grids(q_bhrd)):
+            k_bhgsd, v_bhgsd = (torch.cat([stream[kv][document] for stream in streams], dim=2) for kv in (0, 1))
+            out.append(group_attention(q_bhgsd, k_bhgsd, v_bhgsd, self._backend, scale))
+        return self._rows.from_grids(out)
+
+
+DRAFTER = Eagle3Drafter

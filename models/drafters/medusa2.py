@@ -1,0 +1,212 @@
+"""Medusa-2 (arXiv 2401.10774, sections 2.2.2 and 2.3.2): a LoRA inside the target is trained together with the heads.
+
+    L = L_LM + lambda_0 * L_heads
+
+L_heads is Medusa's loss; its gradient reaches the LoRA through the features. L_LM keeps the target what it was: on
+self-distilled answers KL(original target, changed target), else cross entropy with the next token. The heads learn
+alone for `warmup_steps` steps, while the LoRA rests at its start, where it changes nothing; then both learn, the LoRA
+at a quarter of the heads' learning rate.
+
+What comes out is another target. Attaching a trained Medusa-2 drafter merges the LoRA into the target's weights, so
+that the autoregressive baseline, the methods and the proof of identity are all about the changed one; the report says
+so (`target_change`).
+
+Where we deviate: lambda_d are normalised as in `medusa.py`, so that the paper's lambda_0 of 0.2, times the sum of its
+0.8**d over five heads, is 0.54 here; no LoRA on the LM head and no dropout; lambda_0 is constant.
+
+Shapes: B batch, S sequence, N labelled positions, D hidden.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import IGNORED_LABEL, MODEL_TYPE_PREFIX, DrafterConfig, DrafterOutput, depth_labels
+from draftsmith.models.base.options import number, one_of, whole_number
+from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.models.losses import head_loss
+from draftsmith.models.target.adapter import (
+    ALL_LINEAR,
+    LoraPair,
+    inject,
+    linear_shapes,
+    lora_tree,
+    merge,
+    remove,
+    switched_off,
+)
+from draftsmith.recipes.errors import UserError
+
+LM_LOSSES = ("kl", "ce")
+
+
+class Medusa2Config(MedusaConfig):
+    """Options of Medusa-2: those of Medusa, and
+
+    Args:
+        lora_rank: Rank of the target's change.
+        lora_alpha: The change is scaled with lora_alpha / lora_rank.
+        lora_targets: `all-linear` layers of the target's decoder, or a list of their names, such as [q_proj, v_proj].
+        lora_learning_rate: The LoRA's learning rate as a share of the heads', which is `train.learning_rate`.
+        lm_loss: `kl` to the original target, for self-distilled answers; `ce` with the next token, for others.
+        heads_weight: lambda_0.
+        warmup_steps: Optimiser steps in which only the heads learn.
+    """
+
+    model_type = MODEL_TYPE_PREFIX + "medusa2"
+
+    def __init__(
+        self,
+        target_config: dict[str, Any] | None = None,
+        target_name_or_path: str = "",
+        num_heads: int = 5,
+        num_layers: int = 1,
+        lm_heads: str = "separate",
+        loss: str = "ce",
+        depth_weights: float | list[float] = 0.8,
+        lora_rank: int = 32,
+        lora_alpha: float = 16.0,
+        lora_targets: str | list[str] = ALL_LINEAR,
+        lora_learning_rate: float = 0.25,
+        lm_loss: str = "kl",
+        heads_weight: float = 0.5,
+        warmup_steps: int = 200,
+        **kwargs: Any,
+    ) -> None:
+        # Found out from the target, not an option: {layer: [inputs, outputs]}.
+        self.lora_shapes: dict[str, list[int]] = kwargs.pop("lora_shapes", {})
+        super().__init__(
+            target_config, target_name_or_path, num_heads, num_layers, lm_heads, loss, depth_weights, **kwargs
+        )
+        self.lora_rank = whole_number("lora_rank", lora_rank, at_least=1)
+        self.lora_alpha = number("lora_alpha", lora_alpha, above=0)
+        self.lora_targets = _layer_names(lora_targets)
+        self.lora_learning_rate = number("lora_learning_rate", lora_learning_rate, above=0)
+        self.lm_loss = one_of("lm_loss", lm_loss, LM_LOSSES)
+        self.heads_weight = number("heads_weight", heads_weight, above=0)
+        self.warmup_steps = whole_number("warmup_steps", warmup_steps, at_least=0)
+
+
+class Medusa2Drafter(MedusaDrafter):
+    """The drafter q, and the change of the target that belongs to it; see the module's docstring."""
+
+    config_class = Medusa2Config
+    offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
+
+    def build(self, config: Medusa2Config) -> None:
+        super().build(config)
+        self.lora = lora_tree(config.lora_shapes, config.lora_rank)
+
+    @classmethod
+    def complete_config(cls, config: DrafterConfig, target: PreTrainedModel) -> None:
+        remove(target)
+        config.lora_shapes = linear_shapes(target, config.lora_targets)
+
+    def attach(self, target: PreTrainedModel) -> "Medusa2Drafter":
+        """Borrow the embedding and the LM head, and lend the LoRA to the target in place of an earlier one."""
+        super().attach(target)
+        config = self.config
+        remove(target)
+        there = linear_shapes(target, ALL_LINEAR)
+        for name, shape in config.lora_shapes.items():
+            if there.get(name) != shape:
+                raise UserError(
+                    f"this drafter changes layer {name} {shape} of its target ({config.target_name_or_path}), and this "
+                    f"target has {there.get(name, 'no such layer')}: use it with that target, or train one for this"
+                )
+        inject(target, self.lora, config.lora_shapes, config.lora_rank, config.lora_alpha)
+        self.__dict__["_target"] = target  # hidden from torch, which would take it for a part of the drafter
+        return self
+
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        super().initialize_from_target(target)
+        for module in self.lora.modules():
+            if isinstance(module, LoraPair):
+                module.reset()
+
+    def freeze(self) -> "Medusa2Drafter":
+        super().freeze()
+        merge(self.__dict__["_target"])
+        return self
+
+    @contextmanager
+    def original_target(self) -> Iterator[None]:
+        with switched_off(self.__dict__["_target"]):
+            yield
+
+    @property
+    def target_change(self) -> str | None:
+        config = self.config
+        return (
+            f"The target itself was changed: a LoRA of rank {config.lora_rank} in {len(config.lora_shapes)} of its "
+            "linear layers was trained together with the drafter. All figures, the autoregressive baseline and the "
+            "greedy identity included, are measured against the changed target, whose answers may differ from the "
+            "original's."
+        )
+
+    def learning_rate_factors(self) -> dict[str, float]:
+        return {"lora.": self.config.lora_learning_rate}
+
+    @property
+    def trains_target(self) -> bool:
+        return self.training_step >= self.config.warmup_steps
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.trains_target and self.config.lm_loss == "kl"
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        loss_mask: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        teacher_features: Tensor | None = None,
+    ) -> DrafterOutput:
+        """L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
+
+        Args:
+            features: [B, S, D] of the changed target, with a gradient behind the warm-up.
+            teacher_features: [B, S, D] of the original target, for the `kl` of L_LM.
+
+        The others are those of `MedusaDrafter.forward`.
+        """
+        output = super().forward(input_ids, features, loss_mask, position_ids=position_ids)
+        output.loss = self.config.heads_weight * output.loss
+        if self.trains_target:
+            output.loss = output.loss + self._target_loss(input_ids, features, loss_mask, teacher_features)
+        return output
+
+    def _target_loss(
+        self, ids_bs: Tensor, features_bsd: Tensor, loss_mask_bs: Tensor, original_bsd: Tensor | None
+    ) -> Tensor:
+        """Mean L_LM of the tokens that may be predicted: h_t predicts x_{t+1}, the label of depth 1."""
+        labels_bs = depth_labels(ids_bs, loss_mask_bs, 1)[:, 0]
+        labelled = labels_bs != IGNORED_LABEL
+        labels_n = labels_bs[labelled]
+        return head_loss(
+            features_bsd[labelled],
+            self.attached.lm_head,
+            labels_n,
+            torch.full_like(labels_n, 1 / max(len(labels_n), 1), dtype=torch.float32),
+            loss=self.config.lm_loss,
+            teacher_nd=None if original_bsd is None else original_bsd[labelled],
+        ).loss
+
+
+def _layer_names(value: Any) -> str | list[str]:
+    is_list = isinstance(value, list) and value and all(isinstance(name, str) for name in value)
+    if value != ALL_LINEAR and not is_list:
+        raise UserError(
+            f"key `drafter.options.lora_targets` must be `{ALL_LINEAR}` or a list of names of the target's linear "
+            f"layers, such as [q_proj, v_proj], not {value!r}"
+        )
+    return value
+
+
+DRAFTER = Medusa2Drafter

@@ -1,0 +1,5 @@
+"""The target: loaded once, frozen, tapped for features, with the KV caches that draft trees need.
+
+Read `loading`; then `tree_cache` and its variants for compiled graphs and for batches. `packed_head` is about speed on
+a CPU, `adapter` about drafters that change their target. Imports `recipes` alone.
+"""

@@ -1,0 +1,212 @@
+"""Train = decode: what training computes for group t must be what the decoder drafts after prefix t.
+
+A shift by one between the two is the classic mistake of drafters: the loss looks fine and nothing is ever accepted. It
+does not depend on the weights, so it is found before the first step: a new drafter, moved off its initial values
+(zeros and ones hide mistakes), is given one row of data in one training forward and, piece by piece as in the
+verification loop, in decoding.
+
+Shapes: S tokens of the row, G depths, F features, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import isfinite
+from typing import Any, cast
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.data.checks.finding import Finding
+from draftsmith.data.tokens.chat_tokens import TokenizedConversation
+from draftsmith.models.base.drafter import Drafter, DrafterDecoder, StepwiseDecoder, load_drafter_class
+from draftsmith.models.target.loading import target_features
+
+TOLERANCE = 1e-4  # of the logits' standard deviation, in fp32
+SHORTEST_ROW_TOKENS = 8
+ROW_TOKENS = 128  # more would cost memory (G * S * V logits) and find nothing else
+SEED = 0
+NOISE_FRAC = 0.1  # of a parameter's root mean square
+NOISE_OF_ZEROS = 0.01
+COMMITTED_AT_ONCE = (1, 2, 4, 1, 1, 3)  # tokens a round commits: one, and several
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far training and decoding are apart at one depth behind one prefix, in standard deviations of the logits."""
+
+    prefix_tokens: int
+    depth: int
+    size: float
+
+
+def parity_difference(
+    drafter: Drafter,
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    features: Tensor | None,
+    prefixes: Sequence[int],
+    position_offset: int = 0,
+) -> float:
+    """The largest difference between `group_logits` and the decoder's logits, in standard deviations of the former.
+
+    Args:
+        drafter: In eval mode, in fp32 or fp64.
+        target: Gives the features where `features` is None.
+        input_ids: [S] or [1, S], a real row.
+        features: [S, F] or [1, S, F] of the target, AT each token.
+        prefixes: Ascending numbers of committed tokens, from 2 to S, after which the decoder drafts.
+        position_offset: Position id of the first token.
+
+    Returns:
+        `inf` where one side gives NaN, or -inf where the other does not.
+    """
+    return worst_difference(drafter, target, input_ids, features, prefixes, position_offset).size
+
+
+def worst_difference(
+    drafter: Drafter,
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    features: Tensor | None,
+    prefixes: Sequence[int],
+    position_offset: int = 0,
+) -> Difference:
+    """Like `parity_difference`, with the place."""
+    ids_s = input_ids.reshape(-1)
+    length = len(ids_s)
+    if not prefixes or prefixes[0] < 2 or prefixes[-1] > length or list(prefixes) != sorted(set(prefixes)):
+        raise ValueError(f"prefixes {list(prefixes)} must ascend from at least 2 to at most {length}")
+    positions_1s = torch.arange(length, device=ids_s.device).unsqueeze(0) + position_offset
+    if features is None:
+        features = target_features(target, ids_s[None], None, positions_1s, layers=drafter.feature_layers)
+    features_sf = features.reshape(length, -1)
+    with torch.inference_mode():
+        training_gsv = drafter.group_logits(ids_s[None], features_sf[None], positions_1s)[0].float()
+        vocabulary, decoder = training_gsv.shape[-1], drafter.decoder(length)
+        prompt = prefixes[0] - 1
+        decoder.start(ids_s[:prompt], features_sf[:prompt], position_offset=position_offset)
+        differences, begin = [], prompt
+        for end in prefixes:
+            decoder.observe(ids_s[begin:end], features_sf[begin - 1 : end - 1])
+            begin = end
+            for depth, logits_v in enumerate(_drafted(drafter, decoder, ids_s[end:], vocabulary), start=1):
+                size = _scaled_difference(training_gsv[depth - 1, end - 1], logits_v)
+                differences.append(Difference(end, depth, size))
+    return max(differences, key=lambda difference: difference.size)
+
+
+def perturb(drafter: Drafter, seed: int = SEED) -> None:
+    """Move every parameter a little off its initial value, the same way each time."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            scale = NOISE_FRAC * parameter.square().mean().sqrt().item() or NOISE_OF_ZEROS
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def check_parity(
+    kind: str, options: dict[str, Any], target: PreTrainedModel, rows: list[TokenizedConversation]
+) -> Finding:
+    """Train = decode for a new drafter of this kind on one of the rows. Turns a half-precision target to fp32.
+
+    Args:
+        kind: `drafter.kind` of the recipe.
+        options: `drafter.options` of the recipe.
+        target: Any; a drafter may change it.
+        rows: A sample of the data; ids counting upwards do where no row of it can be used.
+
+    Raises:
+        UserError: The kind or an option is wrong, or the target is not supported.
+    """
+    drafter_class = load_drafter_class(kind)
+    if target.dtype not in (torch.float32, torch.float64):
+        target.float()  # bf16's own rounding is a hundred times the tolerance
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(SEED)
+        drafter = drafter_class.from_target(target, options).eval()
+    usable = _usable(rows, target.get_input_embeddings().weight.shape[0])
+    columns = {"input_ids": [row.input_ids for row in usable], "loss_mask": [row.loss_mask for row in usable]}
+    drafter.prepare(Dataset.from_dict(columns))
+    perturb(drafter)
+    row = min(usable, key=lambda row: abs(len(row.input_ids) - ROW_TOKENS))
+    ids_s = torch.tensor(row.input_ids[:ROW_TOKENS], device=target.device)
+    prefixes = loop_like_prefixes(len(ids_s))
+    worst = worst_difference(drafter, target, ids_s, None, prefixes)
+    parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    figures = {
+        "kind": kind,
+        "largest_difference": worst.size if isfinite(worst.size) else None,
+        "tolerance": TOLERANCE,
+        "prefix_tokens": worst.prefix_tokens,
+        "depth": worst.depth,
+        "drafts": len(prefixes),
+        "row_tokens": len(ids_s),
+        "trainable_parameters": parameters,
+    }
+    measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
+    if worst.size <= TOLERANCE:
+        sentence = f"{kind}, {parameters:,} parameters: training = decoding after {len(prefixes)} prefixes, {measured}"
+        return Finding("train = decode", "ok", sentence, figures)
+    return Finding(
+        "train = decode",
+        "defect",
+        f"{kind} decodes something else than it would be trained on: {measured}, at depth {worst.depth} after "
+        f"{worst.prefix_tokens} tokens; compare group_logits with the decoder in models/drafters/{kind}.py: group t "
+        "reads x_t and the feature at t-1, and depth d predicts x_(t+d)",
+        figures,
+    )
+
+
+def _usable(rows: list[TokenizedConversation], vocabulary: int) -> list[TokenizedConversation]:
+    """Rows that are long enough and that the target can read; a made-up one if there is none."""
+    usable = [
+        row
+        for row in rows
+        if len(row.input_ids) >= SHORTEST_ROW_TOKENS and 0 <= min(row.input_ids) <= max(row.input_ids) < vocabulary
+    ]
+    half = ROW_TOKENS // 4
+    made_up = TokenizedConversation([token % vocabulary for token in range(2 * half)], [0] * half + [1] * half)
+    return usable or [made_up]
+
+
+def loop_like_prefixes(length: int) -> list[int]:
+    """Prefixes of a row of `length` tokens: half of it is the prompt, then rounds commit one token or several."""
+    prefixes = [max(2, length // 2 + 1)]
+    for committed in cycle(COMMITTED_AT_ONCE):
+        if prefixes[-1] + committed > length:
+            return prefixes
+        prefixes.append(prefixes[-1] + committed)
+    raise AssertionError("cycle() ends")
+
+
+def _drafted(
+    drafter: Drafter, decoder: DrafterDecoder | StepwiseDecoder, following_s: Tensor, vocabulary: int
+) -> Iterator[Tensor]:
+    """Logits [V] of depths 1, 2, ...; the deeper ones of a stepwise drafter are given the true tokens that follow."""
+    num_depths = drafter.config.num_depths
+    if not drafter.stepwise:
+        drafted_gv = cast(DrafterDecoder, decoder).draft()
+        if len(drafted_gv) != num_depths:
+            raise ValueError(f"draft() gives {len(drafted_gv)} depths, config.num_depths is {num_depths}")
+        yield from drafted_gv
+        return
+    growing = cast(StepwiseDecoder, decoder)
+    yield growing.begin()[0]
+    parent = 0
+    for token in following_s[: min(num_depths, growing.num_depths) - 1].tolist():
+        # The true token's sibling comes first: it must change nothing for the true one.
+        yield growing.expand([(token + 1) % vocabulary, token], [parent, parent])[1]
+        parent += 2
+
+
+def _scaled_difference(training_v: Tensor, decoded_v: Tensor) -> float:
+    decoded_v = decoded_v.to(training_v)
+    finite = torch.isfinite(training_v)
+    same_elsewhere = torch.equal(training_v[~finite], decoded_v[~finite])  # False for NaN
+    scale = training_v[finite].std()
+    size = ((training_v - decoded_v)[finite].abs().max() / scale).item() if finite.any() else float("inf")
+    return size if same_elsewhere and size == size else float("inf")

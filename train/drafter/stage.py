@@ -1,0 +1,221 @@
+"""The train stage: tokens and a target in, a drafter folder out. What `draftsmith train` and `train_parallel.py` call.
+
+`runs/<name>/drafter/` gets `settings.json` before the first step, `checkpoints/` on the way, then `config.json`,
+`model.safetensors`, `training.json`, which marks the folder as finished, and the model card.
+"""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_from_disk
+from transformers import PreTrainedModel, TrainingArguments
+
+from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.batches.packing import PackedRows, check_packing
+from draftsmith.train.drafter.card import write_card
+from draftsmith.train.drafter.interrupt import StopOnInterrupt
+from draftsmith.train.drafter.trainer import DrafterTrainer, last_whole_checkpoint
+from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
+from draftsmith.train.features.offline import keep_what_is_read, open_features, refuse_obstacle
+
+# Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
+HARMLESS_TRAIN_KEYS = (
+    "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
+    "disable_tqdm", "dataloader_num_workers", "run_name", "log_level",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What training did, from `training.json`."""
+
+    folder: Path
+    steps: int
+    loss: float
+    depth_accuracy: list[float] = field(default_factory=list)
+    tokens: int = 0
+    wall_time_s: float = 0.0
+    was_finished: bool = False
+
+    def sentence(self) -> str:
+        """One sentence for the terminal."""
+        accuracy = ", ".join(f"{value:.0%}" for value in self.depth_accuracy)
+        last = (
+            f"last loss {self.loss:.3f}, accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
+        )
+        if self.was_finished:
+            return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
+        speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
+        return f"trained {self.folder} in {self.steps} steps, {self.wall_time_s:.0f} s, {speed}; {last}"
+
+
+def train_drafter(recipe: Recipe) -> TrainReport:
+    """Train the recipe's drafter on `runs/<name>/data/tokens`, going on from the last checkpoint if there is one.
+
+    Raises:
+        UserError: No tokens yet, a wrong option, or the folder holds a drafter trained with other settings.
+        KeyboardInterrupt: Ctrl-C; the step at work was finished and saved.
+    """
+    run = RunFolder(recipe)
+    args = training_arguments(
+        recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=recipe.target.device == "cpu"
+    )
+    drafter_class = load_drafter_class(recipe.drafter.kind)
+    offline = recipe.data.features.source == "offline"
+    if offline:
+        refuse_obstacle(recipe)
+    tokens = load_tokens(run, recipe.name)
+    settings = _settings(recipe, tokens)
+    _refuse_other_settings(run.drafter, settings)
+    if (run.drafter / "training.json").is_file():
+        return _read_report(run.drafter, was_finished=True)
+
+    # Each process of a multi-process run holds the target on its own device; offline, its embedding and LM head only.
+    target, _ = load_target(recipe.target.model_copy(update={"device": "cpu" if offline else str(args.device)}))
+    torch.manual_seed(recipe.seed)
+    drafter = drafter_class.from_target(target, recipe.drafter.options)
+    drafter.prepare(tokens)
+    enable_gradient_checkpointing(args, drafter)
+    rows = packed_rows(recipe, target, tokens) if recipe.data.packing else tokens
+    cache = None
+    if offline:
+        cache = open_features(recipe, settings["data (its tokens)"], drafter)
+        keep_what_is_read(target, drafter, args.device)
+    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache), StopOnInterrupt()
+    trainer.add_callback(stop)
+    if trainer.is_world_process_zero():
+        write_atomically(run.drafter / "settings.json", json.dumps(settings, indent=2) + "\n")
+        run.record("train")
+    begin_s = time.perf_counter()
+    checkpoint = last_whole_checkpoint(Path(args.output_dir))
+    if checkpoint is not None and trainer.is_world_process_zero():
+        print(f"going on from {checkpoint}")
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        stop.restore()
+    if stop.requested:
+        raise KeyboardInterrupt
+    wall_time_s = time.perf_counter() - begin_s
+    trained = set(drafter.parameters())  # which may lie inside the target
+    if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
+        raise AssertionError("the target is frozen, yet it got a gradient")
+    _save(trainer, run.drafter, args, settings, wall_time_s)
+    if trainer.is_world_process_zero():
+        write_card(recipe)
+    return _read_report(run.drafter, was_finished=False)
+
+
+def load_tokens(run: RunFolder, recipe_name: str) -> Dataset:
+    """The tokens that `distill` wrote."""
+    folder = run.data / "tokens"
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist: run `draftsmith distill` with recipe `{recipe_name}` first")
+    try:
+        tokens = load_from_disk(str(folder))
+    except (FileNotFoundError, OSError, ValueError) as error:
+        raise UserError(f"{folder} cannot be read ({error}): delete it and run `draftsmith distill` again") from None
+    missing = {"input_ids", "loss_mask"} - set(tokens.column_names)
+    if missing or len(tokens) == 0:
+        what = f"has no column {', '.join(sorted(missing))}" if missing else "is empty"
+        raise UserError(f"{folder} {what}: delete it and run `draftsmith distill` again")
+    return tokens
+
+
+def packed_rows(recipe: Recipe, target: PreTrainedModel, tokens: Dataset) -> PackedRows:
+    """The tokens in packed rows, which this target has been seen to keep apart."""
+    check_packing(target)
+    return PackedRows(tokens, recipe.data.max_length_tokens)
+
+
+def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
+    """What the trained weights depend on, flat, by recipe key."""
+    settings: dict[str, Any] = {
+        "seed": recipe.seed,
+        "target.model": recipe.target.model,
+        "target.revision": recipe.target.revision,
+        "target.dtype": recipe.target.dtype,
+        "drafter.kind": recipe.drafter.kind,
+    }
+    settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
+    settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
+    if recipe.data.features.source == "offline":
+        chosen = recipe.data.features
+        settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
+        settings["data.features.dtype"] = chosen.dtype
+    settings["data (its tokens)"] = tokens_hash(tokens)
+    if recipe.data.packing:
+        settings["data.packing, rows of"] = recipe.data.max_length_tokens
+    return settings
+
+
+def tokens_hash(tokens: Dataset) -> str:
+    """SHA-256 over ids and masks, whatever the Arrow chunks."""
+    digest = hashlib.sha256()
+    for name in ("input_ids", "loss_mask"):
+        for chunk in tokens.data.column(name).chunks:
+            digest.update(chunk.value_lengths().to_numpy(zero_copy_only=False).astype("int64").tobytes())
+        for chunk in tokens.data.column(name).chunks:
+            digest.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("int64").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
+    file = folder / "settings.json"
+    if not file.is_file():
+        return
+    earlier = json.loads(file.read_text(encoding="utf-8"))
+    wanted = json.loads(json.dumps(settings))
+    for key in sorted(earlier.keys() | wanted.keys()):
+        if earlier.get(key) != wanted.get(key):
+            raise UserError(
+                f"{folder} was begun with {key} = {earlier.get(key)!r}, the recipe now says {wanted.get(key)!r}: "
+                "give the run another `name`, or delete that folder to train anew"
+            )
+
+
+def _save(
+    trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any], wall_time_s: float
+) -> None:
+    trainer.save_model(str(folder))
+    if trainer.is_world_process_zero():
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; settings.json says the same
+        history = trainer.state.log_history
+        metrics = {
+            "steps": trainer.state.global_step,
+            "epochs": trainer.state.epoch,
+            "wall_time_s": round(wall_time_s, 1),
+            "tokens": trainer.tokens_trained,
+            "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "rows": len(trainer.train_dataset),
+            "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
+            "history": history,
+            "settings": settings,
+        }
+        write_atomically(folder / "training.json", json.dumps(metrics, indent=1) + "\n")
+    trainer.accelerator.wait_for_everyone()
+
+
+def _read_report(folder: Path, was_finished: bool) -> TrainReport:
+    metrics = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    logged = [entry for entry in metrics["history"] if "loss" in entry]
+    last = logged[-1] if logged else {}
+    depths = sorted(int(key.removeprefix("accuracy_depth")) for key in last if key.startswith("accuracy_depth"))
+    return TrainReport(
+        folder=folder,
+        steps=metrics["steps"],
+        loss=last.get("loss", float("nan")),
+        depth_accuracy=[last[f"accuracy_depth{depth}"] for depth in depths],
+        tokens=metrics["tokens"],
+        wall_time_s=metrics["wall_time_s"],
+        was_finished=was_finished,
+    )

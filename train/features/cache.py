@@ -1,0 +1,243 @@
+"""The target's hidden states on disk, `runs/<name>/features/`: `draftsmith features` writes them, the trainer reads.
+
+    index.json                   whose features of which tokens these are, and where each row lies
+    features-00000.safetensors   a tensor [tokens, D] for each layer, named by its id; rows one after the other
+
+The index is written first and never changes. A shard gets its name when it is whole and on disk: one that is there is
+finished, and the cache is complete when all of them are. Readers map the files into memory and share nothing else, so
+any number of processes may read.
+
+Shapes: B batch, S sequence, L layers, D hidden, F = L * D features.
+"""
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.train.batches.collate import collate_right_padded
+
+FORMAT_VERSION = 1
+INDEX_NAME = "index.json"
+SHARD_BYTES = 256 << 20
+# The column of a dataset that says which rows of the cache, one behind the other, its row is made of.
+ROWS_COLUMN = "feature_rows"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: row `first_row + i` of the dataset is its tokens `offsets[i]` to `offsets[i + 1]`."""
+
+    file: str
+    first_row: int
+    offsets: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def rows(self) -> range:
+        """Of the dataset."""
+        return range(self.first_row, self.first_row + len(self.offsets) - 1)
+
+
+@dataclass(frozen=True)
+class FeatureIndex:
+    """What `index.json` says.
+
+    Args:
+        layers: Ids of `draftsmith.models.target.loading.FeatureTap`.
+        hidden_size: D.
+        settings: What the numbers depend on, by recipe key.
+        shards: All of them, in the order of the dataset.
+    """
+
+    layers: tuple[int, ...]
+    hidden_size: int
+    settings: dict[str, Any]
+    shards: list[Shard]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.settings["data.features.dtype"])
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return len(self.layers) * self.hidden_size * self.dtype.itemsize
+
+    def missing(self, folder: Path) -> list[Shard]:
+        """Shards that are not written yet."""
+        return [shard for shard in self.shards if not (folder / shard.file).is_file()]
+
+    def refuse_others(self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
+        """Check that these are the features that a recipe asks for, or more.
+
+        Raises:
+            UserError: They are not; names the first key that differs.
+        """
+        for key, value in settings.items():
+            if self.settings.get(key) != value:
+                raise UserError(
+                    f"{folder} was begun with {key} = {self.settings.get(key)!r}, now it is {value!r}: restore "
+                    "the key, give the recipe another `name`, or delete that folder and run `draftsmith features` again"
+                )
+        if not set(layers) <= set(self.layers):
+            raise UserError(
+                f"{folder} holds layers {list(self.layers)} of the target, and drafter.kind with drafter.options now "
+                f"read {list(layers)}: restore these keys, or delete that folder and run `draftsmith features` again"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Write `index.json` into the folder."""
+        values = {"format": FORMAT_VERSION, **asdict(self)}
+        write_atomically(folder / INDEX_NAME, json.dumps(values) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> "FeatureIndex | None":
+        """The folder's index, if it has one.
+
+        Raises:
+            UserError: It is damaged, or of another format.
+        """
+        file = folder / INDEX_NAME
+        if not file.is_file():
+            return None
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if values.pop("format") != FORMAT_VERSION:
+                raise ValueError("another format")
+            shards = [Shard(**shard) for shard in values.pop("shards")]
+            return FeatureIndex(tuple(values.pop("layers")), shards=shards, **values)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f"{file} is damaged or of another version: delete {folder} and run `draftsmith features` again"
+            ) from None
+
+
+def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]:
+    """Rows of these lengths in their order, as many to a shard as fit into SHARD_BYTES, one at least."""
+    shards: list[Shard] = []
+    most_tokens = SHARD_BYTES // bytes_per_token
+    for row, length in enumerate(lengths):
+        if not shards or shards[-1].tokens + length > most_tokens:
+            shards.append(Shard(f"features-{len(shards):05d}.safetensors", row, [0]))
+        shards[-1].offsets.append(shards[-1].tokens + length)
+    return shards
+
+
+def write_shard(file: Path, features: dict[str, Tensor]) -> None:
+    """Write all of it or nothing, and wait until it is on disk.
+
+    Raises:
+        OSError: No space is left (with the file's name); what was written is taken away again.
+    """
+    partial = file.with_name(file.name + ".partial")
+    try:
+        with partial.open("wb") as stream:
+            stream.write(save(features))
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class FeatureCache:
+    """A complete cache, mapped into memory.
+
+    Args:
+        folder: `runs/<name>/features`.
+        index: Of that folder.
+        layers: To read, in this order.
+
+    Raises:
+        UserError: A shard is missing, damaged, or not what the index says.
+    """
+
+    def __init__(self, folder: Path, index: FeatureIndex, layers: tuple[int, ...]) -> None:
+        missing = index.missing(folder)
+        if missing:
+            raise UserError(
+                f"{folder} is not complete ({len(missing)} of {len(index.shards)} shards are missing): run "
+                "`draftsmith features` again, which goes on where it stopped"
+            )
+        self._folder, self._index, self._layers = folder, index, layers
+        self._first_rows = [shard.first_row for shard in index.shards]
+        self._open: dict[str, Any] = {}
+        for shard in index.shards:
+            self._opened(shard)
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return len(self._layers) * self._index.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._index.dtype
+
+    def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
+        """Copy the features of these rows, one behind the other, to the beginning of [S, F]."""
+        done = 0
+        for row in rows:
+            shard = self._index.shards[bisect_right(self._first_rows, row) - 1]
+            place = row - shard.first_row
+            begin, end = shard.offsets[place], shard.offsets[place + 1]
+            file, out_rf = self._opened(shard), out_sf[done : done + end - begin]
+            for layer, part_rd in zip(self._layers, out_rf.chunk(len(self._layers), dim=-1), strict=True):
+                part_rd.copy_(file.get_slice(str(layer))[begin:end])
+            done += end - begin
+
+    def _opened(self, shard: Shard) -> Any:
+        if shard.file not in self._open:
+            file = self._folder / shard.file
+            wanted = [shard.tokens, self._index.hidden_size]
+            try:
+                opened = safe_open(file, framework="pt")
+                shapes = {layer: opened.get_slice(str(layer)).get_shape() for layer in self._layers}
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{file} cannot be read ({error}): delete it, then `draftsmith features` again"
+                ) from None
+            if any(shape != wanted for shape in shapes.values()):
+                raise UserError(
+                    f"{file} does not hold what {INDEX_NAME} says: delete it, then `draftsmith features` again"
+                )
+            self._open[shard.file] = opened
+        return self._open[shard.file]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the workers of a data loader, each of which maps the files itself."""
+        return {**self.__dict__, "_open": {}}
+
+
+class FeatureCollator:
+    """`collate_right_padded`, and `features` [B, S, F] from the cache beside it; zeros at padding."""
+
+    def __init__(self, cache: FeatureCache) -> None:
+        self._cache = cache
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = collate_right_padded(rows)
+        features = torch.zeros(*batch["input_ids"].shape, self._cache.width, dtype=self._cache.dtype)
+        for place, row in enumerate(rows):
+            self._cache.read(row[ROWS_COLUMN], features[place])
+        return {**batch, "features": features}
