@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-from openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
+from support.openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
 
 from draftsmith.data.engines import servers
+
+# Fixtures that lie beside what they make.
+pytest_plugins = ["support.training_runs", "support.tiny_disk"]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 from draftsmith.recipes.errors import UserError
 
 EMBEDDED = "embedded"
-EMBEDDED_FILE = Path(__file__).parents[1] / "stdlib" / "questions.jsonl"
+EMBEDDED_FILE = Path(__file__).parents[1] / "stdlib" / "embedded.jsonl"
 FORMAT = 'Spec-Bench lines look like {"question_id": 81, "category": "writing", "turns": ["...", "..."]}'
 
 

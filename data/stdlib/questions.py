@@ -1,7 +1,7 @@
 """The question set of the embedded target, in Spec-Bench's JSONL format, from modules it was never trained on.
 
-`data/stdlib/questions.jsonl` is committed, so that results are comparable between machines and Python versions; this
-file says how it was made: `python -m draftsmith.data.stdlib.questions data/stdlib/questions.jsonl`.
+`data/stdlib/embedded.jsonl` is committed, so that results are comparable between machines and Python versions; this
+file says how it was made: `python -m draftsmith.data.stdlib.questions data/stdlib/embedded.jsonl`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,159 @@
+"""The data card: its counts add up, its samples and hashes do not depend on order, the Hub can read it."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import DatasetCard
+from support import tiny_tokenizers as templates
+from support.tiny_tokenizers import tiny_tokenizer
+
+from draftsmith.data.card.card import (
+    CardConversation,
+    CardInput,
+    card_conversation,
+    write_card_of_run,
+    write_data_card,
+)
+from draftsmith.data.distill.distill import distill
+from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.recipes.run_folder import RunFolder, sha256_of
+from draftsmith.recipes.schema import Recipe
+
+TOKENIZER = tiny_tokenizer(templates.CHATML)
+
+
+def card_input(tmp_path: Path, order: int = 0) -> CardInput:
+    """Two sources: of twelve prompts one is a duplicate and one a question; one answer fails, two are cut short."""
+    prompts = {"a": [f"question {n}" for n in range(8)], "b": ["Question 0", "is this the question?", "x", "y"]}
+    for name, texts in prompts.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (tmp_path / "q.jsonl").write_text('{"question_id": 7, "category": "x", "turns": ["Is this the question?"]}\n')
+    mixture = [{"source": str(tmp_path / "a.jsonl"), "weight": 2}, {"source": str(tmp_path / "b.jsonl")}]
+    data = {"conversations": {"mixture": mixture, "decontaminate": [str(tmp_path / "q.jsonl")]}}
+    recipe = Recipe.model_validate({"name": "mine", "data": data | {"distill": {"temperature": 0.7}}})
+    counts = SourceCounts()
+    kept = list(load_conversations(recipe, counts))
+    answered = [
+        Conversation(c.id, (*c.turns, Turn("assistant", "So ```it``` is\n---\n" + "very " * 200)), c.source)
+        for c in kept[1:]
+    ]
+    made = [card_conversation(c, TOKENIZER, "cut short" if n < 2 else None) for n, c in enumerate(answered)]
+    random.Random(order).shuffle(made)
+    (tmp_path / "data" / "shards").mkdir(parents=True, exist_ok=True)
+    shard = tmp_path / "data" / "shards" / "00001-0.jsonl"
+    shard.write_text("{}\n")
+    return CardInput(
+        recipe, counts, iter(made), Counter({"a | b\nc": 1}), TOKENIZER, [shard], "def", {"weights": "abc"}
+    )
+
+
+def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
+    file = write_data_card(tmp_path / "data", card_input(tmp_path, order))
+    return file.read_text(encoding="utf-8"), json.loads((tmp_path / "data" / "card.json").read_text())
+
+
+def test_every_record_is_accounted_for(tmp_path: Path) -> None:
+    text, values = written(tmp_path)
+    a, b = values["sources"]["a"], values["sources"]["b"]
+    assert (a["read"], a["kept"], a["distilled"], a["without_answer"]) == (8, 8, 7, 1)
+    assert (b["read"], b["duplicates"], b["contaminated"], b["kept"]) == (4, 1, {"is a question": 1}, 2)
+    for row in (a, b):
+        out = sum(row[name] if isinstance(row[name], int) else sum(row[name].values())
+                  for name in ("invalid", "duplicates", "other_split", "contaminated", "filtered"))  # fmt: skip
+        assert row["read"] == out + row["kept"]
+        assert row["kept"] == row["distilled"] + row["without_answer"]
+    assert values["failed"] == {"a | b\nc": 1}
+    assert sum(a["shortened"].values()) + sum(b["shortened"].values()) == 2
+    assert list(values["contaminated_ids"].values()) == ["q.jsonl:7"]
+    assert values["engine"]["temperature"] == 0.7
+    assert values["engine"]["weights"] == "abc"
+    assert "| a | 8 | 0 | 0 | 0 | 0 | 0 | 8 | 7 | " in text
+    assert "| b | 4 | 0 | 1 | 0 | 1 | 0 | 2 | 2 | " in text
+    assert "| contaminated | b | is a question | 1 |" in text
+    assert "| failed | all | a \\| b c | 1 |" in text
+
+
+def test_tokens_are_counted_as_training_sees_them() -> None:
+    """In ChatML all but the answer and its <|im_end|> is the prompt side, the newline behind it too."""
+    talk = Conversation("id", (Turn("user", "hi"), Turn("assistant", "hello")))
+    made = card_conversation(talk, TOKENIZER, None)
+    answer = TOKENIZER("hello<|im_end|>", add_special_tokens=False)["input_ids"]
+    whole = TOKENIZER.apply_chat_template(talk.messages, tokenize=True, return_dict=True)["input_ids"]
+    assert (made.answer_tokens, made.prompt_tokens) == (len(answer), len(whole) - len(answer))
+
+
+def test_a_conversation_that_the_template_refuses_counts_no_tokens() -> None:
+    turns = (Turn("system", "s"), Turn("user", "a"), Turn("assistant", "b"))
+    made = card_conversation(Conversation("id", turns), tiny_tokenizer(templates.LLAMA2), None)
+    assert (made.prompt_tokens, made.answer_tokens) == (0, 0)
+
+
+def test_nothing_depends_on_the_order(tmp_path: Path) -> None:
+    first, values = written(tmp_path, 0)
+    again, others = written(tmp_path, 1)
+    assert first == again
+    assert values == others
+
+
+def test_hashes(tmp_path: Path) -> None:
+    _, values = written(tmp_path)
+    hashes = values["hashes"]
+    assert hashes["sources"]["a"] == f"a.jsonl, SHA-256 {sha256_of(tmp_path / 'a.jsonl')}"
+    assert hashes["data_files"] == {"shards/00001-0.jsonl": sha256_of(tmp_path / "data" / "shards" / "00001-0.jsonl")}
+    assert values["questions"] == {"q.jsonl": sha256_of(tmp_path / "q.jsonl")}
+    card = card_input(tmp_path)
+    changed = CardConversation(Conversation("new", (Turn("user", "a"), Turn("assistant", "b"))), 1, 1)
+    write_data_card(tmp_path / "data", CardInput(**{**vars(card), "conversations": [*card.conversations, changed]}))
+    other = json.loads((tmp_path / "data" / "card.json").read_text())
+    assert hashes["records"] == "def"
+    assert other["sources"]["no longer in the sources"]["distilled"] == 1
+    assert str(tmp_path) not in (tmp_path / "data" / "README.md").read_text()
+
+
+def test_the_hub_reads_it(tmp_path: Path) -> None:
+    text, _ = written(tmp_path)
+    card = DatasetCard(text)
+    assert card.data.size_categories == ["n<1K"]
+    assert card.data.to_dict()["configs"] == [
+        {"config_name": "default", "data_files": [{"split": "train", "path": ["shards/*.jsonl"]}]}
+    ]
+    assert (tmp_path / "data" / "tokens.png").read_bytes().startswith(b"\x89PNG")
+    assert text.count("\n### ") == 5
+    assert "````text\nSo ```it``` is\n---\n" in text  # a fence that the text cannot break
+    assert " [...]\n````" in text
+
+
+@pytest.mark.parametrize("engine", ["none", "transformers"])
+def test_a_card_of_the_standard_library(tmp_path: Path, engine: str) -> None:
+    data = {"conversations": {"limit": 20}, "distill": {"engine": engine}}
+    recipe = Recipe.model_validate({"name": "mine", "data": data})
+    counts = SourceCounts()
+    made = [card_conversation(c, TOKENIZER, None) for c in load_conversations(recipe, counts)]
+    text = write_data_card(tmp_path, CardInput(recipe, counts, made, Counter(), TOKENIZER, [], "")).read_text()
+    assert "standard library of Python 3" in text
+    assert ("written by `embedded` itself" in text) == (engine != "none")
+
+
+def test_the_card_of_a_run(tmp_path: Path) -> None:
+    """`engine: none` through the ledger: two of two sources' three conversations have answers."""
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk) + "\n" + json.dumps({"prompt": "c"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "d", "answer": "e"}) + "\n")
+    mixture = [{"source": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    data = {"conversations": {"mixture": mixture, "skip_invalid": True}, "distill": {"engine": "none"}}
+    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
+    folder = RunFolder(recipe)
+    report = distill(recipe, TOKENIZER, folder, None, progress=False)
+    card = write_card_of_run(folder.data, recipe, report.sources, TOKENIZER, "abc")
+    values = json.loads((folder.data / "card.json").read_text())
+    assert [values["sources"][name]["distilled"] for name in "ab"] == [1, 1]
+    assert values["sources"]["a"]["invalid"] == {"no answer": 1}
+    (shard,) = values["hashes"]["data_files"]
+    assert values["hashes"]["data_files"][shard] == sha256_of(folder.data / shard)
+    assert card.read_text().count("\n### ") == 2

@@ -1,0 +1,543 @@
+"""Self-distillation: the regenerated history, resume (invariant 7), truncated answers, and every refusal."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_tokenizers as templates
+from support.tiny_tokenizers import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.data.distill.distill import distill
+from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
+from draftsmith.data.distill.report import DistillReport
+from draftsmith.data.distill.settings import check_settings
+from draftsmith.data.engines.engine import (
+    AnswerSampling,
+    Completion,
+    EngineSetting,
+    Failure,
+    Outcome,
+    Request,
+    open_engine,
+)
+from draftsmith.data.engines.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
+
+
+def write_source(file: Path, questions: list[list[str]] = QUESTIONS) -> None:
+    with file.open("w") as stream:
+        for asked in questions:
+            turns = [t for q in asked for t in ({"from": "human", "value": q}, {"from": "gpt", "value": "old " + q})]
+            stream.write(json.dumps({"conversations": turns}) + "\n")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_source(tmp_path / "chats.jsonl")
+    return tmp_path / "chats.jsonl"
+
+
+def make_recipe(source: Path, **distill_keys: Any) -> Recipe:
+    data = {"conversations": {"source": str(source)}, "distill": distill_keys, "max_length_tokens": 512}
+    return Recipe.model_validate({"name": "test", "data": data})
+
+
+class HashEngine:
+    """Answers with a hash of its prompt, so an answer proves which history it was given. Two answers a call."""
+
+    max_length_tokens: int | None = None
+
+    def __init__(self, tokenizer: Any, concurrency: int = 3, fail_at_call: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.concurrency = concurrency
+        self.fail_at_call = fail_at_call
+        self.in_flight: list[Request] = []
+        self.calls: list[list[str]] = []
+
+    def answer(self, prompt: str) -> str:
+        return "h" + hashlib.sha256(prompt.encode()).hexdigest()[:6]
+
+    def submit(self, request: Request) -> None:
+        assert request.key not in {other.key for other in self.in_flight}
+        self.in_flight.append(request)
+        assert len(self.in_flight) <= self.concurrency
+
+    def collect(self) -> list[tuple[str, Outcome]]:
+        if len(self.calls) == self.fail_at_call:
+            raise KeyboardInterrupt
+        # The newest first: an engine answers in the order that it likes.
+        batch, self.in_flight = self.in_flight[-2:], self.in_flight[:-2]
+        self.calls.append([self.tokenizer.decode(request.prompt_ids) for request in batch])
+        return [(r.key, self.complete(text)) for r, text in zip(batch, self.calls[-1], strict=True)]
+
+    def complete(self, prompt: str) -> Outcome:
+        ids = self.tokenizer(self.answer(prompt) + "<|im_end|>")["input_ids"]
+        return Completion(ids, "stop")
+
+    def close(self) -> None:
+        self.in_flight = []
+
+
+class CutEngine(HashEngine):
+    """Does not finish its answers to the questions named."""
+
+    cut_questions = ("two", "alone")
+
+    def complete(self, prompt: str) -> Outcome:
+        if any(f"{question}<|im_end|>\n<|im_start|>assistant" in prompt for question in self.cut_questions):
+            return Completion(self.tokenizer("and so on")["input_ids"], "length")
+        return super().complete(prompt)
+
+
+def run_folder(recipe: Recipe, data: Path) -> RunFolder:
+    folder = RunFolder(recipe)
+    folder.data = data
+    return folder
+
+
+def run(recipe: Recipe, data: Path, engine: Any, **options: Any) -> DistillReport:
+    folder = run_folder(recipe, data)
+    return distill(recipe, engine.tokenizer, folder, lambda: closing(engine), progress=False, **options)
+
+
+def kept(data: Path) -> dict[str, Conversation]:
+    """By the first question."""
+    return {found.conversation.turns[0].content: found.conversation for found in read_distilled(data)}
+
+
+def everything(data: Path) -> tuple[list[Any], dict[str, Any]]:
+    view = LedgerView(data)
+    return list(view.records()), view.counts()
+
+
+def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    report = run(make_recipe(source), tmp_path / "out", engine)
+    assert (report.kept, report.answers) == (7, 11)
+    turns = kept(tmp_path / "out")["one"].turns
+    prompt = ""
+    for question, answer in zip(turns[0::2], turns[1::2], strict=True):
+        prompt += f"<|im_start|>user\n{question.content}<|im_end|>\n<|im_start|>assistant\n"
+        assert answer.content == engine.answer(prompt)
+        prompt += f"{answer.content}<|im_end|>\n"
+    assert [turn.content for turn in turns[0::2]] == ["one", "two", "three"]
+    assert not any("old" in text for call in engine.calls for text in call)
+
+
+@pytest.mark.parametrize("fail_at_call", [0, 1, 2, 3])
+def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call: int) -> None:
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    recipe = make_recipe(source)
+    run(recipe, tmp_path / "whole", CutEngine(tokenizer))
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "parts", CutEngine(tokenizer, fail_at_call=fail_at_call))
+    report = run(recipe, tmp_path / "parts", CutEngine(tokenizer, concurrency=2))
+    assert everything(tmp_path / "parts") == everything(tmp_path / "whole")
+    assert report.already_done + report.kept + report.failed.total() == len(QUESTIONS)
+    again = CutEngine(tokenizer)
+    assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS)
+    assert again.calls == []
+
+
+def test_no_answer_is_asked_for_twice(source: Path, tmp_path: Path) -> None:
+    """Interrupted after every call: the answers of a conversation at work are in the ledger already."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    asked: list[str] = []
+    for _ in range(20):
+        engine = HashEngine(tokenizer, fail_at_call=1)
+        with contextlib.suppress(KeyboardInterrupt):
+            run(make_recipe(source), tmp_path / "out", engine)
+        asked += [prompt for call in engine.calls for prompt in call]
+    assert len(kept(tmp_path / "out")) == len(QUESTIONS)
+    assert len(asked) == len(set(asked)) == 11
+
+
+def test_the_next_turn_is_asked_at_once(source: Path, tmp_path: Path) -> None:
+    """An engine that answers one request a time, always the newest: it sees all turns of a conversation in a row."""
+    engine = HashEngine(tiny_tokenizer(templates.CHATML), concurrency=7)
+    engine.collect = lambda: [(r.key, engine.complete(note(r))) for r in [engine.in_flight.pop()]]  # type: ignore[method-assign]
+    turns_asked: list[int] = []
+
+    def note(request: Request) -> str:
+        turns_asked.append(len(request.messages) // 2)
+        return str(engine.tokenizer.decode(request.prompt_ids))
+
+    run(make_recipe(source), tmp_path / "out", engine)
+    assert turns_asked == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 2]
+
+
+def test_failures_are_recorded_and_tried_again_on_demand(source: Path, tmp_path: Path) -> None:
+    """A conversation whose second turn fails keeps its first answer for the next try."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+
+    class Failing(HashEngine):
+        def complete(self, prompt: str) -> Outcome:
+            failing = "two<|im_end|>" in prompt or "alone<|im_end|>" in prompt
+            return Failure("HTTP 400: no") if failing else super().complete(prompt)
+
+    run(make_recipe(source), tmp_path / "whole", HashEngine(tokenizer))
+    report = run(make_recipe(source), tmp_path / "out", Failing(tokenizer))
+    assert dict(report.failed) == {"HTTP 400: no": 2}
+    assert "--retry-failed" in report.sentence()
+    assert LedgerView(tmp_path / "out").counts()["failed"] == {"HTTP 400: no": 2}
+    engine = HashEngine(tokenizer)
+    assert run(make_recipe(source), tmp_path / "out", engine).already_done == len(QUESTIONS)
+    assert engine.calls == []
+    report = run(make_recipe(source), tmp_path / "out", engine, retry_failed=True)
+    assert (report.retried, report.kept, report.answers) == (2, 2, 3)
+    assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
+    assert LedgerView(tmp_path / "out").attempts() == {1: 5, 2: 2}
+
+
+def test_what_is_generated_is_kept_as_ids(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    run(make_recipe(source), tmp_path / "out", engine)
+    for found in read_distilled(tmp_path / "out"):
+        answers = [turn.content for turn in found.conversation.turns if turn.role == "assistant"]
+        assert found.answer_ids == [engine.tokenizer(answer + "<|im_end|>")["input_ids"] for answer in answers]
+
+
+def test_engines_that_give_text_alone(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    engine.complete = lambda prompt: Completion(None, "stop", "Hello")  # type: ignore[method-assign]
+    report = run(make_recipe(source), tmp_path / "out", engine)
+    assert report.tokens_generated == 11 * len(engine.tokenizer("Hello")["input_ids"])
+    assert next(read_distilled(tmp_path / "out")).answer_ids == [None]
+
+
+def test_seeds_differ_by_turn_and_conversation(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML), concurrency=7)
+    seeds: list[int] = []
+    submit = engine.submit
+    engine.submit = lambda request: (seeds.append(request.seed), submit(request))[1]  # type: ignore[method-assign,func-returns-value]
+    run(make_recipe(source), tmp_path / "out", engine)
+    assert len(set(seeds)) == 11
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_answers_cut_short(source: Path, tmp_path: Path) -> None:
+    """A cut first answer drops the conversation; a later one ends it before the question that it belongs to."""
+    report = run(make_recipe(source), tmp_path / "out", CutEngine(tiny_tokenizer(templates.CHATML)))
+    assert report.truncated_turns == 2
+    assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
+    assert dict(report.shortened) == {"answer cut short by max_new_tokens": 1}
+    by_question = kept(tmp_path / "out")
+    assert "alone" not in by_question
+    assert [turn.role for turn in by_question["one"].turns] == ["user", "assistant"]
+    assert "1 (1 answer cut short by max_new_tokens)" in report.sentence()
+
+
+def test_prompts_too_long_for_the_target(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    prompt = prompt_token_ids(engine.tokenizer, [Turn("user", "first")])
+    engine.max_length_tokens = len(prompt) + 8
+    report = run(make_recipe(source, max_new_tokens=8), tmp_path / "out", engine)
+    assert report.shortened["prompt too long"] == 3
+    assert {len(conversation.turns) for conversation in kept(tmp_path / "out").values()} == {2}
+
+
+def test_empty_answers_are_dropped_and_if_all_are_it_is_an_error(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    engine.answer = lambda prompt: " "  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(7 empty answer\)"):
+        run(make_recipe(source), tmp_path / "out", engine)
+
+
+def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_path: Path) -> None:
+    """The target generates " Hello"; Llama 2's template adds that space to the text "Hello" itself."""
+    engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
+    engine.complete = lambda prompt: Completion(engine.tokenizer(" hi </s>")["input_ids"], "stop")  # type: ignore[method-assign]
+    run(make_recipe(source), tmp_path / "out", engine)
+    assert kept(tmp_path / "out")["alone"].turns[1].content == "hi "
+
+
+def test_engine_none_passes_through(tmp_path: Path) -> None:
+    messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
+    folder = run_folder(recipe, tmp_path / "out")
+    assert distill(recipe, tiny_tokenizer(templates.CHATML), folder, None, progress=False).kept == 1
+    assert next(read_distilled(tmp_path / "out")).conversation.messages == messages[:3]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ({"seed": 1}, "seed = 0, the recipe now has 1"),
+        ({"target": {"model": "other/model"}}, "target.model = 'embedded', the recipe now has 'other/model'"),
+        ({"data": {"distill": {"temperature": 0.5}}}, "data.distill.temperature"),
+        ({"data": {"distill": {"max_new_tokens": 9}}}, "data.distill.max_new_tokens"),
+        ({"data": {"max_length_tokens": 1024}}, "data.max_length_tokens"),
+    ],
+)
+def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: dict[str, Any], key: str) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    recipe = make_recipe(source)
+    run(recipe, tmp_path / "out", engine)
+    values = recipe.model_dump()
+    for section, value in override.items():
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                values[section][name] = values[section][name] | inner if isinstance(inner, dict) else inner
+        else:
+            values[section] = value
+    with pytest.raises(UserError) as caught:
+        run(Recipe.model_validate(values), tmp_path / "out", engine)
+    assert key in str(caught.value)
+    assert "give the recipe another name, restore the key, or delete that folder" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"split": "all"}, "data.conversations.split = 'train'"),
+        ({"heldout_frac": 0.1}, "data.conversations.heldout_frac = 0.0"),
+        ({"decontaminate": []}, "data.conversations.decontaminate (hashes of the question files)"),
+        ({"contamination_words": 8}, "data.conversations.contamination_words = 13"),
+        ({"filters": {"min_turns": 2}}, "data.conversations.filters"),
+        ({"columns": {"prompt": "query"}}, "data.conversations.columns"),
+        ({"mixture": [{"source": "a.jsonl"}], "source": "stdlib"}, "data.conversations.source"),
+    ],
+)
+def test_conversations_chosen_otherwise_are_never_mixed(
+    source: Path, tmp_path: Path, keys: dict[str, Any], key: str
+) -> None:
+    recipe = make_recipe(source)
+    check_settings(recipe, None, tiny_tokenizer(templates.CHATML), tmp_path / "out")
+    values = recipe.model_dump()
+    values["data"]["conversations"] |= keys
+    with pytest.raises(UserError) as caught:
+        check_settings(Recipe.model_validate(values), None, tiny_tokenizer(templates.CHATML), tmp_path / "out")
+    assert f"was distilled with {key}" in str(caught.value)
+
+
+def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:
+    """Lines to a file, a higher limit, another name, the same questions in another place."""
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    questions = questions_file("embedded").read_bytes()
+    (tmp_path / "q.jsonl").write_bytes(questions)
+    recipe = make_recipe(source)
+    recipe.data.conversations.limit = 3
+    assert run(recipe, tmp_path / "out", engine).kept == 3
+    write_source(source, [*QUESTIONS, ["q9"]])
+    recipe.data.conversations.limit = None
+    recipe.data.conversations.name = "chats, second edition"
+    recipe.data.conversations.decontaminate = [str(tmp_path / "q.jsonl")]
+    assert run(recipe, tmp_path / "out", engine).kept == 5
+    (tmp_path / "q.jsonl").write_bytes(questions + b'{"question_id": 0, "category": "x", "turns": ["one"]}\n')
+    with pytest.raises(UserError, match=r"decontaminate \(hashes of the question files\)"):
+        run(recipe, tmp_path / "out", engine)
+
+
+def test_prompts_without_answers_are_asked_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["one", "two"]}\n')
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    run(make_recipe(tmp_path / "prompts.jsonl"), tmp_path / "out", engine)
+    (talk,) = kept(tmp_path / "out").values()
+    assert talk.source == "prompts"
+    assert [turn.role for turn in talk.turns] == ["user", "assistant"] * 2
+    first, second = (turn.content for turn in talk.turns if turn.role == "assistant")
+    prompt = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert first == engine.answer(prompt)
+    prompt += f"{first}<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert second == engine.answer(prompt)
+
+
+def test_refusals(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no chat template"):
+        run(make_recipe(source), tmp_path / "out", HashEngine(tiny_tokenizer(None)))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"ledger\.sqlite does not exist: run `draftsmith distill`"):
+        next(read_distilled(tmp_path / "out"))
+
+
+def test_template_that_refuses_system_turns(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    write_source(file, [["a"]])
+    roles = ("system", "user", "assistant")
+    with file.open("a") as stream:
+        stream.write(json.dumps({"messages": [{"role": role, "content": role} for role in roles]}) + "\n")
+    engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
+    engine.complete = lambda prompt: Completion(engine.tokenizer("hi</s>")["input_ids"], "stop")  # type: ignore[method-assign]
+    recipe = make_recipe(file)
+    with pytest.raises(UserError, match=r"System role not supported; .*skip_invalid=true"):
+        run(recipe, tmp_path / "out", engine)
+    recipe.data.conversations.skip_invalid = True
+    report = run(recipe, tmp_path / "out", engine)
+    assert dict(report.failed) == {"refused by the chat template": 1}
+    assert report.kept == 1
+
+
+# --- the transformers engine ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=340,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.6,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+PROMPTS = [[5, 9, 30], [7], [100, 200, 300, 40, 50, 60, 70], [8, 8], [33, 44, 55, 66]]
+SAMPLED = AnswerSampling(1.2, 50, 0.95, 24)
+
+
+def answers_of(engine: TransformersEngine, sampling: AnswerSampling, seed: int = 3) -> list[Completion]:
+    for key, prompt in enumerate(PROMPTS):
+        engine.submit(Request(str(key), prompt, [], sampling, seed + key))
+    outcomes: dict[str, Any] = {}
+    while len(outcomes) < len(PROMPTS):
+        outcomes |= dict(engine.collect())
+    return [outcomes[str(key)] for key in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("sampling", [AnswerSampling(max_new_tokens=24), SAMPLED])
+def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, sampling: AnswerSampling) -> None:
+    """Greedy, and sampled too, since each row has its own generator."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    one_by_one, batched = (TransformersEngine(tiny_llama, tokenizer, size) for size in (1, 3))
+    expected = answers_of(one_by_one, sampling)
+    assert answers_of(batched, sampling) == expected
+    assert len({tuple(completion.token_ids or []) for completion in expected}) == len(PROMPTS)
+    if sampling.temperature:
+        assert answers_of(batched, sampling, seed=4) != expected
+
+
+def test_a_batch_is_of_like_length_and_nobody_waits_for_ever(tiny_llama: LlamaForCausalLM) -> None:
+    engine = TransformersEngine(tiny_llama, tiny_tokenizer(templates.CHATML), 2)
+    for key, length in enumerate((3, 40, 4, 39, 5)):
+        engine.submit(Request(str(key), [7] * length, [], AnswerSampling(max_new_tokens=2), 0))
+    batches = [{key for key, _ in engine.collect()} for _ in range(3)]
+    assert batches == [{"0", "2"}, {"1", "3"}, {"4"}]
+
+
+def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama: LlamaForCausalLM) -> None:
+    """A repetition penalty in generation_config.json would have us distil another distribution than p."""
+    tiny_llama.generation_config.repetition_penalty = 5.0
+    try:
+        engine = TransformersEngine(tiny_llama, tiny_tokenizer(templates.CHATML), 2)
+        engine.submit(Request("0", [5, 9, 30], [], AnswerSampling(max_new_tokens=12), 0))
+        completion = engine.collect()[0][1]
+        assert isinstance(completion, Completion)
+        assert tiny_llama.generation_config.repetition_penalty == 5.0
+    finally:
+        tiny_llama.generation_config.repetition_penalty = None
+    ids = [5, 9, 30]
+    for token_id in completion.token_ids or []:
+        assert token_id == int(tiny_llama(torch.tensor([ids])).logits[0, -1].argmax())
+        ids.append(token_id)
+
+
+def test_end_tokens(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's eos (1 = </s>, also the padding here), and the template's <|im_end|>, unknown to the model."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    tokenizer.pad_token = "</s>"
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, im_end})
+    monkeypatch.setattr(tiny_llama.generation_config, "eos_token_id", [2, 3])
+    assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, 2, 3, im_end})
+    monkeypatch.undo()
+    engine = TransformersEngine(tiny_llama, tokenizer, 4)
+    free = answers_of(engine, AnswerSampling(max_new_tokens=24))
+    engine.end_ids = sorted({free[0].token_ids[3], 1})  # stop the first row early; others go on beside its padding
+    stopped = answers_of(engine, AnswerSampling(max_new_tokens=24))
+    for before, after in zip(free, stopped, strict=True):
+        ends = [t for t, token_id in enumerate(before.token_ids) if token_id in engine.end_ids]
+        length = ends[0] + 1 if ends else len(before.token_ids)
+        assert after.token_ids == before.token_ids[:length]
+        assert after.finish_reason == ("stop" if ends else "length")
+    assert stopped[0].finish_reason == "stop"
+
+
+def test_sampling_follows_p() -> None:
+    """Chi-square of 20,000 rows' argmax against p = (0.5, 0.3, 0.15, 0.05, 0): the last is masked, as by top-k."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    rows = 20_000
+    noisy = GumbelNoise(list(range(rows)), torch.device("cpu"))(torch.empty(0), p.log().repeat(rows, 1))
+    observed = torch.bincount(noisy.argmax(-1), minlength=5)
+    assert observed[4] == 0
+    expected = p[:4] * rows
+    assert float(((observed[:4] - expected) ** 2 / expected).sum()) < 16.3  # 3 degrees of freedom, p = 0.001
+
+
+def test_distils_end_to_end(tiny_llama: LlamaForCausalLM, source: Path, tmp_path: Path) -> None:
+    """With a real model; then its weights change under the same name, which is refused."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    recipe = make_recipe(source, max_new_tokens=24, options={"batch_size": 4})
+    engine = TransformersEngine(tiny_llama, tokenizer, 4)
+    engine.tokenizer = tokenizer  # type: ignore[attr-defined]
+    engine.end_ids = list(range(0, 340, 8))  # a random model seldom says <|im_end|>
+    report = run(recipe, tmp_path / "out", engine, weights="a")
+    assert report.kept > 0
+    assert report.kept + report.failed.total() == len(QUESTIONS)
+    for conversation in kept(tmp_path / "out").values():
+        assert any(tokenize_conversation(tokenizer, conversation).loss_mask)
+    assert run(recipe, tmp_path / "out", engine, weights="a").kept == 0
+    with pytest.raises(UserError, match="distilled with the target's weights"):
+        run(recipe, tmp_path / "out", engine, weights="b")
+
+
+def test_engine_options(source: Path) -> None:
+    for options, sentence in (
+        ({"batchsize": 4}, r"unknown key `data\.distill\.options\.batchsize`: did you mean `batch_size`\?"),
+        ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),
+    ):
+        recipe = make_recipe(source, options=options)
+        setting = EngineSetting(recipe, None, "", (1,), lambda: None)
+        with pytest.raises(UserError, match=sentence), open_engine(setting):
+            pass
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 96 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "none", str(disk)], check=False).returncode:
+        pytest.skip("mounting a tiny file system needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, tiny_disk: Path) -> None:
+    """It stops with one sentence's error, keeps what was written, and goes on once there is room."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    file = tmp_path / "many.jsonl"
+    write_source(file, [[f"q{number} " * 40, "two", f"again {number}"] for number in range(160)])
+    run(make_recipe(file), tmp_path / "whole", HashEngine(tokenizer, concurrency=8))
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left") as caught:
+            run(make_recipe(file), tiny_disk / "data", HashEngine(tokenizer, concurrency=8))
+        assert caught.value.errno == errno.ENOSPC
+    before = len(LedgerView(tiny_disk / "data"))
+    subprocess.run(["mount", "-o", "remount,size=4m", str(tiny_disk)], check=True)
+    report = run(make_recipe(file), tiny_disk / "data", HashEngine(tokenizer, concurrency=8))
+    # A line that was on disk before the ledger could say so is found again.
+    assert 0 < before <= report.already_done < report.already_done + report.kept == 160
+    assert everything(tiny_disk / "data") == everything(tmp_path / "whole")

@@ -1,0 +1,113 @@
+"""The Arrow dataset holds what tokenize_conversation says, is reused for the same inputs only, is whole or absent."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from support import tiny_tokenizers as templates
+from support.tiny_tokenizers import tiny_tokenizer
+
+from draftsmith.data.distill.ledger import Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE, LEDGER_FILE, SHARDS_FOLDER
+from draftsmith.data.distill.ledger_view import read_distilled
+from draftsmith.data.distill.token_dataset import build_token_dataset
+from draftsmith.data.tokens.chat_tokens import tokenize_conversation
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+
+def write_distilled(folder: Path, answers: list[list[str]]) -> None:
+    if (folder / LEDGER_FILE).exists():
+        (folder / LEDGER_FILE).unlink()
+        shutil.rmtree(folder / SHARDS_FOLDER)
+    with Ledger(folder) as ledger:
+        ids = [f"{9 - number}" for number in range(len(answers))]
+        ledger.lease(ids)
+        finished = []
+        for key, said in zip(ids, answers, strict=True):
+            question = {"role": "user", "content": "Say hi"}
+            messages = [turn for answer in said for turn in (question, {"role": "assistant", "content": answer})]
+            finished.append(Finished(key, DONE, None, {"messages": messages}))
+        ledger.commit([], finished)
+
+
+def build(data: Path, max_length_tokens: int = 128, template: str = templates.CHATML) -> Any:
+    recipe = Recipe.model_validate({"name": "test", "data": {"max_length_tokens": max_length_tokens}})
+    folder = RunFolder(recipe)
+    folder.data = data
+    return build_token_dataset(recipe, tiny_tokenizer(template), folder, progress=False)
+
+
+def load(data: Path) -> Any:
+    return datasets.load_from_disk(str(data / "tokens"))
+
+
+def test_rows_and_types(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
+    report = build(tmp_path)
+    dataset = load(tmp_path)
+    kinds = {name: getattr(column, "feature", column).dtype for name, column in dataset.features.items()}
+    assert kinds == {"input_ids": "int32", "loss_mask": "int8", "length": "int32"}
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    expected = [tokenize_conversation(tokenizer, found.conversation) for found in read_distilled(tmp_path)]
+    assert [row["input_ids"] for row in dataset] == [tokenized.input_ids for tokenized in expected]
+    assert [row["loss_mask"] for row in dataset] == [tokenized.loss_mask for tokenized in expected]
+    assert list(dataset["length"]) == [len(tokenized.input_ids) for tokenized in expected]
+    assert (report.rows, report.conversations) == (2, 2)
+    assert report.tokens == sum(len(tokenized.input_ids) for tokenized in expected)
+    assert report.loss_tokens == sum(sum(tokenized.loss_mask) for tokenized in expected)
+
+
+def test_reused_until_something_changes(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
+    first = build(tmp_path)
+    again = build(tmp_path)
+    assert not first.reused
+    assert again.reused
+    assert again.rows == first.rows
+    assert not build(tmp_path, max_length_tokens=127).reused
+    assert not build(tmp_path, max_length_tokens=127, template=templates.ZEPHYR).reused
+    write_distilled(tmp_path, [["Hello"]])
+    assert build(tmp_path, max_length_tokens=127, template=templates.ZEPHYR).rows == 1
+    assert len(load(tmp_path)) == 1
+
+
+def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_distilled(tmp_path, [["Hello"]])
+    build(tmp_path)
+    write_distilled(tmp_path, [["Hello"], ["Bye"]])
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.Dataset.save_to_disk", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path)
+    assert len(load(tmp_path)) == 1
+    assert build(tmp_path).rows == 2
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
+    last = list(read_distilled(tmp_path))[-1].conversation
+    length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), last).input_ids)
+    report = build(tmp_path, max_length_tokens=length)
+    assert (report.rows, report.cut, report.too_long) == (2, 1, 1)
+    assert "1 cut on a turn boundary, 1 too long" in report.sentence()
+    rows = load(tmp_path)["input_ids"]
+    assert rows[0] == rows[1]
+
+
+def test_nothing_left(tmp_path: Path) -> None:
+    write_distilled(tmp_path, [["Hello"]])
+    with pytest.raises(UserError, match=r"1 read, 1 longer than 8 tokens.*raise data\.max_length_tokens"):
+        build(tmp_path, max_length_tokens=8)
+    assert not (tmp_path / "tokens").exists()
+    (tmp_path / LEDGER_FILE).unlink()
+    with pytest.raises(UserError, match=r"ledger\.sqlite does not exist"):
+        build(tmp_path)

@@ -1,0 +1,205 @@
+"""What the openai engine sends, what it makes of the answers, and which settings it refuses."""
+
+import threading
+from typing import Any
+
+import pytest
+from support.fake_openai_server import END_ID, Fault, answer_ids
+from support.openai_setup import StartEngine, StartServer, eventually, requests, right_answers, run, setting
+
+from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
+from draftsmith.recipes.errors import UserError
+
+
+def test_every_request_gets_its_answer_within_the_concurrency(
+    start_server: StartServer, start_engine: StartEngine
+) -> None:
+    four = threading.Barrier(4)
+
+    def script(body: dict[str, Any], number: int) -> None:
+        if number <= 4:  # answered only once four are there
+            four.wait(timeout=10)
+
+    server = start_server(script, max_model_len=77)
+    engine = start_engine(server, concurrency_per_server=4)
+    assert (engine.concurrency, engine.max_length_tokens) == (4, 77)
+    asked = requests(40)
+    assert run(engine, asked) == right_answers(asked)
+    assert server.most_in_flight == 4
+    assert server.requests[0] == {
+        "model": "fake", "prompt": server.requests[0]["prompt"], "max_tokens": 32, "temperature": 0.0, "top_p": 1.0,
+        "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "stop_token_ids": [END_ID], "return_token_ids": True,
+    }  # fmt: skip
+
+
+def test_sampling_seed_and_key_are_sent(
+    start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    server = start_server()
+    engine = start_engine(server, api_key_env="MY_KEY")
+    run(engine, requests(1, temperature=0.7, top_k=5, top_p=0.9))
+    sent = server.requests[0]
+    assert (sent["temperature"], sent["top_k"], sent["top_p"], sent["seed"]) == (0.7, 5, 0.9, 2**62)
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_chat_and_text_without_token_ids(start_server: StartServer, start_engine: StartEngine) -> None:
+    server = start_server(token_ids=False)
+    engine = start_engine(server, api="chat")
+    asked = requests(3)
+    ids = {request.key: answer_ids(request.messages[-1])[:-1] for request in asked}
+    assert run(engine, asked) == {
+        key: Completion(None, "stop", " ".join(map(str, answer))) for key, answer in ids.items()
+    }
+    assert "prompt" not in server.requests[0]
+    assert server.requests[0]["messages"] in [request.messages for request in asked]
+
+
+def test_a_server_that_refuses_unknown_fields(start_server: StartServer, start_engine: StartEngine) -> None:
+    server = start_server(fields={"model", "prompt", "max_tokens", "temperature", "top_p", "seed"})
+    with pytest.raises(UserError, match=r"Unrecognized request argument: .*options.extensions: false"):
+        start_engine(server)
+    with pytest.raises(UserError, match="top_k is not of OpenAI's API"):
+        start_engine(server, extensions=False, distill={"top_k": 5})
+    asked = requests(2)
+    assert run(start_engine(server, extensions=False), asked) == {
+        request.key: Completion(None, "stop", " ".join(map(str, answer_ids(request.prompt_ids)[:-1])))
+        for request in asked
+    }
+
+
+def test_another_chat_template_at_the_server(start_server: StartServer, start_engine: StartEngine) -> None:
+    server = start_server()
+    answer = {"prompt_token_ids": [1], "choices": [{"finish_reason": "stop", "message": {"content": "x"}}]}
+    server.check_fault = Fault(body=answer)
+    with pytest.raises(UserError, match=r"another chat template than the target's: set .*api: completions"):
+        start_engine(server, api="chat")
+
+
+def test_empty_answers_and_answers_cut_by_length(start_server: StartServer, start_engine: StartEngine) -> None:
+    def script(body: dict[str, Any], number: int) -> Fault | None:
+        if body["prompt"][-1] != 0:
+            return None
+        return Fault(body={"choices": [{"finish_reason": "stop", "text": "", "token_ids": [END_ID]}]})
+
+    asked = requests(9, max_new_tokens=3)
+    outcomes = run(start_engine(start_server(script)), asked)
+    assert outcomes["c0"] == Completion([END_ID], "stop")
+    cut = [request for request in asked[1:] if len(answer_ids(request.prompt_ids)) > 3]
+    assert len(cut) >= 3
+    for request in cut:
+        assert outcomes[request.key] == Completion(answer_ids(request.prompt_ids)[:3], "length")
+
+
+@pytest.mark.parametrize(
+    ("choice", "outcome"),
+    [
+        # vLLM's ids hold the stop token; some servers leave it out, and vLLM says which it was.
+        ({"token_ids": [11, 12, END_ID], "stop_reason": END_ID}, Completion([11, 12, END_ID], "stop")),
+        ({"token_ids": [11, 12], "stop_reason": END_ID}, Completion([11, 12, END_ID], "stop")),
+        ({"token_ids": [11, 12]}, Completion(None, "stop", "11 12")),
+        # A server that does not know our end token runs past it.
+        ({"token_ids": [11, END_ID, 13, 14], "finish_reason": "length"}, Completion([11, END_ID], "stop")),
+        ({"finish_reason": "length"}, Completion(None, "length", "11 12")),
+        ({"finish_reason": "content_filter"}, Failure("finish reason content_filter")),
+    ],
+)  # fmt: skip
+def test_answers_end_with_the_end_token(
+    start_server: StartServer, start_engine: StartEngine, choice: dict[str, Any], outcome: Outcome
+) -> None:
+    answer = {"choices": [{"finish_reason": "stop", "text": "11 12", **choice}]}
+    server = start_server(lambda body, number: Fault(body=answer))
+    assert run(start_engine(server), requests(1)) == {"c0": outcome}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"choices": [', "malformed answer: no JSON"),
+        (b"<html>\xff</html>", "malformed answer: no JSON"),
+        ({"choices": []}, "malformed answer: choices"),
+        ({"choices": [{"text": "x"}]}, "malformed answer: choices.0.finish_reason"),
+        ({"choices": [{"finish_reason": "stop"}]}, "malformed answer: no text"),
+        ([], "malformed answer: body"),
+        ({"choices": [{"finish_reason": "abort", "text": ""}]}, "aborted by the server"),
+    ],
+)
+def test_malformed_answers(start_server: StartServer, start_engine: StartEngine, body: Any, reason: str) -> None:
+    """Request 1 gets it always, the others' first attempt."""
+    seen = set()
+
+    def script(sent: dict[str, Any], number: int) -> Fault | None:
+        prompt = sent["prompt"][-1]
+        if prompt == 1 or (prompt % 2 and prompt not in seen):
+            seen.add(prompt)
+            return Fault(body=body)
+        return None
+
+    asked = requests(8)
+    outcomes = run(start_engine(start_server(script), max_attempts=3), asked)
+    assert outcomes == {**right_answers(asked), "c1": Failure(reason)}
+
+
+def test_a_refusal_is_final_and_counts_alike(start_server: StartServer, start_engine: StartEngine) -> None:
+    def script(body: dict[str, Any], number: int) -> Fault | None:
+        length = 600 + body["prompt"][-1]
+        said = f"This model's maximum context length is 512 tokens. However, you requested {length} tokens."
+        return Fault(400, body={"error": {"message": said, "code": 400}}) if body["prompt"][-1] in (2, 4) else None
+
+    server = start_server(script)
+    asked = requests(6)
+    too_long = Failure("HTTP 400: This model's maximum context length is N tokens")
+    assert run(start_engine(server), asked) == {**right_answers(asked), "c2": too_long, "c4": too_long}
+    assert len(server.requests) == 6
+
+
+def test_a_key_that_is_refused_stops_the_run(start_server: StartServer, start_engine: StartEngine) -> None:
+    server = start_server(lambda body, number: Fault(401, body={"error": "Unauthorized"}))
+    engine = start_engine(server)
+    with pytest.raises(UserError, match=r"/v1/completions says HTTP 401: check base_urls .* api_key_env"):
+        run(engine, requests(3))
+    with pytest.raises(UserError, match="the environment has no variable NO_SUCH_KEY"):
+        start_engine(server, api_key_env="NO_SUCH_KEY")
+    with pytest.raises(UserError, match="HTTP 404: Not Found: check base_urls"):
+        start_engine(server, base_urls=[server.url + "x"])
+
+
+def test_servers_must_serve_the_same_model(
+    start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = start_server(), start_server(model="other")
+    with pytest.raises(UserError, match=r"not (fake|other): every server must serve the same model"):
+        start_engine(first, other)
+    with pytest.raises(UserError, match="serves fake, not mine"):
+        start_engine(first, model="mine")
+    other.stop()
+    engine = start_engine(first, other)
+    other.start()
+    eventually(lambda: "other" in engine._servers.all[1].problem)
+    asked = requests(30)
+    assert run(engine, asked) == right_answers(asked)
+    assert not other.requests
+    said = capsys.readouterr().err
+    assert said.count("serves other, not fake: every server must serve the same model; it is left out") == 1
+
+
+def test_the_shortest_context_counts(start_server: StartServer, start_engine: StartEngine) -> None:
+    engine = start_engine(start_server(max_model_len=900), start_server(max_model_len=500), start_server())
+    assert engine.max_length_tokens == 500
+
+
+def test_the_recipe_opens_it(start_server: StartServer) -> None:
+    server = start_server()
+    with open_engine(setting(options={"base_urls": [server.url + "/"]})) as engine:
+        engine.submit(requests(1)[0])
+        assert engine.collect() == [("c0", Completion(answer_ids([5, 6, 0]), "stop"))]
+    for wrong, message in [
+        ({"base_urls": []}, "options.base_urls`: list should have at least 1 item"),
+        ({"base_urls": ["a:8000"]}, "a:8000 does not begin with http"),
+        ({"base_urls": [server.url, server.url + "/"]}, "a server is named twice"),
+        ({"base_urls": [server.url], "timeout": 3}, "unknown key `data.distill.options.timeout`"),
+    ]:
+        with pytest.raises(UserError, match=message), open_engine(setting(options=wrong)):
+            pass

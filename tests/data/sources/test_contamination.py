@@ -1,0 +1,121 @@
+"""Which conversations repeat a question: every rule at its border, against a reference that looks everywhere."""
+
+import json
+import lzma
+import random
+from pathlib import Path
+
+import pytest
+from support.places import MATERIAL
+
+from draftsmith.data.sources.contamination import CONTAINED, SAME, SHARED, Contamination, Match, words_of
+from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+SHORT = "Who sings the song that we heard?"  # 7 words
+LONG = " ".join(f"w{n}" for n in range(30))
+FOLLOW_UP = "Now rewrite it in one sentence"
+
+
+def questions_of(tmp_path: Path, *questions: list[str]) -> str:
+    file = tmp_path / "q.jsonl"
+    lines = [{"question_id": n, "category": "x", "turns": turns} for n, turns in enumerate(questions)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def talk(user: str, answer: str = "yes") -> Conversation:
+    return Conversation("id", (Turn("user", user), Turn("assistant", answer)))
+
+
+@pytest.mark.parametrize(
+    ("user", "answer", "reason", "question"),
+    [
+        ("who sings\tthe song, that WE heard", "yes", SAME, 0),
+        ("Tell me: who sings the song that we heard? Thanks", "yes", CONTAINED, 0),
+        ("who sings the song that we saw", "yes", None, 0),
+        ("Why?", "yes", SAME, 2),
+        ("Why? Because of it.", "yes", None, 0),
+        (" ".join(f"w{n}" for n in range(5, 18)), "yes", SHARED, 1),
+        (" ".join(f"w{n}" for n in range(5, 17)), "yes", None, 0),
+        ("hello", "It says: " + " ".join(f"w{n}" for n in range(17, 30)) + " and so on", SHARED, 1),
+        (FOLLOW_UP, "yes", None, 0),
+    ],
+)
+def test_rules(tmp_path: Path, user: str, answer: str, reason: str | None, question: int) -> None:
+    contamination = Contamination([questions_of(tmp_path, [SHORT, FOLLOW_UP], [LONG], ["why"])])
+    assert contamination.find(talk(user, answer)) == (Match(reason, f"q.jsonl:{question}") if reason else None)
+
+
+@pytest.mark.parametrize("shared_words", [5, 6, 8, 13])
+def test_no_run_is_overlooked_or_made_up(tmp_path: Path, shared_words: int) -> None:
+    """500 random texts over three words, in which runs are common: exactly those that a search of every run finds."""
+    rng = random.Random(shared_words)
+    question = [rng.choice("abc") for _ in range(shared_words + 25)]
+    runs = {tuple(question[s : s + shared_words]) for s in range(len(question) - shared_words + 1)}
+    contamination = Contamination([questions_of(tmp_path, [" ".join(question)])], shared_words)
+    found = expected = 0
+    for _ in range(500):
+        text = [rng.choice("abc") for _ in range(rng.randrange(60))]
+        if rng.random() < 0.4:
+            start, at = rng.randrange(len(question) - shared_words), rng.randrange(len(text) + 1)
+            text[at:at] = question[start : start + shared_words - rng.randrange(2)]
+        contained = any(tuple(text[s : s + shared_words]) in runs for s in range(len(text)))
+        assert (contamination.find(talk(" ".join(text) or "-")) is not None) == contained
+        found, expected = found + contained, expected + (not contained)
+    assert min(found, expected) > 50
+
+
+def test_words() -> None:
+    assert words_of("It's  HERE_now, 3.5€!") == ("it", "s", "here_now", "3", "5")
+    assert words_of("漢字かなABC def") == ("漢", "字", "か", "な", "abc", "def")
+
+
+def test_the_default_is_the_recipes_own_questions(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (SHORT, "something else")))
+    file = questions_of(tmp_path, [SHORT])
+    values = {"name": "a", "eval": {"questions": file}, "data": {"conversations": {"source": str(source)}}}
+    counts = SourceCounts()
+    (left,) = load_conversations(Recipe.model_validate(values), counts)
+    assert left.turns[0].content == "something else"
+    assert counts.contaminated == {SAME: 1}
+    (name,) = counts.contaminated_ids.values()
+    assert name == "q.jsonl:0"
+    values["data"]["conversations"]["decontaminate"] = []  # type: ignore[index]
+    assert len(list(load_conversations(Recipe.model_validate(values)))) == 2
+    values["data"]["conversations"]["decontaminate"] = ["gone.jsonl"]  # type: ignore[index]
+    with pytest.raises(UserError, match=r"questions file gone.jsonl, which .* does not exist: correct .*decontaminate"):
+        list(load_conversations(Recipe.model_validate(values)))
+
+
+def test_spec_bench_against_itself_and_real_conversations() -> None:
+    """Every question is found; the material's conversations, from which exact repeats were removed, hold near ones."""
+    questions = MATERIAL / "spec_bench" / "question.jsonl"
+    if not questions.is_file():
+        pytest.skip("../shared/material is not there")
+    values = {"source": str(questions), "decontaminate": [str(questions)]}
+    recipe = Recipe.model_validate({"name": "a", "data": {"conversations": values}})
+    with pytest.raises(UserError, match=r"holds no valid conversation \(480 contaminated\)"):
+        list(load_conversations(recipe))
+    source = MATERIAL / "sharegpt" / "gsm8k_train.jsonl.xz"
+    recipe = Recipe.model_validate(
+        {"name": "a", "data": {"conversations": values | {"source": str(source), "limit": 1000}}}
+    )
+    counts = SourceCounts()
+    kept = list(load_conversations(recipe, counts))
+    contamination = [tuple(words_of(turn)) for turn in _turns(questions)]
+    runs = {turn[s : s + 13] for turn in contamination for s in range(len(turn) - 12)}
+    for conversation in kept[:200]:
+        for turn in conversation.turns:
+            words = words_of(turn.content)
+            assert not runs.intersection(words[s : s + 13] for s in range(len(words) - 12))
+    with lzma.open(source) as stream:
+        assert counts.by_source["gsm8k_train"].read <= sum(1 for _ in stream)
+
+
+def _turns(questions: Path) -> list[str]:
+    return [turn for line in questions.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]]

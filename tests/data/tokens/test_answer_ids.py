@@ -1,0 +1,163 @@
+"""Where the ids that the target generated are known, the answers are exactly those, behind the prompts that asked."""
+
+import pytest
+from support.chat_families import FAMILIES
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import (
+    TokenizedConversation,
+    prompt_token_ids,
+    template_answer_lead,
+    tokenize_conversation,
+    tokenize_truncated,
+)
+from draftsmith.recipes.errors import UserError
+
+TALK = Conversation(
+    "talk",
+    (
+        Turn("user", "Say hi"),
+        Turn("assistant", "Hello there"),
+        Turn("user", "Hello there"),
+        Turn("assistant", "Say hi."),
+        Turn("user", "bye"),
+        Turn("assistant", "you are"),
+    ),
+)
+
+
+def spelled(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Letter by letter, as no tokenizer would split it."""
+    return [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in text]
+
+
+def said(tokenizer: PreTrainedTokenizerFast, family: str, text: str, end: bool = True) -> list[int]:
+    """The text spelled, with the template's lead before it and the end token."""
+    ids = spelled(tokenizer, template_answer_lead(tokenizer) + text)
+    return [*ids, tokenizer.convert_tokens_to_ids(FAMILIES[family].end)] if end else ids
+
+
+def talk_ids(tokenizer: PreTrainedTokenizerFast, family: str) -> list[list[int] | None]:
+    return [said(tokenizer, family, turn.content) for turn in TALK.turns if turn.role == "assistant"]
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Qwen3"])
+def test_the_runs_are_the_ids(family: str) -> None:
+    tokenizer = FAMILIES[family].tokenizer()
+    ids = talk_ids(tokenizer, family)
+    tokenized = tokenize_conversation(tokenizer, TALK, ids)
+    assert tokenized.answers() == ids
+    assert tokenized.unsaid_turns == ()
+    assert tokenized.input_ids != tokenize_conversation(tokenizer, TALK).input_ids
+    first_prompt = prompt_token_ids(tokenizer, TALK.turns[:1])
+    if family not in ("R1", "Qwen3, no thoughts"):  # their prompts end with what the history does not have
+        assert tokenized.input_ids[: len(first_prompt)] == first_prompt
+    # The last answer follows what the target was asked with, and nothing follows it.
+    alone = tokenize_conversation(tokenizer, TALK, [None, None, ids[2]])
+    prompt = prompt_token_ids(tokenizer, TALK.turns[:-1])
+    assert alone.input_ids == prompt + said(tokenizer, family, "you are")
+    texts = {"".join(tokenizer.decode(tokens.input_ids).split()) for tokens in (tokenized, alone)}
+    assert len(texts) == 1  # but for the space that Llama 2's template puts behind an answer
+
+
+def test_the_same_ids_change_nothing() -> None:
+    for family, known in FAMILIES.items():
+        tokenizer = known.tokenizer()
+        plain = tokenize_conversation(tokenizer, TALK)
+        if family == "R1":  # its prompt opens thoughts: known ids say what followed that
+            continue
+        exact = tokenize_conversation(tokenizer, TALK, list(plain.answers()))
+        assert exact.answers() == plain.answers(), family
+        assert plain.input_ids[: len(exact.input_ids)] == exact.input_ids, family  # all but what follows the end token
+
+
+def test_only_some_turns_have_ids() -> None:
+    tokenizer = FAMILIES["ChatML"].tokenizer()
+    plain = tokenize_conversation(tokenizer, TALK)
+    ids = said(tokenizer, "ChatML", "Say hi.")
+    tokenized = tokenize_conversation(tokenizer, TALK, [None, ids, None])
+    assert tokenized.answers() == [plain.answers()[0], ids, plain.answers()[2]]
+    assert tokenizer.decode(tokenized.input_ids) == tokenizer.decode(plain.input_ids)
+
+
+@pytest.mark.parametrize("family", ["ChatML", "Llama 2", "Gemma 2", "Mistral v0.1"])
+def test_an_answer_that_was_cut_short_has_no_end_token(family: str) -> None:
+    tokenizer = FAMILIES[family].tokenizer()
+    cut = said(tokenizer, family, "you are", end=False)
+    ids = talk_ids(tokenizer, family)
+    last = tokenize_conversation(tokenizer, TALK, [*ids[:2], cut])
+    assert last.answers() == [*ids[:2], cut]
+    assert last.input_ids[-len(cut) :] == cut  # nothing is behind it
+    cut = said(tokenizer, family, "Say hi.", end=False)
+    middle = tokenize_conversation(tokenizer, TALK, [ids[0], cut, ids[2]])
+    assert middle.answers() == [ids[0], cut, ids[2]]
+    # In the history the template's end token stands behind it, without loss.
+    start = next(t for t in range(len(middle.input_ids)) if middle.input_ids[t : t + len(cut)] == cut)
+    following = middle.input_ids[start + len(cut) : start + len(cut) + 2]
+    assert tokenizer.decode(following).strip().startswith(FAMILIES[family].end)
+
+
+def test_an_empty_think_block_is_the_targets_own() -> None:
+    """Qwen3's template writes one into the last answer; what the target said counts, with or without it."""
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    one = Conversation("one", TALK.turns[:2])
+    prompt = prompt_token_ids(tokenizer, one.turns[:1])
+    for answer in ("Hello there<|im_end|>", "<think>\n\n</think>\n\nHello there<|im_end|>"):
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        tokenized = tokenize_conversation(tokenizer, one, [ids])
+        assert tokenized.input_ids == prompt + ids
+        assert tokenized.loss_mask == [0] * len(prompt) + [1] * len(ids)
+
+
+def test_thoughts_that_the_history_lacks_carry_no_loss_there() -> None:
+    """The target said them, but what it reads later on is another text: only the last answer is trained here."""
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    thoughts = [f"<think>\n{n}\n</think>\n\n{turn.content}" for n, turn in enumerate(TALK.turns[1::2])]
+    turns = [Turn("assistant", thoughts[n // 2]) if n % 2 else turn for n, turn in enumerate(TALK.turns)]
+    thinking = Conversation("thinking", tuple(turns))
+    ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in thoughts]
+    tokenized = tokenize_conversation(tokenizer, thinking, list(ids))
+    assert tokenized.input_ids == prompt_token_ids(tokenizer, thinking.turns[:-1]) + ids[-1]
+    assert tokenized.answers() == ids[-1:]
+    assert tokenized.unsaid_turns == (1, 3)
+    # A thoughtless answer stays in the history as it was said.
+    mixed = Conversation("mixed", (*TALK.turns[:2], *thinking.turns[2:]))
+    plain = [*spelled(tokenizer, "Hello there"), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert tokenize_conversation(tokenizer, mixed, [plain, *ids[1:]]).answers() == [plain, ids[2]]
+
+
+def test_thoughts_that_the_template_throws_away_are_kept_where_their_ids_are_known() -> None:
+    """R1's template loses even the last answer's thoughts; the prompt and the ids need no template."""
+    tokenizer = FAMILIES["R1"].tokenizer()
+    thinking = Conversation("think", (Turn("user", "a"), Turn("assistant", "because\n</think>\n\nOne")))
+    ids = tokenizer.encode("because\n</think>\n\nOne</s>", add_special_tokens=False)
+    tokenized = tokenize_conversation(tokenizer, thinking, [ids])
+    assert tokenizer.decode(tokenized.input_ids) == "<s><|User|>a<|Assistant|><think>\nbecause\n</think>\n\nOne</s>"
+    assert tokenized.answers() == [ids]
+
+
+def test_truncation_keeps_the_ids_of_the_turns_that_stay() -> None:
+    tokenizer = FAMILIES["Llama 2"].tokenizer()
+    ids = talk_ids(tokenizer, "Llama 2")
+    whole = tokenize_conversation(tokenizer, TALK, ids)
+    result = tokenize_truncated(tokenizer, TALK, len(whole.input_ids) - 1, ids)
+    assert result is not None
+    cut, dropped = result
+    assert dropped == 2
+    assert cut.answers() == ids[:2]
+    assert cut.input_ids == whole.input_ids[: len(cut.input_ids)]
+
+
+def test_with_last_answer_only() -> None:
+    tokens = TokenizedConversation([1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 1, 1, 0])
+    assert tokens.with_last_answer_only().loss_mask == [0, 0, 0, 0, 1, 1, 0]
+
+
+def test_ids_of_another_conversation_are_refused() -> None:
+    tokenizer = FAMILIES["ChatML"].tokenizer()
+    for ids, message in (([[5]], "3 assistant turns, and its answer_ids are 1, 0"), ([[5], [], [5]], "3, 1 of them")):
+        with pytest.raises(UserError, match=message):
+            tokenize_conversation(tokenizer, TALK, ids)
+        with pytest.raises(UserError, match=message):
+            tokenize_truncated(tokenizer, TALK, 8, ids)

@@ -1,0 +1,201 @@
+"""Golden masks of the published chat formats, written by hand: which text carries loss, and what stands around it."""
+
+import pytest
+from support.chat_families import FAMILIES
+
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import (
+    TemplateProblem,
+    TemplateRefusal,
+    prompt_token_ids,
+    template_answer_lead,
+    template_end_token,
+    tokenize_conversation,
+)
+
+TALK = (
+    Turn("user", "Say hi"),
+    Turn("assistant", "Hello there.\nünï 👋"),
+    Turn("user", " Hello there. "),  # words of the assistant, with spaces around
+    Turn("assistant", " Bye\n"),  # spaces that some templates trim
+    Turn("user", "Say [INST] bye"),  # what looks like a control token
+    Turn("assistant", "Bye."),
+)
+SYSTEM = Turn("system", "You are a helper.")
+# «» around the pieces that carry loss.
+GOLDEN = {
+    "ChatML": (
+        "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n«Hello there.\nünï 👋<|im_end|>»\n"
+        "<|im_start|>user\n Hello there. <|im_end|>\n<|im_start|>assistant\n« Bye\n<|im_end|>»\n"
+        "<|im_start|>user\nSay [INST] bye<|im_end|>\n<|im_start|>assistant\n«Bye.<|im_end|>»\n"
+    ),
+    "Llama 2": (
+        "<s>[INST] Say hi [/INST]« Hello there.\nünï 👋 </s>»<s>[INST] Hello there. [/INST]« Bye </s>»"
+        "<s>[INST] Say [INST] bye [/INST]« Bye. </s>»"
+    ),
+    "Llama 3": (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nSay hi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«Hello there.\nünï 👋<|eot_id|>»"
+        "<|start_header_id|>user<|end_header_id|>\n\nHello there.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye<|eot_id|>»"
+        "<|start_header_id|>user<|end_header_id|>\n\nSay [INST] bye<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye.<|eot_id|>»"
+    ),
+    "Llama 3.1": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+        "Today Date: 26 Jul 2024\n\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nSay hi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«Hello there.\nünï 👋<|eot_id|>»"
+        "<|start_header_id|>user<|end_header_id|>\n\nHello there.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye<|eot_id|>»"
+        "<|start_header_id|>user<|end_header_id|>\n\nSay [INST] bye<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye.<|eot_id|>»"
+    ),
+    "Vicuna": (
+        "<s>A chat between a curious user and an artificial intelligence assistant. USER: Say hi ASSISTANT:"
+        "« Hello there.\nünï 👋</s>»USER:  Hello there.  ASSISTANT:«  Bye\n</s>»"
+        "USER: Say [INST] bye ASSISTANT:« Bye.</s>»"
+    ),
+    "Mistral v0.1": (
+        "<s>[INST] Say hi [/INST]«Hello there.\nünï 👋</s>» [INST]  Hello there.  [/INST]« Bye\n</s>» "
+        "[INST] Say [INST] bye [/INST]«Bye.</s>» "
+    ),
+    "Mistral v0.2": (
+        "<s>[INST] Say hi [/INST]«Hello there.\nünï 👋</s>»[INST]  Hello there.  [/INST]« Bye\n</s>»"
+        "[INST] Say [INST] bye [/INST]«Bye.</s>»"
+    ),
+    "Mistral v0.3": (
+        "<s>[INST] Say hi[/INST]« Hello there.\nünï 👋</s>»[INST]  Hello there. [/INST]« Bye</s>»"
+        "[INST] Say [INST] bye[/INST]« Bye.</s>»"
+    ),
+    "Tekken v3": (
+        "<s>[INST]Say hi[/INST]«Hello there.\nünï 👋</s>»[INST] Hello there. [/INST]« Bye\n</s>»"
+        "[INST]Say [INST] bye[/INST]«Bye.</s>»"
+    ),
+    "Gemma 2": (
+        "<bos><start_of_turn>user\nSay hi<end_of_turn>\n<start_of_turn>model\n«Hello there.\nünï 👋<end_of_turn>»\n"
+        "<start_of_turn>user\nHello there.<end_of_turn>\n<start_of_turn>model\n«Bye<end_of_turn>»\n"
+        "<start_of_turn>user\nSay [INST] bye<end_of_turn>\n<start_of_turn>model\n«Bye.<end_of_turn>»\n"
+    ),
+    "Qwen3": (
+        "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n«Hello there.\nünï 👋<|im_end|>»\n"
+        "<|im_start|>user\n Hello there. <|im_end|>\n<|im_start|>assistant\n« Bye\n<|im_end|>»\n"
+        "<|im_start|>user\nSay [INST] bye<|im_end|>\n<|im_start|>assistant\n"
+        "«<think>\n\n</think>\n\nBye.<|im_end|>»\n"
+    ),
+    "R1": (
+        "<s><|User|>Say hi<|Assistant|>«Hello there.\nünï 👋</s>»<|User|> Hello there. <|Assistant|>« Bye\n</s>»"
+        "<|User|>Say [INST] bye<|Assistant|>«Bye.</s>»"
+    ),
+}
+GOLDEN["Tekken v7"], GOLDEN["Gemma 3"] = GOLDEN["Tekken v3"], GOLDEN["Gemma 2"]
+GOLDEN["Qwen3, no thoughts"] = GOLDEN["Qwen3"].replace("«<think>\n\n</think>\n\nBye.", "<think>\n\n</think>\n\n«Bye.")
+# What a system turn adds: (place in the text without it, the text with it).
+WITH_SYSTEM = {
+    "ChatML": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
+    "Llama 2": ("[INST] Say hi", "[INST] <<SYS>>\nYou are a helper.\n<</SYS>>\n\nSay hi"),
+    "Llama 3": (
+        "<|begin_of_text|>",
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou are a helper.<|eot_id|>",
+    ),
+    "Llama 3.1": ("Jul 2024\n\n", "Jul 2024\n\nYou are a helper."),
+    "Vicuna": ("A chat between a curious user and an artificial intelligence assistant.", "You are a helper."),
+    "Mistral v0.3": ("[INST] Say [INST] bye", "[INST] You are a helper.\n\nSay [INST] bye"),
+    "Tekken v3": ("[INST]Say [INST] bye", "[INST]You are a helper.\n\nSay [INST] bye"),
+    "Tekken v7": ("<s>[INST]", "<s>[SYSTEM_PROMPT]You are a helper.[/SYSTEM_PROMPT][INST]"),
+    "Gemma 3": ("user\nSay hi", "user\nYou are a helper.\n\nSay hi"),
+    "Qwen3": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
+}
+
+
+def shown(family: str, turns: tuple[Turn, ...]) -> str:
+    """The tokens decoded, with «» around the runs of ones."""
+    tokenizer = FAMILIES[family].tokenizer()
+    tokenized = tokenize_conversation(tokenizer, Conversation("golden", turns))
+    text, ids, previous = "", [], 0
+    for token_id, carries_loss in zip([*tokenized.input_ids, None], [*tokenized.loss_mask, 0], strict=True):
+        if carries_loss != previous or token_id is None:
+            text += tokenizer.decode(ids) + ("" if carries_loss == previous else "«" if carries_loss else "»")
+            ids = []
+        ids.append(token_id)
+        previous = carries_loss
+    return text
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_golden(family: str) -> None:
+    assert shown(family, TALK) == GOLDEN[family]
+
+
+@pytest.mark.parametrize("family", WITH_SYSTEM)
+def test_a_system_turn_moves_nothing_else(family: str) -> None:
+    without, with_it = WITH_SYSTEM[family]
+    assert GOLDEN[family].count(without) == 1
+    assert shown(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "Mistral v0.1", "Mistral v0.2"])
+def test_families_without_system_turns_refuse_them(family: str) -> None:
+    with pytest.raises(TemplateRefusal, match="roles system, user"):
+        shown(family, (SYSTEM, *TALK))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_answer_follows_the_prompt_that_asked_for_it(family: str) -> None:
+    """Train = decode: the last answer stands behind exactly the ids that the target is asked with."""
+    tokenizer = FAMILIES[family].tokenizer()
+    tokenized = tokenize_conversation(tokenizer, Conversation("golden", TALK))
+    prompt = prompt_token_ids(tokenizer, TALK[:-1])
+    if family == "R1":  # its prompt opens thoughts that the template does not write
+        prompt = prompt[: -len(tokenizer.encode("<think>\n", add_special_tokens=False))]
+    assert tokenized.input_ids[: len(prompt)] == prompt
+    assert tokenized.loss_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_answer_ends_with_the_familys_end_token(family: str) -> None:
+    tokenizer = FAMILIES[family].tokenizer()
+    end = tokenizer.convert_tokens_to_ids(FAMILIES[family].end)
+    assert template_end_token(tokenizer) == end
+    answers = tokenize_conversation(tokenizer, Conversation("golden", TALK)).answers()
+    assert [answer.index(end) for answer in answers] == [len(answer) - 1 for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("family", "lead"),
+    [("ChatML", ""), ("Llama 2", " "), ("Vicuna", " "), ("Mistral v0.1", ""), ("Mistral v0.3", " "), ("Tekken v3", "")],
+)
+def test_what_stands_before_an_answer(family: str, lead: str) -> None:
+    assert template_answer_lead(FAMILIES[family].tokenizer()) == lead
+
+
+def test_thoughts_of_qwen3() -> None:
+    """Kept in the last answer, taken out of the history; thoughts of one's own replace the empty block."""
+    turns = (
+        Turn("user", "a"),
+        Turn("assistant", "<think>\nfirst\n</think>\n\nOne"),
+        Turn("user", "b"),
+        Turn("assistant", "<think>\nsecond\n</think>\n\nTwo"),
+    )
+    assert shown("Qwen3", turns) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«One<|im_end|>»\n<|im_start|>user\nb<|im_end|>\n"
+        "<|im_start|>assistant\n«<think>\nsecond\n</think>\n\nTwo<|im_end|>»\n"
+    )
+    assert shown("Qwen3", turns[:2]) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«<think>\nfirst\n</think>\n\nOne<|im_end|>»\n"
+    )
+
+
+def test_thoughts_that_a_template_never_writes_are_refused() -> None:
+    turns = (Turn("user", "a"), Turn("assistant", "because\n</think>\n\nOne"))
+    with pytest.raises(TemplateProblem, match="leaves out part of the last answer"):
+        shown("R1", turns)
+
+
+def test_a_system_prompt_that_a_later_turn_needs_is_not_forgotten() -> None:
+    """Mistral v0.3 writes none into a conversation that ends with an answer, yet the target is asked with it."""
+    tokenizer = FAMILIES["Mistral v0.3"].tokenizer()
+    messages = [{"role": turn.role, "content": turn.content} for turn in (SYSTEM, *TALK)]
+    assert "You are a helper." not in tokenizer.apply_chat_template(messages, tokenize=False)
+    assert shown("Mistral v0.3", (SYSTEM, *TALK[:2])) == (
+        "<s>[INST] You are a helper.\n\nSay hi[/INST]« Hello there.\nünï 👋</s>»"
+    )

@@ -1,0 +1,121 @@
+"""Rows are the same whatever the number of processes, come in order, and hold every answer behind what was read."""
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from support import tiny_tokenizers as templates
+from support.chat_families import FAMILIES
+from support.tiny_tokenizers import tiny_tokenizer
+from tqdm import tqdm
+
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens import rows as token_rows
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.rows import Answered, tokenize_rows, write_token_rows
+from draftsmith.recipes.errors import UserError
+
+
+def conversation(number: int, answer: str = "Hello") -> Conversation:
+    turns = (Turn("user", f"Say hi {number}"), Turn("assistant", f"{answer} {number} " * (1 + number % 5)))
+    return Conversation(f"{number:04d}", turns)
+
+
+def written(tmp_path: Path, conversations: Any, processes: int, template: str | None = templates.CHATML) -> Any:
+    file = tmp_path / f"{processes}.arrow"
+    with tqdm(disable=True) as bar:
+        counts = write_token_rows(conversations, tiny_tokenizer(template), 60, file, processes, bar)
+    return counts, datasets.Dataset.from_file(str(file))
+
+
+@pytest.fixture
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked ones, which start at once; `test_processes_change_nothing` spawns them as users' runs do."""
+    monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context("fork"))
+
+
+def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 3)
+    monkeypatch.setattr(token_rows, "ROWS_IN_A_BATCH", 7)
+    numbers = range(40)
+    too_long, hidden = (Conversation(key, (Turn("user", "a"), Turn("assistant", "b " * 90))) for key in ("l", "m"))
+    answered: list[Answered] = [(conversation(n), None if n % 2 else [[5, 6, n]]) for n in numbers]
+    answered[11:11] = [(too_long, None), (hidden, [[1] * 70])]
+    results = [written(tmp_path, iter(answered), processes) for processes in (1, 2)]
+    assert results[0][0] == results[1][0]
+    assert (results[0][0].rows, results[0][0].too_long, results[0][0].conversations) == (40, 2, 42)
+    assert results[0][1].to_dict() == results[1][1].to_dict()
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    expected = [tokenize_conversation(tokenizer, conversation(n), None if n % 2 else [[5, 6, n]]) for n in numbers]
+    rows = results[0][1]
+    assert list(rows["input_ids"]) == [row.input_ids for row in expected]
+    assert list(rows["loss_mask"]) == [row.loss_mask for row in expected]
+    assert list(rows["length"]) == [len(row.input_ids) for row in expected]
+
+
+@pytest.mark.usefixtures("quick_processes")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_conversations_are_read_no_further_than_the_work_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """Memory is bounded: the reader is at most the chunks at work ahead of the writer."""
+    monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 2)
+    read, done, furthest = 0, 0, 0
+
+    class Bar:
+        def update(self, count: int) -> None:
+            nonlocal done
+            done += count
+
+    def reading() -> Iterator[Answered]:
+        nonlocal read, furthest
+        for number in range(60):
+            read += 1
+            furthest = max(furthest, read - done)
+            yield conversation(number), None
+
+    counts = write_token_rows(reading(), tiny_tokenizer(templates.CHATML), 60, tmp_path / "x", processes, Bar())
+    assert counts.rows == done == 60
+    assert furthest <= 2 * (processes * token_rows.CHUNKS_PER_PROCESS + 1) + 1
+
+
+@pytest.mark.usefixtures("quick_processes")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_users_mistake_comes_back_from_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 1)
+    with pytest.raises(UserError, match="has no chat template"):
+        written(tmp_path, ((conversation(n), None) for n in range(20)), processes, template=None)
+
+
+def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
+    """Every answer is learned once, behind exactly the prompt that the target was given."""
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    texts = ["<think>\none\n</think>\n\nHello", "Say hi", "<think>\nthree\n</think>\n\nBye"]
+    turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
+    thinking = Conversation("thinking", tuple(turns))
+    ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
+    rows, cut = tokenize_rows(tokenizer, thinking, 1000, list(ids))
+    assert not cut
+    assert [row.answers() for row in rows] == [[ids[1], ids[2]], [ids[0]]]
+    first_prompt = prompt_token_ids(tokenizer, turns[:1])
+    assert rows[1].input_ids == first_prompt + ids[0]
+    assert rows[0].input_ids == prompt_token_ids(tokenizer, turns[:-1]) + ids[2]
+    # A row that does not fit is left out; so are the turns that do not fit.
+    assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1]
+    assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], False)
+
+
+def test_counts_of_rows_that_were_added(tmp_path: Path) -> None:
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    text = "<think>\none\n</think>\n\nHello"
+    turns = (Turn("user", "a"), Turn("assistant", text), Turn("user", "b"), Turn("assistant", text))
+    ids = tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+    with tqdm(disable=True) as bar:
+        counts = write_token_rows([(Conversation("x", turns), [ids, ids])], tokenizer, 99, tmp_path / "x", 1, bar)
+    assert (counts.conversations, counts.rows, counts.extra_rows) == (1, 2, 1)
+    assert counts.loss_tokens == 2 * len(ids)

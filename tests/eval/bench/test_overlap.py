@@ -1,0 +1,229 @@
+"""alpha as E[sum min(p, q)]: by hand, against the acceptances that it predicts, and operations by parameter counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_drafter_of, tiny_target
+from torch import Tensor, nn
+
+from draftsmith.eval.bench.operations import LinearOperations
+from draftsmith.eval.bench.overlap import OverlapMeter
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.lookahead import Lookahead
+from draftsmith.eval.report.theory_table import theory_row
+from draftsmith.eval.trees.builders import ChainBuilder, tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.base.drafter import drafter_kinds
+from draftsmith.models.target.packed_head import PackedLinear
+from draftsmith.recipes.schema import MethodRecipe
+
+PROMPT = [5, 9, 33, 12]
+NONE = torch.empty(0)
+# Of the target, at nodes 0, 1 and 2 of a tree.
+P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.9, 0.0], [0.2, 0.2, 0.6]])
+
+
+class Fixed:
+    """Proposes one tree."""
+
+    name = "fixed"
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.tree = tree
+
+    def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        pass
+
+    def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        pass
+
+    def propose(self) -> DraftTree:
+        return self.tree
+
+
+def metered(
+    tree: DraftTree, committed: list[int], sampling: Sampling, eos_ids: tuple[int, ...] = (), rounds: int = 1
+) -> OverlapMeter:
+    """Rounds in which these tokens were committed; the last one is the target's own."""
+    meter = OverlapMeter(Fixed(tree), sampling, eos_ids)
+    meter.start([0], NONE)
+    meter.observe([0], NONE)
+    for _ in range(rounds):
+        meter.read_logits(meter.propose(), P.log())
+        meter.observe(committed, NONE)
+    return meter
+
+
+def test_sampled_chain_by_hand() -> None:
+    """.2 + .2 + .2 at the root, .1 below it; the leaf tries nothing, and what was rejected leads nowhere."""
+    q = torch.tensor([[0.2, 0.2, 0.6], [1.0, 0.0, 0.0], [9.0, 9.0, 9.0]])
+    tree = DraftTree([0, 2, 0], TreeShape.chain(2), q)
+    assert metered(tree, [2, 0, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
+    assert metered(tree, [2, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
+    assert metered(tree, [0], Sampling(1.0)).overlap == pytest.approx([0.6])
+    # Nothing counts behind the end of an answer.
+    ended = metered(tree, [2, 0, 1], Sampling(1.0), eos_ids=(2,), rounds=2)
+    assert ended.overlap == pytest.approx([0.6, 0.6])
+    assert ended.kept_tokens == 1  # of the second round
+
+
+def test_deterministic_draft_by_hand() -> None:
+    """The point mass on the first child: p of it. At T = 0 a match or none."""
+    tree = DraftTree([0, 1, 2, 1], TreeShape.of((-1, 0, 0, 1)))
+    sampled = metered(tree, [1, 1], Sampling(1.0), rounds=2)
+    assert sampled.overlap == pytest.approx([0.3, 0.9] * 2)
+    # Top-k = 2 leaves .5 and .3 of the root's, so p is .3 / .8.
+    assert metered(tree, [0], Sampling(1.0, top_k=2)).overlap == pytest.approx([0.375])
+    assert metered(tree, [0], Sampling()).overlap == [0.0]
+    assert metered(DraftTree([0, 0, 1], TreeShape.chain(2)), [0, 1], Sampling()).overlap == [1.0, 1.0]
+    figures = sampled.figures(target_operations=100)
+    assert figures["alpha_overlap"] == pytest.approx(0.6)
+    assert (figures["positions"], figures["alpha_drafter"]) == (4, None)
+    # The second round: 4 nodes verified for 2 tokens, drafted for nothing.
+    assert (figures["operations_ratio"], figures["operations_per_token"]) == (0, 4 / 2)
+    empty = OverlapMeter(Fixed(tree), Sampling()).figures(100)
+    assert (empty["alpha_overlap"], empty["operations_ratio"], empty["operations_per_token"]) == (None, None, None)
+
+
+def drafting(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, DrafterMethod, Any, torch.Generator]:
+    target = tiny_target()
+    drafter = tiny_drafter_of(kind, target)
+    sampling, generator = Sampling(temperature), torch.Generator().manual_seed(2)
+    decoder = drafter.decoder(128)
+    builder = tree_builder(MethodRecipe(name="x", **tree), decoder)
+    return target, DrafterMethod("x", decoder, builder, sampling, generator), drafter, generator
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", drafter_kinds())
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize(
+    "tree",
+    [{"tree": "chain"}, {"tree": "best_first", "nodes": 5}, {"tree": "static", "paths": [[0], [1], [0, 0], [1, 0]]}],
+    ids=["chain", "best first", "static"],
+)
+def test_measuring_changes_nothing(kind: str, temperature: float, tree: dict[str, Any]) -> None:
+    """The same answers through the meter; and where children are drawn from q, q is the drafter's own distribution."""
+    target, method, drafter, generator = drafting(kind, tree, temperature)
+    sampling = Sampling(temperature)
+    meter = OverlapMeter(method, sampling)
+    answers = []
+    with TargetSession(target, 128, drafter.feature_layers) as session:
+        for drafts in (method, meter):
+            generator.manual_seed(5)
+            answers.append(generate(session, drafts, PROMPT, sampling, 24, (), generator))
+    assert answers[0].ids == answers[1].ids
+    assert sum(answers[1].accept_lengths[1:]) == meter.kept_tokens
+    assert len(meter.overlap) == answers[1].tried == len(meter.drafter)
+    assert meter.operations.total > 0
+    if temperature == 0 or tree["tree"] != "best_first":
+        assert meter.drafter == pytest.approx(meter.overlap, abs=1e-6)
+    if temperature == 0 and tree["tree"] == "chain":
+        assert sum(meter.overlap) == sum(answers[1].draft_lengths)
+
+
+class Noise:
+    """Drafts three tokens from fixed logits."""
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        pass
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        pass
+
+    def draft(self) -> Tensor:
+        return torch.randn(3, 61, generator=torch.Generator().manual_seed(1))
+
+
+def test_corollary_3_6() -> None:
+    """At every position the chance of acceptance is sum min(p, q): the means of 1000 agree within 4 sigma."""
+    sampling, generator = Sampling(1.0), torch.Generator().manual_seed(2)
+    meter = OverlapMeter(DrafterMethod("x", Noise(), ChainBuilder(), sampling, generator), sampling)
+    accepted = tried = 0
+    with TargetSession(tiny_target(), 128) as session:
+        for _ in range(10):
+            out = generate(session, meter, PROMPT, sampling, 120, (), generator)
+            accepted, tried = accepted + out.accepted_drafts, tried + out.tried
+    assert tried == len(meter.overlap) > 1000
+    alpha = sum(meter.overlap) / tried
+    assert 0.2 < alpha < 0.8
+    assert accepted / tried == pytest.approx(alpha, abs=4 * (0.25 / tried) ** 0.5)
+
+
+def test_a_method_that_reads_logits_still_does() -> None:
+    target = tiny_target()
+    with TargetSession(target, 128) as session:
+        plain = generate(session, Lookahead("x"), PROMPT, Sampling(), 40)
+        metered = generate(session, OverlapMeter(Lookahead("x"), Sampling()), PROMPT, Sampling(), 40)
+    assert metered.accept_lengths == plain.accept_lengths
+    assert metered.ids == plain.ids
+
+
+def test_operations_are_two_for_each_parameter_and_row() -> None:
+    """Target: 2 layers of 32 x (32 + 16 + 16 + 32) and 3 x 32 x 48, LM head 61 x 32; attention itself left out."""
+    target = tiny_target()
+    target_step = LinearOperations()
+    with TargetSession(target, 64) as session:
+        session.prefill(PROMPT)
+        with torch.inference_mode(), target_step:
+            session.forward_tree(DraftTree([7], TreeShape.chain(0)))
+        of_one = target_step.total
+        assert of_one == 2 * (2 * (32 * 96 + 3 * 32 * 48) + 61 * 32)
+        with torch.inference_mode(), target_step:
+            session.forward_tree(DraftTree([7, 8, 9], TreeShape.of((-1, 0, 0))))
+    assert target_step.total == of_one + 3 * of_one
+
+
+def test_operations_of_a_draft_model() -> None:
+    """The target's two layers are the drafter's two: at depth 3 each draft is three steps, or four where the last token
+    of a fully accepted chain has yet to be read; the prompt, read in the first round, counts nowhere."""
+    target, method, drafter, _ = drafting("draft_model", {"tree": "chain", "max_depth": 3}, 0.0)
+    meter = OverlapMeter(method, Sampling())
+    with TargetSession(target, 128, drafter.feature_layers) as session:
+        generate(session, meter, PROMPT * 10, Sampling(), 24)
+        step = LinearOperations()
+        with torch.inference_mode(), step:
+            session.forward_tree(DraftTree([7], TreeShape.chain(0)))
+    figures = meter.figures(step.total)
+    assert 0.9 < figures["operations_ratio"] <= 4 / 3
+
+
+@pytest.mark.parametrize("rows", [(8,), (1, 8), (2, 3, 8)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_linear_layers_of_all_forms(rows: tuple[int, ...], bias: bool, packed: bool) -> None:
+    if packed and not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        pytest.skip("heads are not packed here")
+    linear: nn.Linear = nn.Linear(8, 16, bias=bias).requires_grad_(False)
+    operations = LinearOperations()
+    with torch.inference_mode(), operations:
+        (PackedLinear(linear) if packed else linear)(torch.randn(rows))
+    assert operations.total == 2 * 8 * 16 * (torch.Size(rows).numel() // 8)
+
+
+def answer(sequential: bool, draft_lengths: list[int], depths: list[int], tried: int) -> dict[str, Any]:
+    return {"sequential": sequential, "draft_lengths": draft_lengths, "draft_depths": depths, "tried": [tried]}
+
+
+def test_theory_by_hand() -> None:
+    """3 accepted of 5 tried at depths 2, 2, 1: alpha .6, tau (1.96 + 1.96 + 1.6) / 3, c = .5 a round."""
+    answers = [answer(True, [2, 0, 1], [2, 2, 1], 4), answer(True, [0], [2], 1)]
+    untimed = {"alpha_overlap": 0.61, "alpha_drafter": 0.62, "operations_ratio": 0.1, "operations_per_token": 1.5}
+    row = theory_row(answers, 0.5, untimed)
+    assert (row["gamma"], row["alpha"]) == (2, 0.6)
+    tau = (3 * 1.96 + 1.6) / 4
+    assert row["tau_predicted_iid"] == pytest.approx(tau)
+    assert row["speedup_predicted_iid"] == pytest.approx(tau / 1.5)
+    assert row["c"] == pytest.approx(0.5 / (7 / 4))
+    assert row["operations_factor"] == pytest.approx((2 * 0.1 + 3) / 1.96)  # theorem 3.11 at gamma 2
+    assert (row["alpha_overlap"], row["alpha_drafter"], row["operations_measured"]) == (0.61, 0.62, 1.5)
+    # 1, 1.6 / 1.2857, 1.96 / 1.5714, 2.176 / 1.8571: gamma 2 is the best by a hair.
+    assert row["best_gamma"] == 2
+    at_once = theory_row([answer(False, [2, 0, 1], [2, 2, 1], 5)], 0.5, None)
+    assert at_once["c"] == 0.5
+    assert at_once["best_gamma"] == 9  # .6^10 = .006 is the first power below .01
+    assert (at_once["alpha_overlap"], at_once["operations_factor"]) == (None, None)

@@ -1,0 +1,377 @@
+"""The harness: questions in, records and Spec-Bench answers out; resumable, and never comparing across processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.places import MATERIAL
+from support.records import made_up
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.data.sources.questions import Question, load_questions
+from draftsmith.eval.bench import spec_bench
+from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.stop_strings import StopStrings
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.report.summary import acceptance_by_depth, latency_percentiles, summarize, summarize_timing
+from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.recipes.errors import UserError
+
+SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"
+V = 40
+QUESTIONS = [
+    Question(1, "writing", ("ab", "cd")),
+    Question(2, "math", ("abc",)),
+    Question("three", "math", ("b",)),
+]
+
+
+class LetterTokenizer:
+    """A token a letter; id 0 ends an answer. Only what the harness needs."""
+
+    eos_token_id = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(96 + token % 26 + 1) for token in ids if token)
+
+
+def letters(_tokenizer: Any, turns: list[Any]) -> list[int]:
+    return [1] + [2 + ord(letter) % 26 for turn in turns for letter in turn.role[0] + turn.content]
+
+
+class FixedDecoder:
+    def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
+        pass
+
+    def observe(self, committed_ids: Any, features: Any) -> None:
+        pass
+
+    def draft(self) -> torch.Tensor:
+        return torch.randn(3, V, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=96,
+        initializer_range=0.4,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBench:
+    monkeypatch.setattr(spec_bench, "prompt_token_ids", letters)
+    monkeypatch.setattr(spec_bench, "answer_end_ids", lambda *_: [0])
+    arms = []
+    for temperature in (0.0, 1.0):
+        sampling, generator = Sampling(temperature), torch.Generator()
+        arms.append(Arm(Autoregressive(), sampling, torch.Generator()))
+        for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
+            arms.append(Arm(DrafterMethod(name, FixedDecoder(), builder, sampling, generator), sampling, generator))
+    return SpecBench(target, LetterTokenizer(), arms, QUESTIONS, max_new_tokens=12, seed=3)
+
+
+def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> None:
+    """Drafters of different kinds side by side: each is handed the features that it asked for, every time."""
+    widths: dict[str, set[int]] = {"deep": set(), "plain": set()}
+
+    class Watching(FixedDecoder):
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+            widths[self._name].add(features.shape[-1])
+
+        def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+            widths[self._name].add(features.shape[-1])
+
+    greedy = Sampling()
+    bench.arms = [
+        Arm(Autoregressive(), greedy, torch.Generator()),
+        Arm(DrafterMethod("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)),
+        Arm(DrafterMethod("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
+    ]
+    bench.run(JsonlLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
+    assert widths == {"deep": {3 * 16}, "plain": {16}}
+
+
+def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "records.jsonl")
+    bench.run(log, runs=2, warmup_questions=1)
+    records = list(log)
+    assert [(record["run"], record["question_id"]) for record in records] == [
+        (run, question.question_id) for run in range(2) for question in QUESTIONS
+    ]
+    summary = summarize(records)
+    assert [row["category"] for row in summary[:3]] == ["writing", "math", "overall"]
+    assert len(summary) == 6 * 3
+    keys = """method temperature category tau tau_without_bonus speedup_mean speedup_std runs tokens tokens_per_s
+        first_token_s latency_p50_s latency_p90_s lossless greedy_identical"""
+    for row in summary:
+        assert list(row) == keys.split()
+        assert row["lossless"]
+        assert 0 < row["latency_p50_s"] <= row["latency_p90_s"]
+        assert row["first_token_s"] > 0
+        assert row["runs"] == 2
+        assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
+        assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
+        if row["method"] == "autoregressive":
+            assert (row["tau"], row["speedup_mean"], row["speedup_std"]) == (1, 1, 0)
+    timing = summarize_timing(records)
+    assert [row["method"] for row in timing] == ["autoregressive", "chain", "tree"] * 2
+    assert all(0 < row["loop_efficiency"] < 2 for row in timing)
+    for answer in (answer for record in records for answer in record["answers"].values()):
+        assert len(answer["round_s"]) == len(answer["accept_lengths"]) == len(answer["draft_depths"])
+        phases = sum(sum(answer[f"{phase}_s"]) for phase in ("draft", "verify", "choose", "commit"))
+        assert sum(answer["round_s"]) == pytest.approx(phases)
+        assert sum(answer["round_s"]) + sum(answer["prefill_s"]) <= sum(answer["wall_time"])
+        assert all(first <= whole for first, whole in zip(answer["first_token_s"], answer["prefill_s"], strict=True))
+        assert answer["settings"]["dtype"] == "float32"
+        assert answer["sequential"] is False
+
+
+def test_finished_questions_are_not_asked_again(bench: SpecBench, tmp_path: Path) -> None:
+    """Interrupted after two of three questions; the resumed run asks the third only, and its samples are the same."""
+    whole = JsonlLog(tmp_path / "whole.jsonl")
+    bench.run(whole, runs=1, warmup_questions=0)
+    lines = whole.file.read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(lines[:2]) + lines[2][:40])
+    log = JsonlLog(cut)
+    bench.run(log, runs=1, warmup_questions=0)
+    assert cut.read_text().splitlines(keepends=True)[:2] == lines[:2]
+    for before, after in zip(whole, log, strict=True):
+        for key, answer in before["answers"].items():
+            assert answer["token_ids"] == after["answers"][key]["token_ids"]
+
+
+def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, tmp_path: Path) -> None:
+    """Asked in another order, by arms in another order, and alone: every arm samples the same answer."""
+    bench.run(JsonlLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
+    wanted = {(r["run"], r["question_id"]): r["answers"] for r in JsonlLog(tmp_path / "all.jsonl")}
+    assert wanted[0, 1]["chain@1"]["token_ids"] != wanted[1, 1]["chain@1"]["token_ids"]
+    assert len({str(wanted[run, 1]["autoregressive@1"]["token_ids"]) for run in (0, 1)}) == 2
+    bench.arms.reverse()
+    for name, questions in (("reversed", QUESTIONS[::-1]), ("alone", QUESTIONS[2:])):
+        bench.questions = questions
+        log = JsonlLog(tmp_path / f"{name}.jsonl")
+        bench.run(log, runs=2, warmup_questions=0)
+        for record in log:
+            for key, answer in record["answers"].items():
+                assert answer["token_ids"] == wanted[record["run"], record["question_id"]][key]["token_ids"], key
+
+
+def test_every_request_has_a_seed_of_its_own() -> None:
+    requests = [(0, 1, 0, "a@1"), (1, 1, 0, "a@1"), (0, 2, 0, "a@1"), (0, 1, 1, "a@1"), (0, 1, 0, "b@1")]
+    seeds = [request_seed(seed, *request) for seed in (0, 1) for request in requests]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[0] == request_seed(0, 0, 1, 0, "a@1")
+
+
+def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, tmp_path: Path) -> None:
+    """Every arm alike; the conversation goes on with the text before the stop string."""
+    free = JsonlLog(tmp_path / "free.jsonl")
+    bench.run(free, runs=1, warmup_questions=0)
+    text = next(iter(free))["answers"]["autoregressive@0"]["turns"][0]
+    bench._stop = StopStrings((text[4],), LetterTokenizer())
+    log = JsonlLog(tmp_path / "stopped.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    answers = next(iter(log))["answers"]
+    for key in ("autoregressive@0", "chain@0", "tree@0"):
+        assert answers[key]["token_ids"] == answers["autoregressive@0"]["token_ids"]
+        assert answers[key]["turns"][0] == text[: text.index(text[4])]
+        assert answers[key]["new_tokens"][0] == text.index(text[4]) + 1
+
+
+def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, tmp_path: Path) -> None:
+    """Almost everything is accepted; the answer is not the target's; nobody claims that it is."""
+    greedy = Sampling()
+    bench.arms = [bench.arms[0], Arm(bench.arms[1].method, greedy, torch.Generator(), lenience=1e-9)]
+    log = JsonlLog(tmp_path / "records.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    answers = next(iter(log))["answers"]
+    assert answers["chain@0"]["token_ids"] != answers["autoregressive@0"]["token_ids"]
+    row = summarize(list(log))[-1]
+    assert (row["method"], row["lossless"], row["greedy_identical"]) == ("chain", False, None)
+    assert row["tau"] > 2.5
+
+
+def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    ask = bench._ask
+
+    def note(arm: Arm, *rest: Any) -> dict[str, Any]:
+        asked.append(arm.key)
+        return ask(arm, *rest)
+
+    monkeypatch.setattr(bench, "_ask", note)
+    bench.run(JsonlLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
+    assert asked[::6] == ["autoregressive@0", "chain@0", "tree@0"]
+
+
+def test_answers_can_be_read_by_spec_bench(bench: SpecBench, tmp_path: Path) -> None:
+    """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
+    log = JsonlLog(tmp_path / "records.jsonl")
+    bench.run(log, runs=1, warmup_questions=0)
+    files = {file.name: file for file in write_answers(log, tmp_path / "answers", "demo")}
+    assert sorted(files) == sorted(
+        f"demo-{method}-temp-{temperature}-run-1.jsonl"
+        for method in ("autoregressive", "chain", "tree")
+        for temperature in (0, 1)
+    )
+    rows = [json.loads(line) for line in files["demo-chain-temp-0-run-1.jsonl"].read_text().splitlines()]
+    assert [(row["question_id"], row["category"]) for row in rows] == [(1, "writing"), (2, "math"), ("three", "math")]
+    accept_lengths: list[int] = []
+    for row, question in zip(rows, QUESTIONS, strict=True):
+        assert set(row) == {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
+        (choice,) = row["choices"]
+        assert set(choice) == {"index", "turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}
+        assert len(choice["turns"]) == len(choice["decoding_steps"]) == len(choice["new_tokens"]) == len(question.turns)
+        assert sum(choice["new_tokens"]) / sum(choice["wall_time"]) > 0
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) - len(question.turns)
+        accept_lengths.extend(choice["accept_lengths"])
+    summary = summarize(list(log))
+    overall = next(row for row in summary if (row["method"], row["category"]) == ("chain", "overall"))
+    assert sum(accept_lengths) / len(accept_lengths) == pytest.approx(overall["tau"])
+
+
+def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: SpecBench) -> None:
+    long = Question(9, "math", ("a" * 90,))
+    assert SpecBench(target, LetterTokenizer(), bench.arms, [*QUESTIONS, long], 12).left_out == 1
+    with pytest.raises(
+        UserError, match="none of the 1 questions leaves room for an answer in the target's 96 positions"
+    ):
+        SpecBench(target, LetterTokenizer(), bench.arms, [long], 12)
+    later = Question(10, "math", ("a" * 70, "b" * 20))
+    answer = SpecBench(target, LetterTokenizer(), bench.arms, [later], 12)._ask(bench.arms[0], later, 12)
+    assert (len(answer["turns"]), answer["turns_left_out"]) == (1, 1)
+
+
+def test_speedup_by_hand() -> None:
+    """Run 0: 4 s / 2 s = 2; run 1: 6 s / 2 s = 3; mean 2.5, standard deviation sqrt(0.5)."""
+    rows = summarize([made_up(0, 2.0, 4.0), made_up(1, 2.0, 6.0, same=False)])
+    row = next(row for row in rows if (row["method"], row["category"]) == ("chain", "overall"))
+    assert row["speedup_mean"] == pytest.approx(2.5)
+    assert row["speedup_std"] == pytest.approx(0.5**0.5)
+    assert (row["tau"], row["tau_without_bonus"], row["tokens"], row["runs"]) == (3, 2, 20, 2)
+    assert row["greedy_identical"] is False
+    assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
+
+
+def test_timing_by_hand() -> None:
+    """t_target 0.2, t_draft 0.1, t_verify 0.2, tau 3: predicted 3 * 0.2 / 0.3 = 2; measured 4.5 / 2.5 = 1.8."""
+    row = summarize_timing([made_up(0, 2.5, 4.5)])[-1]
+    assert row["speedup_predicted"] == pytest.approx(2.0)
+    assert row["speedup_decoding"] == pytest.approx(1.8)
+    assert row["loop_efficiency"] == pytest.approx(0.9)
+    assert row["cost_ratio"] == pytest.approx(0.5)
+    assert (row["t_choose_s"], row["t_commit_s"]) == (pytest.approx(0.03), pytest.approx(0.04))
+    assert acceptance_by_depth([0, 1, 2, 2]) == [0.75, pytest.approx(2 / 3)]
+
+
+def test_the_clock_by_hand() -> None:
+    """Rounds of .4 s for 4 tokens, .3 s for 1, .1 s for 1: latencies .1 x 5 and .3, whose median is .1, p90 .2."""
+    answer = {"round_s": [0.4, 0.3, 0.1], "accept_lengths": [4, 1, 1]}
+    assert latency_percentiles([answer], 50, 90) == [pytest.approx(0.1), pytest.approx(0.2)]
+    assert latency_percentiles([{"round_s": [], "accept_lengths": []}], 50, 90) == [None, None]
+    row = summarize([made_up(0, 2.0, 4.0)])[-1]
+    assert (row["tokens_per_s"], row["first_token_s"]) == (5.0, 0.05)
+    assert row["latency_p50_s"] == pytest.approx(0.37 / 3)
+
+
+def test_changed_settings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    settings = {"eval": {"max_new_tokens": 10, "methods": [{"name": "a"}]}, "drafter_weights": "12ab"}
+    check_settings(file, settings)
+    check_settings(file, settings)
+    changed = {"eval": {"max_new_tokens": 20, "methods": [{"name": "a"}]}, "drafter_weights": "34cd"}
+    with pytest.raises(UserError, match=r"\(drafter_weights, eval.max_new_tokens changed\): delete that folder"):
+        check_settings(file, changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no question"),
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is not a JSON object"),
+        ('{"question_id": 1, "turns": ["a"]}', "line 1 has no `category`"),
+        ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
+        ('{"question_id": 1.5, "category": "a", "turns": ["a"]}', "question_id must be a number or text"),
+        ('{"question_id": 1, "category": "a", "turns": []}', "turns must be a list of one or more non-empty texts"),
+        ('{"question_id": 1, "category": "a", "turns": "abc"}', "turns must be a list"),
+        (
+            '{"question_id": 1, "category": "a", "turns": ["b"]}\n' * 2,
+            "line 2: question_id 1 is already used on line 1",
+        ),
+    ],
+)
+def test_bad_questions(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "question.jsonl"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_questions(str(file))
+
+
+def test_missing_questions() -> None:
+    with pytest.raises(UserError, match=r"nowhere\.jsonl does not exist: set eval.questions"):
+        load_questions("nowhere.jsonl")
+
+
+def test_embedded_questions() -> None:
+    questions = load_questions("embedded")
+    assert len(questions) >= 80
+    assert len({question.category for question in questions}) >= 5
+    few = load_questions("embedded", limit_per_category=2)
+    assert len(few) == 2 * len({question.category for question in questions})
+
+
+def test_spec_bench_questions() -> None:
+    if not SPEC_BENCH.is_file():
+        pytest.skip(f"{SPEC_BENCH} is not there")
+    questions = load_questions(str(SPEC_BENCH))
+    assert len(questions) == 480
+    assert len({question.category for question in questions}) == 13
+
+
+def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, tmp_path: Path) -> None:
+    """The same answers; every size of tree is known and compiled before anything is measured."""
+    plain, fast = JsonlLog(tmp_path / "plain.jsonl"), JsonlLog(tmp_path / "fast.jsonl")
+    greedy = [arm for arm in bench.arms if arm.sampling.greedy]
+    bench.arms = greedy
+    bench.run(plain, runs=1, warmup_questions=0)
+    compiled = SpecBench(target, LetterTokenizer(), greedy, QUESTIONS, 12, seed=3, compiles=True)
+    compiled.session.close()
+    session = CompiledSession(target, compiled.session.max_length_tokens, backend="eager")
+    compiled.session = session
+    append = fast.append
+
+    def frozen_append(records: list[Any]) -> None:
+        append(records)
+        torch.compiler.set_stance("fail_on_recompile")
+
+    fast.append = frozen_append  # type: ignore[method-assign]
+    try:
+        compiled.run(fast, runs=1, warmup_questions=0)
+    finally:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
+    assert session._sizes == [1, 4, 7]
+    for mine, theirs in zip(fast, plain, strict=True):
+        for key, answer in mine["answers"].items():
+            assert answer["token_ids"] == theirs["answers"][key]["token_ids"]

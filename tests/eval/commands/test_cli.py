@@ -1,0 +1,50 @@
+"""The command line: a user's mistake is one sentence on stderr and a non-zero exit, never a traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.places import ROOT
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import cli
+from draftsmith.recipes.errors import exit_with_one_sentence
+
+RUNNER = CliRunner()
+
+
+@pytest.mark.parametrize(
+    "command", ["distill", "features", "train", "eval", "report", "run", "doctor", "plan", "compare"]
+)
+def test_a_missing_recipe_is_one_sentence_in_every_command(command: str) -> None:
+    result = RUNNER.invoke(cli.app, [command, "no-such-recipe.yaml"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: recipe file no-such-recipe.yaml does not exist")
+    assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load_recipe", interrupted)
+    result = RUNNER.invoke(cli.app, ["run", "quickstart"])
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted: run the same command again to continue where it stopped\n"
+
+
+def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, exit_with_one_sentence():
+        raise OSError(28, "No space left on device", "answers.jsonl")
+    assert caught.value.code == 2
+    assert "no space left on the device for answers.jsonl" in capsys.readouterr().err
+
+
+def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
+    script = ROOT / "train" / "train_parallel.py"
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("name: a\nevall: {}\n")
+    result = subprocess.run([sys.executable, str(script), str(recipe)], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.strip().endswith(f"error: {recipe}: unknown key `evall`: did you mean `eval`?")

@@ -1,0 +1,405 @@
+"""`draftsmith doctor`: each defect, provoked by what is really broken, is found, told, and makes the exit code 1."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from support import tiny_tokenizers as templates
+from support.tiny_tokenizers import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from draftsmith.data.distill.ledger import Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE, FAILED, TRUNCATED
+from draftsmith.data.sources.parsing import parse_conversation
+from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
+from draftsmith.eval.commands import cli, doctor
+from draftsmith.models.decoding.cached import ParallelDecoder
+from draftsmith.models.drafters import parallel
+
+VOCABULARY = 400
+TALK = [
+    {"messages": [{"role": "user", "content": f"Say hi {n}"}, {"role": "assistant", "content": "Hello there " * 4}]}
+    for n in range(3)
+]
+TWO_ROUNDS = {
+    "messages": [
+        *TALK[0]["messages"], {"role": "user", "content": "and?"}, {"role": "assistant", "content": "answer " * 20},
+    ]
+}  # fmt: skip
+WITH_SYSTEM = {"messages": [{"role": "system", "content": "you are a helper"}, *TALK[0]["messages"]]}
+
+
+def turns(user: str, assistant: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
+
+
+@dataclass
+class Clinic:
+    """A tiny target with its tokenizer, a source file and a recipe, all in one folder."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerFast
+
+    def examine(self, *overrides: str, rows: int = 0) -> tuple[int, dict[str, Any], str]:
+        """Exit code, findings by `part/check`, and what was printed."""
+        file = self.folder / "out.json"
+        command = ["doctor", str(self.folder / "mine.yaml"), *overrides, f"--rows={rows}", f"--json={file}"]
+        result = CliRunner().invoke(cli.app, command)
+        assert result.exit_code in (0, 1), result.output
+        values = json.loads(file.read_text())
+        assert values["healthy"] == (result.exit_code == 0)
+        findings = {f"{entry['part'].split()[0]}/{entry['check']}": entry for entry in values["findings"]}
+        assert len(findings) == len(values["findings"])
+        for entry in values["findings"]:
+            assert entry["sentence"] in result.stdout
+        return result.exit_code, findings, result.stdout
+
+    def rows(self) -> list[TokenizedConversation]:
+        return [tokenize_conversation(self.tokenizer, parse_conversation(record, "here")) for record in TALK]
+
+    def distilled(self, rows: list[TokenizedConversation]) -> None:
+        """Rows as if distillation had written them."""
+        columns = {"input_ids": [row.input_ids for row in rows], "loss_mask": [row.loss_mask for row in rows]}
+        datasets.Dataset.from_dict(columns).save_to_disk(str(self.folder / "runs" / "mine" / "data" / "tokens"))
+
+
+def clinic(
+    folder: Path, template: str = templates.CHATML, source: list[Any] | None = None, pad: str = "<pad>", **model: Any
+) -> Clinic:
+    torch.manual_seed(0)
+    values = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "bos_token_id": 0,
+        "eos_token_id": 1, "initializer_range": 0.3,
+    }  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**{**values, **model})).save_pretrained(folder / "target")
+    tokenizer = tiny_tokenizer(template)
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(folder / "target")
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in source or TALK]
+    (folder / "talk.jsonl").write_text("\n".join(lines) + "\n")
+    recipe = {
+        "name": "mine",
+        "runs_dir": str(folder / "runs"),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {"conversations": {"source": str(folder / "talk.jsonl")}, "max_length_tokens": 250},
+        "drafter": {"kind": "parallel", "options": {"num_masks": 2}},
+        "train": {"learning_rate": 1e-3},
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    return Clinic(folder, tokenizer)
+
+
+def test_a_healthy_recipe(tmp_path: Path) -> None:
+    code, findings, printed = clinic(tmp_path).examine(rows=1)
+    assert code == 0
+    assert {entry["severity"] for entry in findings.values()} == {"ok"}
+    rows = Clinic(tmp_path, tiny_tokenizer(templates.CHATML)).rows()
+    share = findings["source/supervised tokens"]["figures"]
+    assert share["tokens"] == sum(len(row.input_ids) for row in rows)
+    assert share["loss_tokens"] == sum(sum(row.loss_mask) for row in rows)
+    assert findings["source/end tokens"]["figures"]["answers"] == 3
+    assert 0 < findings["drafter/train = decode"]["figures"]["largest_difference"] < 1e-4
+    assert "«Hello there Hello there Hello there Hello there <|im_end|>»\n" in printed
+    assert "Next: draftsmith distill" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+SOURCE_DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
+    "every token is the assistant's": (
+        {"template": "{% for m in messages %}{{ m.content if m.role == 'assistant' }}{% endfor %}"}, [],
+        "data/chat template", "every token an assistant token.*correct tokenizer.chat_template",
+    ),
+    "the template refuses system turns": (
+        {"template": templates.LLAMA2, "source": [*TALK, WITH_SYSTEM]}, [],
+        "source/chat template", "1 of 4 do not go through.*skip_invalid=true",
+    ),
+    "double BOS": (
+        {"template": "{{ bos_token }}<s>" + templates.CHATML}, [],
+        "source/double BOS", "3 of 3 rows start with <s> twice: set target.chat_template",
+    ),
+    "no end token": (
+        {"template": templates.NO_END_TOKEN}, [],
+        "source/end tokens", "of 3 answers 3 do not end with </s>, so the drafter would not learn to stop",
+    ),
+    "an empty answer": (
+        {"source": [*TALK, turns("Say", " "), turns("", "hi"), {"messages": []}]}, [],
+        "source/empty conversations", r"3 \(1 empty assistant turn, .*beside 3 valid ones.*skip_invalid=true",
+    ),
+    "no JSON": (
+        {"source": [*TALK, "{not json"]}, [], "source/malformed conversations", r"1 \(1 not JSON\).*skip_invalid=true",
+    ),
+    "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
+    "too long": (
+        {}, ["data.max_length_tokens=20"],
+        "source/over-long", "3 are too long altogether, so nothing is left: raise data.max_length_tokens",
+    ),
+    "more tokens than positions": (
+        {"max_position_embeddings": 20}, [], "source/positions", "only 20 positions: set data.max_length_tokens to 20",
+    ),
+    "another tokenizer": (
+        {"vocab_size": 60}, [],
+        "source/vocabulary", r"tokens \(ids .*\) are outside the target's vocabulary of 60: take the tokenizer",
+    ),
+    "no such drafter": ({}, ["drafter.kind=paralel"], "drafter/drafter", "use one of .*parallel"),
+    "no such option": ({}, ["drafter.options.num_mask=3"], "drafter/drafter", "did you mean `num_masks`"),
+    "no such training key": ({}, ["train.learning_rat=1"], "drafter/train section", "did you mean `learning_rate`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCE_DEFECTS)
+def test_a_defect_before_distillation(name: str, tmp_path: Path) -> None:
+    changes, overrides, check, sentence = SOURCE_DEFECTS[name]
+    code, findings, printed = clinic(tmp_path, **changes).examine(*overrides)
+    assert code == 1
+    defects = {key: entry["sentence"] for key, entry in findings.items() if entry["severity"] == "defect"}
+    assert list(defects) == [check]
+    assert re.search(sentence, defects[check])
+    assert "1 defects" in printed
+    assert "Next:" not in printed
+
+
+def test_ids_outside_the_vocabulary_are_counted(tmp_path: Path) -> None:
+    case = clinic(tmp_path, vocab_size=60)
+    figures = case.examine()[1]["source/vocabulary"]["figures"]
+    assert figures["tokens_outside"] == sum(token >= 60 for row in case.rows() for token in row.input_ids) > 0
+
+
+def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
+    """-100, as labels have it, is no token: it is told, and neither the preview nor the parity check stumbles."""
+    case = clinic(tmp_path)
+    row = case.rows()[0]
+    case.distilled([TokenizedConversation([*row.input_ids, -100, -100], [*row.loss_mask, 0, 0])])
+    code, findings, _ = case.examine(rows=1)
+    assert code == 1
+    assert findings["tokens/vocabulary"]["sentence"].startswith("2 tokens (ids -100) are outside")
+    assert findings["drafter/train = decode"]["severity"] == "ok"
+
+
+def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
+    """Skipping was asked for; a third of the conversations is cut; the tokenizer knows tokens that no row has."""
+    case = clinic(
+        tmp_path,
+        source=[TALK[1], TALK[2], TWO_ROUNDS, turns("Say", ""), "{not json"],
+        vocab_size=len(tiny_tokenizer("")),
+    )
+    case.tokenizer.add_tokens(["<extra>"])
+    case.tokenizer.save_pretrained(tmp_path / "target")
+    code, findings, _ = case.examine("data.conversations.skip_invalid=true", "data.max_length_tokens=60")
+    assert code == 0
+    warnings = {key for key, entry in findings.items() if entry["severity"] == "warning"}
+    checks = ("empty conversations", "malformed conversations", "over-long", "vocabulary")
+    assert warnings == {f"source/{check}" for check in checks}
+    assert findings["source/over-long"]["figures"] == {"cut": 1, "too_long": 0, "conversations": 3}
+
+
+def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedConversation]:
+    return [TokenizedConversation(row.input_ids, [change(row, t) for t in range(len(row.input_ids))]) for row in rows]
+
+
+def after(row: TokenizedConversation, t: int) -> int:
+    """The mask, and one token more behind each answer."""
+    return int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1]))
+
+
+TOKEN_DEFECTS: dict[str, tuple[dict[str, Any], Any, list[str], str]] = {
+    "no loss at all": (
+        {}, lambda row, t: 0, ["supervised tokens", "rows without answers"], "none of .* tokens carries loss",
+    ),
+    "loss everywhere": ({}, lambda row, t: 1, ["supervised tokens", "end tokens"], "carry loss, the user's too"),
+    "an end token without loss": (
+        {}, lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 4),
+        ["end tokens"], "3 end with a token that carries no loss",
+    ),
+    "loss behind the end token": ({}, after, ["end tokens"], "3 go on carrying loss behind their end token"),
+    "pad = eos": (
+        {"template": templates.ZEPHYR, "pad": "</s>"}, lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 1),
+        ["padding"], "</s> is both pad and end token, and 3 of 3 answers have lost the loss on it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKEN_DEFECTS)
+def test_a_defect_in_the_tokens(name: str, tmp_path: Path) -> None:
+    changes, mask, checks, sentence = TOKEN_DEFECTS[name]
+    case = clinic(tmp_path, **changes)
+    case.distilled(with_mask(case.rows(), mask))
+    code, findings, _ = case.examine()
+    assert code == 1
+    defects = {key: entry["sentence"] for key, entry in findings.items() if entry["severity"] == "defect"}
+    assert list(defects) == [f"tokens/{check}" for check in checks]
+    assert re.search(sentence, defects[f"tokens/{checks[0]}"])
+    assert "run `draftsmith distill` again" in defects[f"tokens/{checks[0]}"]
+
+
+def test_little_loss_is_a_warning(tmp_path: Path) -> None:
+    case = clinic(tmp_path)
+    row = case.rows()[0]
+    long_question = TokenizedConversation([20] * 900 + row.input_ids, [0] * 900 + row.loss_mask)
+    case.distilled([long_question])
+    code, findings, _ = case.examine()
+    assert findings["tokens/supervised tokens"]["severity"] == "warning"
+    share = sum(row.loss_mask) / (900 + len(row.loss_mask))
+    assert findings["tokens/supervised tokens"]["figures"]["loss_frac"] == pytest.approx(share)
+    assert share < 0.05
+    assert code == 1  # but 900 tokens are more than the target's 256 positions
+    assert findings["tokens/positions"]["severity"] == "defect"
+
+
+def test_pad_as_end_token_is_fine_while_it_keeps_its_loss(tmp_path: Path) -> None:
+    case = clinic(tmp_path, template=templates.ZEPHYR, pad="</s>")
+    case.distilled(case.rows())
+    code, findings, _ = case.examine()
+    assert code == 0
+    assert findings["tokens/padding"]["sentence"].endswith("</s> is also an end token, and keeps its loss")
+
+
+def test_batches_that_mask_the_pad_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers' own language-model collator does when pad = eos."""
+    collate = doctor.collate_right_padded
+
+    def masking_pads(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(rows)
+        batch["loss_mask"][batch["input_ids"] == 1] = 0
+        return batch
+
+    case = clinic(tmp_path, template=templates.ZEPHYR, pad="</s>")
+    monkeypatch.setattr(doctor, "collate_right_padded", masking_pads)
+    code, findings, _ = case.examine()
+    assert code == 1
+    assert "padding changes the loss mask of 3 real tokens" in findings["source/padding"]["sentence"]
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    """Of a mixture: one prompt twice, one a question, one too long; prompts without answers are no defect."""
+    case = clinic(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["Say hi 1"]}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "SAY HI 0"}\n{"prompt": "other"}\n{"prompt": "' + "x" * 99 + '"}\n'
+    )
+    values = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    values["data"]["conversations"] = {
+        "mixture": [{"source": str(tmp_path / f"{name}.jsonl")} for name in ("talk", "prompts")],
+        "decontaminate": [str(tmp_path / "q.jsonl")],
+        "filters": {"max_turn_chars": 60},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    code, findings, _ = case.examine()
+    assert code == 0
+    assert findings["source/duplicates"]["figures"] == {"count": 1}
+    assert findings["source/evaluation questions"]["sentence"] == "1 (1 is a question) of 6 left out"
+    assert findings["source/filtered out"]["sentence"] == "1 (1 a turn of more than 60 characters) of 6 left out"
+    assert findings["source/without answers"]["figures"] == {"unanswered": 1, "conversations": 3}
+    assert findings["source/source talk"]["sentence"].startswith("66.7%: 2 of 3 records kept, contaminated: 1")
+    assert findings["source/source prompts"]["figures"]["duplicates"] == 1
+    assert findings["source/end tokens"]["figures"]["answers"] == 2
+    _, findings, _ = case.examine("data.conversations.decontaminate=[]")
+    assert findings["source/evaluation questions"]["severity"] == "warning"
+
+
+def test_what_distillation_lost(tmp_path: Path) -> None:
+    """Two of five conversations hit max_new_tokens; one that is being worked on does not count."""
+    case = clinic(tmp_path)
+    case.distilled(case.rows())
+    data = tmp_path / "runs" / "mine" / "data"
+    cut_short = "answer cut short by max_new_tokens"
+    with Ledger(data) as ledger:
+        ledger.lease(["0", "1", "2", "3", "4", "5"])
+        kept = [Finished("0", TRUNCATED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
+        ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
+    report = {"conversations": 5, "rows": 3, "cut": 1, "too_long": 2, "refused": 0}
+    (data / "tokens" / "token_report.json").write_text(json.dumps(report))
+    code, findings, printed = case.examine()
+    assert code == 0
+    assert findings["tokens/truncated answers"]["severity"] == "warning"
+    assert findings["tokens/truncated answers"]["figures"] == {"truncated": 2, "conversations": 5}
+    assert findings["tokens/over-long"]["figures"] == {"cut": 1, "too_long": 2, "conversations": 5}
+    assert "Next: draftsmith train" in printed
+
+
+def test_unreadable_tokens(tmp_path: Path) -> None:
+    case = clinic(tmp_path)
+    (tmp_path / "runs" / "mine" / "data" / "tokens").mkdir(parents=True)
+    code, findings, _ = case.examine()
+    assert code == 1
+    assert "delete it and run `draftsmith distill` again" in findings["tokens/tokens"]["sentence"]
+
+
+def test_a_target_that_ignores_the_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaForCausalLM.forward
+
+    def deaf(self: Any, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        return forward(self, *args, attention_mask=None, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", deaf)
+    code, findings, _ = clinic(tmp_path, num_hidden_layers=2).examine()
+    assert code == 1
+    assert "ignores 4-D attention masks" in findings["target/draft trees"]["sentence"]
+
+
+def test_a_half_precision_target_is_compared_in_fp32(tmp_path: Path) -> None:
+    code, findings, _ = clinic(tmp_path).examine("target.dtype=bfloat16")
+    assert code == 0
+    assert 0 < findings["drafter/train = decode"]["figures"]["largest_difference"] < 1e-4
+
+
+class OffByOne(ParallelDecoder):
+    """Reads the feature at t, which does not exist yet, or one too old, instead of the one at t-1."""
+
+    def observe(self, committed_ids: torch.Tensor, features: torch.Tensor) -> None:
+        super().observe(committed_ids, features.roll(1, 0))
+
+
+class ShiftedDepths(ParallelDecoder):
+    """Gives depth d the logits of depth d+1."""
+
+    def draft(self) -> torch.Tensor:
+        return super().draft().roll(-1, 0)
+
+
+@pytest.mark.parametrize("decoder_class", [OffByOne, ShiftedDepths])
+def test_a_drafter_whose_decoder_is_off_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder_class: type[ParallelDecoder]
+) -> None:
+    case = clinic(tmp_path)
+    monkeypatch.setattr(parallel.ParallelDrafter, "decoder", lambda self, length: decoder_class(self, length))
+    code, findings, printed = case.examine()
+    assert code == 1
+    finding = findings["drafter/train = decode"]
+    assert finding["figures"]["largest_difference"] > 0.01
+    assert "parallel decodes something else than it would be trained on" in finding["sentence"]
+    assert f"{finding['figures']['largest_difference']:.1e}" in printed
+
+
+def test_the_preview_colours_exactly_the_supervised_tokens() -> None:
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    row = tokenize_conversation(tokenizer, parse_conversation(TWO_ROUNDS, "here"))
+    text = doctor.preview(tokenizer, row)
+    assert text.plain == tokenizer.decode(row.input_ids)
+    coloured = [text.plain[span.start : span.end] for span in text.spans if span.style == "bold green"]
+    assert coloured == ["Hello there " * 4 + "<|im_end|>", "answer " * 20 + "<|im_end|>"]
+
+
+def test_the_quickstart_on_the_embedded_target_is_healthy(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    overrides = ["data.conversations.limit=6", f"runs_dir={tmp_path}", "target.device=cpu"]
+    result = CliRunner().invoke(cli.app, ["doctor", "quickstart", *overrides, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    findings = json.loads(file.read_text())["findings"]
+    assert {entry["severity"] for entry in findings} == {"ok"}
+    assert 0 < findings[-1]["figures"]["largest_difference"] < 1e-4
+    assert result.stdout.count("<|end|>»") >= 2
+
+
+def test_a_target_that_cannot_be_loaded_is_no_diagnosis(tmp_path: Path) -> None:
+    clinic(tmp_path)
+    result = CliRunner().invoke(cli.app, ["doctor", str(tmp_path / "mine.yaml"), f"target.model={tmp_path}/gone"])
+    assert result.exit_code == 2
+    assert "gone is not a folder" in result.stderr

@@ -1,0 +1,157 @@
+"""The proof holds for what is lossless, fails for what is not, and tells a tie from a bug."""
+
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.tiny_models import tiny_target
+from torch import Tensor
+
+from draftsmith.eval.bench.spec_bench import Arm
+from draftsmith.eval.commands.prove import (
+    DistributionProof,
+    Divergence,
+    GreedyProof,
+    Proof,
+    _compare,
+    _test,
+    chi_square_uniform,
+    prove,
+    rosenblatt,
+)
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.report.report import proof_sentence
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Verdict
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+PROMPT = [5, 9, 33, 12]
+
+
+class Guess:
+    """Drafts two tokens from a fixed q at depths 1 and 2."""
+
+    name = "guess"
+
+    def __init__(self, q: Tensor, generator: torch.Generator) -> None:
+        self._q, self._generator, self._newest = q, generator, -1
+
+    def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        pass
+
+    def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        self._newest = committed_ids[-1]
+
+    def propose(self) -> DraftTree:
+        drawn = torch.multinomial(self._q, 2, replacement=True, generator=self._generator).tolist()
+        return DraftTree([self._newest, *drawn], TreeShape.chain(2), self._q.expand(3, -1))
+
+
+def distribution_proof(temperature: float = 1.0, answers: int = 60, tokens: int = 20) -> DistributionProof:
+    target, sampling = tiny_target(), Sampling(temperature)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(target.config.vocab_size, generator=torch.Generator().manual_seed(5)).softmax(-1)
+    arm = Arm(Guess(q, generator), sampling, generator)
+    with TargetSession(target, 64) as session:
+        drawn = [
+            (PROMPT, generate(session, arm.method, PROMPT, sampling, tokens, (), generator).ids) for _ in range(answers)
+        ]
+    return _test(target, arm, drawn)
+
+
+def test_lossless_sampling_passes() -> None:
+    proof = distribution_proof()
+    assert (proof.tokens, proof.impossible) == (1200, 0)
+    assert proof.p_value > 0.01
+    assert proof.holds(1e-3)
+
+
+def test_lenient_verification_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier that accepts twice as readily: hardly visible in the text, and found."""
+    from draftsmith.eval.trees import verify as module
+
+    original = module.RandomChooser.accept
+    monkeypatch.setattr(
+        module.RandomChooser, "accept", lambda self, probability: original(self, min(1.0, 2.0 * probability))
+    )
+    assert distribution_proof().p_value < 1e-4
+
+
+def test_greedy_answers_to_a_sampled_question_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> Verdict:
+        return Verdict([0], int(logits[0].argmax()))
+
+    monkeypatch.setattr("draftsmith.eval.decoding.loop.verify", greedy)
+    assert distribution_proof().p_value < 1e-6
+
+
+def test_rosenblatt_by_hand() -> None:
+    """Token 2 (.5) covers [0, .5), token 0 (.3) [.5, .8), tokens 1 and 3 (.1 each) share [.8, 1)."""
+    p = torch.tensor([0.3, 0.1, 0.5, 0.1])
+    u, impossible = rosenblatt(p.expand(4, 4), torch.tensor([2, 0, 1, 3]), torch.Generator().manual_seed(0))
+    assert impossible == 0
+    bounds = [(0.0, 0.5), (0.5, 0.8), (0.8, 1.0), (0.8, 1.0)]
+    assert all(low - 1e-6 <= value < high + 1e-6 for value, (low, high) in zip(u.tolist(), bounds, strict=True))
+    _, impossible = rosenblatt(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), torch.Generator())
+    assert impossible == 1
+
+
+def test_chi_square_by_hand() -> None:
+    """20 bins of 5, one number moved from one bin to the next: (1 + 1) / 5; the p-value of 30.14 at 19 df is .05."""
+    u = (torch.arange(100).double() + 0.5) / 100
+    assert chi_square_uniform(u) == (0.0, 1.0)
+    u[0] = u[5]
+    assert chi_square_uniform(u)[0] == pytest.approx(0.4)
+    half_df, half = torch.tensor(9.5).double(), torch.tensor(30.144 / 2).double()
+    assert float(torch.special.gammaincc(half_df, half)) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_a_wrong_token_is_a_bug_and_a_tie_is_none() -> None:
+    target = tiny_target()
+    with TargetSession(target, 64) as session:
+        answer = generate(session, Autoregressive(), PROMPT, Sampling(), 12).ids
+        wrong = [*answer[:5], (answer[5] + 1) % 61, *answer[6:]]
+        proof = _compare(target, session, "x", [(7, PROMPT)], {7: answer}, {7: wrong})
+    (found,) = proof.divergences
+    assert (found.question_id, found.position, found.expected) == (7, 5, answer[5])
+    logits = target(torch.tensor([PROMPT + answer[:5]])).logits[0, -1]
+    top = logits.topk(2).values
+    assert found.gap == pytest.approx(float(top[0] - top[1]), abs=1e-4)
+    assert found.noise < 1e-4
+    assert not proof.holds
+    tie = Divergence(7, 5, 1, 2, gap=1e-6, noise=1e-6)
+    assert GreedyProof("x", 1, 12, [tie]).holds
+
+
+def test_all_of_it_must_hold() -> None:
+    good = DistributionProof("x", 1.0, 100, 0, 19.0, 0.4)
+    assert Proof([GreedyProof("x", 1, 12)], [good], 1e-12, []).holds
+    assert not Proof([], [good], 1e-3, []).holds
+    unlikely = DistributionProof("x", 1.0, 100, 0, 60.0, 4e-4)
+    assert not Proof([], [unlikely, good][:1], 0.0, []).holds
+    assert Proof([], [unlikely, good, good], 0.0, []).holds  # one of three may be that unlikely
+    impossible = DistributionProof("x", 1.0, 100, 1, 19.0, 0.4)
+    proof = Proof([GreedyProof("x", 1, 12)], [impossible], 0.0, [])
+    assert not proof.holds
+    sentence = proof_sentence(proof.as_json())
+    assert sentence is not None
+    assert sentence.startswith("NOT PROVED: 12 greedy tokens of 1 method(s)")
+    assert proof_sentence(None) is None
+    assert "left out" not in sentence
+    lenient = proof_sentence(Proof([], [], 0.0, [], ["hasty", "sloppy"]).as_json())
+    assert lenient is not None
+    assert lenient.endswith("Not lossless, left out: hasty, sloppy.")
+    console = Console(record=True, width=120)
+    Proof([], [], 0.0, [], ["hasty"]).show(console)
+    assert "not lossless by their lenience, so left out: hasty" in console.export_text()
+
+
+def test_there_must_be_something_lossless() -> None:
+    recipe = Recipe.model_validate({"name": "x", "eval": {"methods": [{"name": "hasty", "lenience": 0.5}]}})
+    with pytest.raises(UserError, match=r"every method of eval\.methods has a lenience below 1"):
+        prove(recipe)

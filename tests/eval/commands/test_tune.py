@@ -1,0 +1,129 @@
+"""What a trace promises is what other trees of the same drafter really keep; the tree is found again afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greedy_reference
+from support.tiny_models import VOCABULARY, tiny_target
+
+from draftsmith.eval.commands.evaluate import resolve_tuned
+from draftsmith.eval.commands.tune import (
+    _on_curve,
+    _Tracing,
+    candidates,
+    describe,
+    expected_tau,
+    shape_of,
+    traced_path,
+    write_tuned,
+)
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.recipes.schema import MethodRecipe
+
+
+def test_a_path_and_its_ranks() -> None:
+    r"""Root 9; children 1 (-.1) and 2 (-2); below 1: 3 (-1) and 4 (-.5); below 2: 3 (-2.5)."""
+    shape = TreeShape.of((-1, 0, 0, 1, 1, 2))
+    tree = DraftTree([9, 1, 2, 3, 4, 3], shape, log_confidence=[0.0, -0.1, -2.0, -1.0, -0.5, -2.5])
+    assert traced_path(tree, [1, 3, 7]) == [0, 2]
+    assert traced_path(tree, [2, 3]) == [3, 4]
+    assert traced_path(tree, [8]) == []
+    assert traced_path(DraftTree([9, 1, 2, 3], TreeShape.chain(3)), [1, 2, 7]) == [0, 1]
+
+
+def test_expected_tau_by_hand() -> None:
+    trace = [[0, 2, 9], [3], [], [0, 1]]
+    assert expected_tau(trace, depth=3, nodes=48) == 1 + 6 / 4
+    assert expected_tau(trace, depth=2, nodes=48) == 1 + 5 / 4
+    assert expected_tau(trace, depth=3, nodes=3) == 1 + 4 / 4
+    assert expected_tau(trace, depth=1, nodes=1) == 1 + 2 / 4
+
+
+def test_the_best_candidate_depends_on_the_clock() -> None:
+    trace, chain_trace, draft_s = [[5, 7]] * 3 + [[0]], [[0], [], [], []], {1: 1.0, 2: 1.0}
+    flat = candidates(trace, chain_trace, [1, 2], [(1, 10.0), (64, 10.0)], draft_s)
+    assert describe(flat[0].method) == "best_first of 8 nodes"
+    assert flat[0].tau == 1 + 7 / 4
+    steep = candidates(trace, chain_trace, [1, 2], [(1, 1.0), (64, 640.0)], draft_s)
+    assert describe(steep[0].method) == "chain to depth 1"
+
+
+def test_between_measured_sizes() -> None:
+    curve = [(1, 1.0), (3, 2.0), (7, 6.0)]
+    assert [_on_curve(curve, nodes) for nodes in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 4.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize("decoder_of", [HalfRightDecoder, HalfRightStepwiseDecoder])
+def test_the_trace_promises_what_trees_keep(decoder_of: Any) -> None:
+    """The same tree that was traced: exactly its tau. A smaller one and a chain: nearly (rounds start elsewhere)."""
+    target = tiny_target(max_position_embeddings=512).double()
+    prompt, new_tokens = [5, 6, 7], 400
+    wanted = greedy_reference(target, prompt, new_tokens)
+    greedy = Sampling()
+
+    def run(method: MethodRecipe) -> tuple[_Tracing, float]:
+        decoder = decoder_of(wanted, VOCABULARY)
+        tracing = _Tracing(DrafterMethod("x", decoder, tree_builder(method, decoder), greedy))
+        with TargetSession(target, 420) as session:
+            out = generate(session, tracing, prompt, greedy, new_tokens)
+        assert out.ids == wanted
+        return tracing, sum(out.accept_lengths) / out.rounds
+
+    def tree(nodes: int) -> MethodRecipe:
+        return MethodRecipe(name="x", tree="best_first", nodes=nodes, branch=6)
+
+    tracing, tau = run(tree(30))
+    assert expected_tau(tracing.trace, depth=4, nodes=30) == pytest.approx(tau, abs=0.03)  # the last round is cut
+    assert expected_tau(tracing.trace, depth=4, nodes=8) == pytest.approx(run(tree(8))[1], rel=0.12)
+    chaining, tau = run(MethodRecipe(name="x"))
+    assert expected_tau(chaining.trace, depth=4, nodes=4) == pytest.approx(tau, abs=0.03)
+    short = run(MethodRecipe(name="x", max_depth=2))[1]
+    assert expected_tau(chaining.trace, depth=2, nodes=2) == pytest.approx(short, rel=0.12)
+
+
+def test_the_tree_goes_with_the_drafter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "draftsmith-parallel"}))
+    row = MethodRecipe(name="mine", tree="tuned")
+    assert resolve_tuned(row, tmp_path).tree == "best_first"  # never tuned
+    found = MethodRecipe(name="x", tree="best_first", nodes=10, branch=8, max_depth=3)
+    write_tuned(tmp_path, found)
+    resolved = resolve_tuned(row, tmp_path)
+    assert shape_of(resolved) == shape_of(found)
+    assert resolved.name == "mine"
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "draftsmith-parallel"
+    assert resolve_tuned(found, tmp_path) is found
+
+
+def test_trees_know_their_confidence() -> None:
+    """Path probabilities, and the N most confident nodes are the tree of N nodes."""
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+
+    class Fixed:
+        def draft(self) -> torch.Tensor:
+            return logits
+
+    def tree_of(nodes: int) -> DraftTree:
+        recipe = MethodRecipe(name="x", tree="best_first", nodes=nodes, branch=5)
+        decoder: Any = Fixed()
+        return tree_builder(recipe, decoder).propose(0, decoder, Sampling(), None)
+
+    def paths(tree: DraftTree, nodes: list[int]) -> set[tuple[int, ...]]:
+        return {tuple(tree.tokens[step] for step in tree.shape.path_to(node)) for node in nodes}
+
+    large, small = tree_of(30), tree_of(7)
+    assert large.log_confidence is not None
+    log_q = logits.log_softmax(-1)
+    for node in range(1, 31):
+        path = large.shape.path_to(node)[1:]
+        expected = sum(float(log_q[depth, large.tokens[step]]) for depth, step in enumerate(path))
+        assert large.log_confidence[node] == pytest.approx(expected, abs=1e-5)
+    best = sorted(range(1, 31), key=lambda node: -large.log_confidence[node])[:7]  # type: ignore[index]
+    assert paths(large, best) == paths(small, list(range(1, 8)))

@@ -1,0 +1,130 @@
+"""Invariant 1: every method and every tree returns exactly the target's greedy tokens.
+
+The reference is `generate` of transformers, which shares no code with ours.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.half_right import (
+    BUILDERS,
+    GREEDY,
+    GROWERS,
+    TINY,
+    HalfRightDecoder,
+    HalfRightStepwiseDecoder,
+    greedy_reference,
+)
+from support.places import MATERIAL
+from transformers import (
+    AutoModelForCausalLM,
+)
+
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.draft_model import DraftModelDecoder
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.lookahead import Lookahead
+from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
+from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.methods.registry import Autoregressive, Method
+from draftsmith.eval.methods.specinfer import SpecInfer
+from draftsmith.eval.trees.builders import TreeBuilder
+from draftsmith.models.base.drafter import StepwiseDecoder, load_drafter_class
+
+MODELS = MATERIAL / "models"
+
+
+def check_all_trees(
+    target: Any,
+    prompts: list[list[int]],
+    new_tokens: int,
+    decoder_of: type[HalfRightDecoder] = HalfRightDecoder,
+    builders: dict[str, TreeBuilder] = BUILDERS,
+) -> None:
+    vocabulary = target.config.vocab_size
+    with TargetSession(target, max(map(len, prompts)) + new_tokens) as session:
+        for prompt in prompts:
+            wanted = greedy_reference(target, prompt, new_tokens)
+            assert generate(session, Autoregressive(), prompt, GREEDY, new_tokens).ids == wanted
+            for name, builder in builders.items():
+                method = DrafterMethod(name, decoder_of(wanted, vocabulary), builder, GREEDY)
+                out = generate(session, method, prompt, GREEDY, new_tokens)
+                assert out.ids == wanted, name
+                assert out.rounds < len(wanted) - 1, f"{name}: no draft was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_targets(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY[name]).to(dtype).eval()
+    check_all_trees(target, [[5, 6, 7, 8], [90, 3]], new_tokens=40)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_methods_without_training(name: str) -> None:
+    """A draft model here is the target with other weights: its own cache must be right for its architecture too."""
+    torch.manual_seed(0)
+    target, draft = (AutoModelForCausalLM.from_config(TINY[name]).double().eval() for _ in range(2))
+    with torch.no_grad():
+        for mine, theirs in zip(draft.parameters(), target.parameters(), strict=True):
+            mine.copy_(0.3 * mine + 0.7 * theirs)
+    prompt, new_tokens = [5, 6, 7, 8, 5, 6], 40
+    wanted = greedy_reference(target, prompt, new_tokens)
+    decoder = DraftModelDecoder(draft, 4, 50, 97)
+    methods: list[Method] = [PromptLookup("prompt_lookup"), Lookahead("lookahead")]
+    decoders: list[StepwiseDecoder] = [decoder, DraftModelDecoder(target, 2, 50, 97)]
+    methods += [
+        SpecInfer("specinfer", decoders, [1, 2, 1, 1], 1, GREEDY),
+        SpecInfer("alone", decoders[:1], [3], 2, GREEDY),
+    ]
+    counts = NgramModel([(np.array([*prompt, *wanted[:25], 1, 2]), np.ones(33))], 2, 97)
+    ngram = NgramDecoder(counts, 4, target.device)
+    methods += [DrafterMethod(f"ngram, {tree}", ngram, GROWERS[tree], GREEDY) for tree in GROWERS]
+    methods += [DrafterMethod(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
+    with TargetSession(target, len(prompt) + new_tokens) as session:
+        for method in methods:
+            assert generate(session, method, prompt, GREEDY, new_tokens).ids == wanted, method.name
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_grown_trees(name: str) -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY[name]).eval()
+    check_all_trees(target, [[5, 6, 7, 8]], 40, HalfRightStepwiseDecoder, GROWERS)
+
+
+def test_eager_attention() -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY["llama"], attn_implementation="eager").eval()
+    check_all_trees(target, [[5, 6, 7, 8]], new_tokens=30)
+
+
+@pytest.mark.parametrize("name", ["stories260K", "neo3m_chat"])
+def test_real_targets(name: str) -> None:
+    if not (MODELS / name).is_dir():
+        pytest.skip(f"{MODELS / name} is not there")
+    target = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
+    check_all_trees(target, [[1, 40, 50, 60], [1, 300, 301, 302, 17, 18]], new_tokens=60)
+
+
+@pytest.mark.parametrize("inputs", ["embedding", "hidden", "both"])
+def test_parallel_drafter(inputs: str) -> None:
+    """An untrained drafter with its real cache: mostly wrong, never visible in the output."""
+    torch.manual_seed(0)
+    if (MODELS / "stories260K").is_dir():
+        target = AutoModelForCausalLM.from_pretrained(MODELS / "stories260K", dtype=torch.float32).eval()
+    else:
+        target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
+    drafter = load_drafter_class("parallel").from_target(target, {"num_masks": 3, "inputs": inputs}).eval()
+    prompt, new_tokens = [1, 40, 50, 60], 40
+    wanted = greedy_reference(target, prompt, new_tokens)
+    with TargetSession(target, 60) as session:
+        decoder = drafter.decoder(60)
+        for _ in range(2):
+            for name, builder in BUILDERS.items():
+                out = generate(session, DrafterMethod(name, decoder, builder, GREEDY), prompt, GREEDY, new_tokens)
+                assert out.ids == wanted, name

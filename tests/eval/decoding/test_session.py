@@ -1,0 +1,200 @@
+"""The target session: a tree forward equals separate forwards, and the cache holds exactly what was committed."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+from draftsmith.eval.decoding import session as session_module
+from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.target.loading import FINAL_FEATURES
+from draftsmith.recipes.errors import UserError
+
+V = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "gemma": GemmaConfig(**SIZES),
+    "gpt2": GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+}
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).to(dtype).eval()
+
+
+@torch.inference_mode()
+def plain(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and features of a forward without a cache."""
+    tokens = torch.tensor([ids])
+    return model(tokens).logits[0], model.base_model(tokens).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tree_equals_separate_sequences(name: str, attention: str) -> None:
+    model = tiny(name, attention=attention)
+    prompt = [5, 9, 3, 30]
+    tree = DraftTree([7, 1, 2, 3, 4, 6], TreeShape.of((-1, 0, 0, 2, 2, 4)))
+    with TargetSession(model, 40) as session:
+        step = session.prefill(prompt)
+        logits, features = plain(model, prompt)
+        torch.testing.assert_close(step.logits, logits[-1:])
+        torch.testing.assert_close(step.features, features)
+        step = session.forward_tree(tree)
+        for node in range(len(tree)):
+            sequence = prompt + [tree.tokens[step] for step in tree.shape.path_to(node)]
+            logits, features = plain(model, sequence)
+            torch.testing.assert_close(step.logits[node], logits[-1], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(step.features[node], features[-1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_features_of_several_layers(name: str) -> None:
+    """In the order asked for, at every token of the prompt and at every node; no hook stays behind."""
+    model = tiny(name)
+    prompt, tree = [5, 9, 3, 30], DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 2)))
+    layers = (1, FINAL_FEATURES, 0)
+    features_of(model, prompt, layers)  # leaves hooks of transformers' own
+    hooks = count_hooks(model)
+    for path in ([0, 2, 3], [0]):
+        with TargetSession(model, 40, layers) as session:
+            torch.testing.assert_close(session.prefill(prompt).features, features_of(model, prompt, layers))
+            committed = list(prompt)
+            for _ in range(2):
+                step = session.forward_tree(tree)
+                assert step.features.shape == (len(tree), 3 * 32)
+                for node in range(len(tree)):
+                    sequence = committed + [tree.tokens[step] for step in tree.shape.path_to(node)]
+                    wanted = features_of(model, sequence, layers)[-1]
+                    torch.testing.assert_close(step.features[node], wanted, atol=1e-6, rtol=1e-5)
+                session.commit(path)
+                committed += [tree.tokens[node] for node in path]
+                assert count_hooks(model) == hooks + len(layers)
+    assert count_hooks(model) == hooks
+
+
+def count_hooks(model: PreTrainedModel) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@torch.inference_mode()
+def features_of(model: Any, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """[n, F] of transformers' own hidden states, of which the last is the normed one."""
+    states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], dim=-1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_commit_keeps_the_path_and_nothing_else(name: str) -> None:
+    """Several rounds with paths that are contiguous, scattered or only the root; then the same session again."""
+    model = tiny(name)
+    shape = TreeShape.of((-1, 0, 0, 1, 2, 4))
+    with TargetSession(model, 40) as session:
+        for prompt in ([5, 9, 3, 30], [8, 8]):
+            session.prefill(prompt)
+            committed = list(prompt)
+            for number, path in enumerate([[0, 2, 4, 5], [0], [0, 1], [0, 1, 3], [0, 2]]):
+                tree = DraftTree([(11 * number + 3 * node) % V for node in range(6)], shape)
+                step = session.forward_tree(tree)
+                last = committed + [tree.tokens[node] for node in shape.path_to(5)]
+                torch.testing.assert_close(step.logits[5], plain(model, last)[0][-1], atol=1e-6, rtol=1e-5)
+                session.commit(path)
+                committed += [tree.tokens[node] for node in path]
+                assert session.length_tokens == len(committed)
+            step = session.forward_tree(DraftTree([1], TreeShape.chain(0)))
+            torch.testing.assert_close(step.logits[0], plain(model, [*committed, 1])[0][-1], atol=1e-6, rtol=1e-5)
+
+
+def test_chain_needs_no_moving() -> None:
+    model = tiny("llama")
+    with TargetSession(model, 40) as session:
+        session.prefill([1, 2, 3])
+        step = session.forward_tree(DraftTree([4, 5, 6], TreeShape.chain(2)))
+        torch.testing.assert_close(step.logits, plain(model, [1, 2, 3, 4, 5, 6])[0][3:], atol=1e-6, rtol=1e-5)
+
+
+def test_tree_masks_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best-first trees have ever new shapes; their masks must not fill the memory."""
+    monkeypatch.setattr(session_module, "MOST_SHAPES", 3)
+    model = tiny("llama")
+    with TargetSession(model, 40) as session:
+        session.prefill([1, 2])
+        for last in (0, 1, 2, 3, 4, 0):
+            tree = DraftTree([7, 1, 2, 3, 4, 5], TreeShape.of((-1, 0, 0, 2, 3, last)))
+            step = session.forward_tree(tree)
+            wanted = plain(model, [1, 2] + [tree.tokens[step] for step in tree.shape.path_to(5)])[0][-1]
+            torch.testing.assert_close(step.logits[5], wanted, atol=1e-6, rtol=1e-5)
+            assert 0 < len(session._bias_of) <= 3
+
+
+def test_too_long() -> None:
+    model = tiny("llama")
+    assert longest_sequence_tokens(model) == 64
+    with pytest.raises(UserError, match="65 tokens do not fit into the target's 64 positions"):
+        TargetSession(model, 65)
+    with TargetSession(model, 8) as session, pytest.raises(UserError, match="a prompt of 9 tokens does not fit"):
+        session.prefill(list(range(9)))
+
+
+def test_a_sliding_window_limits_the_session() -> None:
+    config = MistralConfig(**SIZES, sliding_window=16)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert longest_sequence_tokens(model) == 16
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model would give wrong answers silently; the probe compares siblings with separate runs."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    forward = model.forward
+
+    def deaf(*args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        return forward(*args, attention_mask=None, **options)
+
+    monkeypatch.setattr(model, "forward", deaf)
+    with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.*=sdpa or eager"):
+        TargetSession(model, 20)
+    assert not model.base_model._forward_hooks
+
+
+def test_a_target_without_attention_is_refused() -> None:
+    config = MambaConfig(vocab_size=V, hidden_size=16, state_size=4, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UserError, match=r"cannot run draft trees.*Llama, Qwen"):
+        TargetSession(model, 20)
+
+
+def test_the_probe_runs_once() -> None:
+    model = tiny("llama")
+    TargetSession(model, 20).close()
+    assert model in session_module._probed
+    assert not model.base_model._forward_hooks

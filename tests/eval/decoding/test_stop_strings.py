@@ -1,0 +1,240 @@
+"""Stop strings cut at the token that completes one, whatever pieces the tokens are, and wherever a round ends."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support.scripted import Scripted
+from support.tiny_tokenizers import CHATML, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.eval.decoding.batch_loop import generate_batch
+from draftsmith.eval.decoding.batch_session import BatchSession
+from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.stop_strings import StopStrings
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.methods.registry import Autoregressive, Method
+from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
+from draftsmith.eval.trees.sampling import Sampling
+
+GREEDY = Sampling()
+PROMPT = [1, 2, 3]
+V = 11
+
+
+class PieceTokenizer:
+    """Token i stands for PIECES[i]."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(self.pieces[token] for token in ids)
+
+
+def cut(tokenizer: Any, ids: list[int], *stop: str) -> tuple[int | None, str | None]:
+    """How many tokens are kept, and the text; both None if nothing stops."""
+    watch = StopStrings(stop, tokenizer).watch()
+    for index, token in enumerate(ids):
+        if watch.completes(token):
+            return index + 1, watch.text_before
+    return None, watch.text_before
+
+
+def test_by_hand() -> None:
+    tokenizer = PieceTokenizer(["Hello", "\n", "\n\n", "Q", ": x", "}\n\nfoo"])
+    assert cut(tokenizer, [0, 1, 1, 3], "\n\n") == (3, "Hello")  # across two tokens
+    assert cut(tokenizer, [0, 2, 3], "\n\n") == (2, "Hello")  # a whole token
+    assert cut(tokenizer, [0, 5, 3], "\n\n") == (2, "Hello}")  # inside a token
+    assert cut(tokenizer, [0, 1, 3, 4], "\nQ:") == (4, "Hello")  # three tokens, and a rest behind it
+    assert cut(tokenizer, [0, 5], "foo", "}\n") == (2, "Hello")  # the first in the text, not in the list
+    assert cut(tokenizer, [0, 1, 3, 1], "\n\n", "z") == (None, None)
+    assert cut(tokenizer, [0], "Hello") == (1, "")
+    assert cut(tokenizer, [3, 3, 3], "QQ") == (2, "")
+
+
+def byte_level() -> Any:
+    return tiny_tokenizer(CHATML)
+
+
+def byte_fallback() -> Any:
+    """As Llama 2's: words with their space, single bytes for what the vocabulary lacks, no space at the very start."""
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for piece in ("▁", "a", "b", "c", ".", "▁a", "▁b", "▁c"):
+        vocabulary[piece] = len(vocabulary)
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [("▁", letter) for letter in "abc"], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("text", ["a b. 東京 c\n\na", "€ ab é\u0301 c b", "a\U0001f600\U0001f600b c"])
+def test_as_if_the_whole_text_were_decoded_after_every_token(make: Any, text: str) -> None:
+    """Every substring as the stop string: the first prefix of the tokens whose text holds it."""
+    tokenizer = make()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) > len(text.split())
+    prefixes = [tokenizer.decode(ids[:count]) for count in range(1, len(ids) + 1)]
+    for begin, end in itertools.combinations(range(len(text) + 1), 2):
+        stop = text[begin:end]
+        wanted = next(count for count, prefix in enumerate(prefixes, start=1) if stop in prefix)
+        assert cut(tokenizer, ids, stop) == (wanted, text[: text.index(stop)]), stop
+    assert cut(tokenizer, ids, text + "!") == (None, None)
+
+
+def test_special_tokens_are_no_text() -> None:
+    tokenizer = byte_level()
+    eot = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = [*tokenizer.encode("Hello there", add_special_tokens=False), eot, *tokenizer.encode("Say")]
+    assert cut(tokenizer, ids, "<|im_end|>") == (None, None)
+    assert cut(tokenizer, ids, "thereS")[1] == "Hello "
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+PIECES = ["a", "bc", "d\n", "e", "f", "gh", "i", "\nj", "k", "l", "m"]
+
+
+def run(target: LlamaForCausalLM, method: Method, *stop: str, sampling: Sampling = GREEDY) -> Generation:
+    stops = StopStrings(stop, PieceTokenizer(PIECES)) if stop else None
+    with TargetSession(target, 48) as session:
+        return generate(session, method, PROMPT, sampling, 24, (), torch.Generator().manual_seed(0), stops)
+
+
+class FixedDecoder:
+    """Four depths of one noise, so that trees hold something right now and then."""
+
+    def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
+        pass
+
+    def observe(self, committed_ids: Any, features: Any) -> None:
+        pass
+
+    def draft(self) -> torch.Tensor:
+        return torch.randn(4, V, generator=torch.Generator().manual_seed(0))
+
+
+def test_every_method_cuts_where_the_loop_does(target: LlamaForCausalLM) -> None:
+    """Every stop string of up to five characters of the answer, through chains and trees that accept this and that."""
+    answer = run(target, Autoregressive()).ids
+    text = PieceTokenizer(PIECES).decode(answer)
+    methods: list[Method] = [
+        Scripted(answer, None),
+        Scripted(answer, 3),
+        PromptLookup("lookup"),
+        DrafterMethod("chain", FixedDecoder(), ChainBuilder(), GREEDY),
+        DrafterMethod("tree", FixedDecoder(), BestFirstBuilder(nodes=20, branch=6), GREEDY),
+    ]
+    stops = sorted({text[begin : begin + size] for begin in range(len(text)) for size in range(1, 6)})
+    assert len(stops) > 20
+    lengths, inside = set(), 0
+    for stop in stops:
+        plain = run(target, Autoregressive(), stop)
+        assert plain.ids == answer[: len(plain.ids)]
+        assert plain.text_before_stop == text[: text.index(stop)]
+        assert stop in PieceTokenizer(PIECES).decode(plain.ids)
+        assert stop not in PieceTokenizer(PIECES).decode(plain.ids[:-1])
+        lengths.add(len(plain.ids))
+        for method in methods:
+            out = run(target, method, stop)
+            assert (out.ids, out.text_before_stop) == (plain.ids, plain.text_before_stop), (method.name, stop)
+            assert sum(out.accept_lengths) == len(out.ids) - 1
+            assert all(drafts <= kept for drafts, kept in zip(out.draft_lengths, out.accept_lengths, strict=True))
+            inside += bool(out.accept_lengths) and out.accept_lengths[-1] == out.draft_lengths[-1] > 0
+    assert len(lengths) > 3
+    assert inside > 20, "no answer ended inside an accepted path"
+
+
+def test_rows_of_a_batch_are_cut_where_each_would_be_alone(target: LlamaForCausalLM) -> None:
+    """A watch for each row, though rows come and go."""
+    pieces = PieceTokenizer(PIECES)
+    answer = run(target, Autoregressive()).ids
+    prompts = [PROMPT, [*PROMPT, *answer[:3]], [*PROMPT, *answer[:2]], PROMPT[:1]]
+    stops = StopStrings((pieces.decode(answer[7:9]),), pieces)
+    with TargetSession(target, 48) as session:
+        alone = [generate(session, Autoregressive(), prompt, GREEDY, 20, (), None, stops) for prompt in prompts]
+    with BatchSession(target, 48, 2) as batch:
+        methods = [DrafterMethod("x", FixedDecoder(), ChainBuilder(), GREEDY) for _ in range(2)]
+        rows = generate_batch(batch, methods, prompts, GREEDY, 20, stop=stops)
+    assert [(out.ids, out.text_before_stop) for out in rows] == [(out.ids, out.text_before_stop) for out in alone]
+    assert len({len(out.ids) for out in rows}) > 2
+
+
+def test_transformers_stops_at_the_same_token() -> None:
+    """`generate(stop_strings=...)`, which looks for them in another way: over the vocabulary's pieces."""
+    tokenizer = byte_level()
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
+    target = LlamaForCausalLM(config).double().eval()
+    prompt = tokenizer.encode("Hello there", add_special_tokens=False)
+    with TargetSession(target, 56) as session:
+        answer = generate(session, Autoregressive(), prompt, GREEDY, 32).ids
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        pieces = {text[begin : begin + size] for begin in range(len(text)) for size in (1, 2, 3)}
+        stops = sorted(piece for piece in pieces if piece.isascii())[::4]
+        assert len(stops) > 8
+        for stop in stops:
+            theirs = target.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=32,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                stop_strings=[stop],
+                tokenizer=tokenizer,
+            )[0, len(prompt) :].tolist()
+            ours = generate(session, Autoregressive(), prompt, GREEDY, 32, (), None, StopStrings((stop,), tokenizer))
+            assert ours.ids == theirs, stop
+
+
+def test_in_the_middle_of_an_accepted_path_and_across_two_rounds(target: LlamaForCausalLM) -> None:
+    """Rounds keep tokens 1-5, 6-10, ... of the answer (token 0 is the prefill's), as all drafts are right."""
+    answer = run(target, Autoregressive()).ids
+    pieces = PieceTokenizer([f"<{token}>" for token in range(V)])
+
+    def stopped(first: int, last: int) -> Generation:
+        stop = pieces.decode(answer[first : last + 1])
+        assert pieces.decode(answer).index(stop) == len(pieces.decode(answer[:first])), "not unique"
+        with TargetSession(target, 48) as session:
+            return generate(session, Scripted(answer, None), PROMPT, GREEDY, 24, (), None, StopStrings((stop,), pieces))
+
+    middle = stopped(7, 8)
+    assert (middle.ids, middle.accept_lengths, middle.draft_lengths) == (answer[:9], [5, 3], [4, 3])
+    assert middle.text_before_stop == pieces.decode(answer[:7])
+    across = stopped(5, 7)
+    assert (across.ids, across.accept_lengths, across.draft_lengths) == (answer[:8], [5, 2], [4, 2])
+    assert across.text_before_stop == pieces.decode(answer[:5])
+    first = stopped(0, 0)
+    assert (first.ids, first.rounds, first.text_before_stop) == (answer[:1], 0, "")

@@ -1,0 +1,326 @@
+"""Methods that need no training: each drafts what its paper says, and none changes the target's greedy tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, tiny_target
+from transformers import PreTrainedModel
+
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.draft_model import DraftModelDecoder
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.lookahead import Lookahead
+from draftsmith.eval.methods.ngram import NgramModel
+from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.methods.registry import Autoregressive, Method, MethodSetting, make_method, method_kinds
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MethodRecipe
+
+GREEDY = Sampling()
+PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]
+NEW_TOKENS = 40
+NO_FEATURES = torch.zeros(0)
+TREES: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "static": {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    "best_first": {"nodes": 9, "branch": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target().double()
+
+
+@pytest.fixture(scope="module")
+def wanted(target: PreTrainedModel) -> list[int]:
+    with TargetSession(target, 64) as session:
+        return generate(session, Autoregressive(), PROMPT, GREEDY, NEW_TOKENS).ids
+
+
+@pytest.fixture(scope="module")
+def tokens_folder(tmp_path_factory: pytest.TempPathFactory, wanted: list[int]) -> Path:
+    """Half of the answer, and something else: what an n-gram drafter finds there is sometimes right."""
+    folder = tmp_path_factory.mktemp("run") / "data" / "tokens"
+    rows = {"input_ids": [wanted[:20], [5, 6, 7, 5, 6, 8]], "loss_mask": [[1] * 20, [0, 1, 1, 1, 1, 1]]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(folder))
+    return folder
+
+
+def setting(
+    target: PreTrainedModel, folder: Path, kind: str, sampling: Sampling = GREEDY, **keys: Any
+) -> MethodSetting:
+    recipe = MethodRecipe.model_validate({"name": "x", "kind": kind, **keys})
+    generator = torch.Generator().manual_seed(0)
+    return MethodSetting(recipe, target, None, folder, 64, sampling, generator)
+
+
+def answer(target: PreTrainedModel, method: Method, sampling: Sampling = GREEDY) -> Any:
+    with TargetSession(target, 64) as session:
+        return generate(session, method, PROMPT, sampling, NEW_TOKENS, (), torch.Generator().manual_seed(1))
+
+
+CASES = [
+    ("prompt_lookup", {}),
+    ("prompt_lookup", {"options": {"max_ngram": 1, "num_tokens": 2}}),
+    ("lookahead", {}),
+    ("lookahead", {"options": {"level": 2, "window": 1, "guesses": 1, "from_prompt": False}}),
+    *(("ngram", {"tree": tree, "options": {"order": 2}, **keys}) for tree, keys in TREES.items()),
+    ("ngram", {"options": {"order": 1, "num_tokens": 1}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys"), CASES)
+def test_greedy_identity(
+    kind: str, keys: dict[str, Any], target: PreTrainedModel, tokens_folder: Path, wanted: list[int]
+) -> None:
+    method = make_method(setting(target, tokens_folder, kind, **keys))
+    for _second_use_of_the_same_method in range(2):
+        assert answer(target, method).ids == wanted
+
+
+def test_every_method_file_is_tested() -> None:
+    assert set(method_kinds()) == {"draft_model", "specinfer", *(kind for kind, _ in CASES)}
+
+
+@pytest.mark.parametrize(("kind", "keys"), [("prompt_lookup", {}), ("lookahead", {}), ("ngram", {"tree": "chain"})])
+def test_sampled_answers_end_where_they_should(
+    kind: str, keys: dict[str, Any], target: PreTrainedModel, tokens_folder: Path
+) -> None:
+    sampling = Sampling(0.7)
+    out = answer(target, make_method(setting(target, tokens_folder, kind, sampling, **keys)), sampling)
+    assert len(out.ids) == NEW_TOKENS
+    assert sum(out.accept_lengths) == NEW_TOKENS - 1
+
+
+class TestPromptLookup:
+    def drafted(self, ids: list[int], **options: int) -> list[int]:
+        method = PromptLookup("x", **options)
+        method.start(ids[:3], NO_FEATURES)
+        method.observe(ids[3:], NO_FEATURES)
+        return method.propose().tokens
+
+    def test_the_longest_ngram_wins(self) -> None:
+        #                      3-gram 1 2 3 -> 7 8; later the 1-gram 3 -> 9
+        assert self.drafted([1, 2, 3, 7, 8, 3, 9, 9, 1, 2, 3], num_tokens=2) == [3, 7, 8]
+
+    def test_the_latest_occurrence_wins(self) -> None:
+        assert self.drafted([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], num_tokens=1) == [3, 8]
+
+    def test_an_overlapping_occurrence_counts(self) -> None:
+        assert self.drafted([4, 4, 4, 4], num_tokens=5) == [4, 4]
+
+    def test_nothing_found(self) -> None:
+        assert self.drafted([1, 2, 3, 4]) == [4]
+
+
+class TestNgram:
+    ROWS = (
+        (np.array([1, 2, 3, 1, 2, 4, 1, 2, 3]), np.array([0, 1, 1, 1, 1, 1, 1, 1, 1])),
+        (np.array([9, 2]), np.array([0, 1])),
+    )
+
+    def counts(self, order: int, context: list[int]) -> dict[int, float]:
+        logits = NgramModel(self.ROWS, order, vocab_size=10).logits(context)
+        return {token: round(float(logits[token].exp()), 4) for token in range(10) if logits[token] > -torch.inf}
+
+    def test_counts_are_exact(self) -> None:
+        assert self.counts(1, [7, 7]) == {1: 2, 2: 4, 3: 2, 4: 1}  # the masked first tokens do not count
+        assert self.counts(2, [2]) == {3: 2, 4: 1}
+        assert self.counts(3, [1, 2]) == {3: 2, 4: 1}
+        assert self.counts(3, [3, 1]) == {2: 1}
+
+    def test_backs_off(self) -> None:
+        assert self.counts(3, [8, 2]) == {3: 2, 4: 1}  # to the bigram
+        assert self.counts(3, [8, 8]) == self.counts(1, [])  # to the unigram
+        assert self.counts(3, []) == self.counts(1, [])
+
+    def test_too_many_ngrams(self) -> None:
+        with pytest.raises(ValueError, match="4-grams over 100000"):
+            NgramModel(self.ROWS, 4, 100_000)
+
+    def test_no_tokens(self, target: PreTrainedModel, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="holds no tokens to count n-grams in: run `draftsmith distill"):
+            make_method(setting(target, tmp_path / "nowhere", "ngram"))
+
+
+class TestLookahead:
+    def test_shape_of_the_tree(self) -> None:
+        """W=3, N=4: a chain of 2 below the root, and 2 more levels below each of the 3 columns; no guess yet."""
+        method = Lookahead("x", level=4, window=3, guesses=2, from_prompt=False)
+        method.start([10, 11, 12, 13, 14, 15, 16, 17], NO_FEATURES)
+        method.observe([20], NO_FEATURES)
+        method._levels = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+        tree = method.propose()
+        paths = {tuple(tree.tokens[node] for node in path) for path in tree.paths()}
+        assert paths == {(20, 3, 6), (20, 1, 4, 7), (20, 1, 2, 5, 8)}
+
+    def test_a_column_becomes_an_ngram_and_a_guess(self) -> None:
+        method = Lookahead("x", level=4, window=3, guesses=2, from_prompt=False)
+        method.start([10, 11, 12], NO_FEATURES)
+        method.observe([20], NO_FEATURES)
+        method._levels = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+        tree = method.propose()
+        following = {6: 30, 7: 31, 8: 32}
+        logits = torch.zeros(len(tree), 40)
+        for node, token in enumerate(tree.tokens):
+            logits[node, following.get(token, 0)] = 1.0
+        method.read_logits(tree, logits)
+        assert method._levels == [[3, 4, 5], [6, 7, 8], [30, 31, 32]]
+        assert {first: list(known) for first, known in method._pool.items()} == {
+            20: [(3, 6, 30)],
+            1: [(4, 7, 31)],
+            2: [(5, 8, 32)],
+        }
+        method.observe([1], NO_FEATURES)
+        guessed = method.propose()
+        assert [1, 4, 7, 31] in [[guessed.tokens[node] for node in path] for path in guessed.paths()]
+
+    def test_the_pool_keeps_the_latest(self) -> None:
+        method = Lookahead("x", level=2, window=1, guesses=2)
+        method.start([1, 2, 1, 3, 1, 2, 1, 4], NO_FEATURES)
+        assert list(method._pool[1]) == [(2,), (4,)]
+
+    def test_it_finds_something(self, target: PreTrainedModel, wanted: list[int]) -> None:
+        out = answer(target, Lookahead("x", from_prompt=False))
+        assert out.ids == wanted
+        assert out.rounds < NEW_TOKENS - 1, "no guess was ever accepted, so nothing was tested"
+
+
+class TestDraftModel:
+    @pytest.fixture
+    def draft(self) -> PreTrainedModel:
+        return tiny_target(num_hidden_layers=1).double()
+
+    @pytest.mark.parametrize("tree", TREES)
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_it_drafts_what_it_would_say(
+        self, tree: str, temperature: float, target: PreTrainedModel, draft: PreTrainedModel
+    ) -> None:
+        """Every logit that the tree was made of equals a plain forward over its path, whatever was accepted before."""
+        sampling = Sampling(temperature)
+        checked = 0
+
+        class Checked(DraftModelDecoder):
+            def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
+                self.committed = prompt_ids.tolist()
+                super().start(prompt_ids, features)
+
+            def observe(self, committed_ids: Any, features: Any) -> None:
+                self.committed += committed_ids.tolist()
+                super().observe(committed_ids, features)
+
+            def begin(self) -> torch.Tensor:
+                logits = super().begin()
+                self.check([], logits[0])
+                return logits
+
+            def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+                first = len(self._tokens)
+                logits = super().expand(tokens, parents)
+                for node in range(first, len(self._tokens)):
+                    path, above = [], node
+                    while above > 0:
+                        path.append(self._tokens[above])
+                        above = self._parents[above]
+                    self.check(path[::-1], logits[node - first])
+                return logits
+
+            def check(self, path: list[int], logits: torch.Tensor) -> None:
+                nonlocal checked
+                plain = self._model(torch.tensor([self.committed + path])).logits[0, -1].float()
+                torch.testing.assert_close(logits, plain, atol=1e-5, rtol=1e-5)
+                checked += 1
+
+        decoder = Checked(draft, 3, 64, VOCABULARY)
+        recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, **TREES[tree]})
+        builder = tree_builder(recipe, decoder)
+        method = DrafterMethod("x", decoder, builder, sampling, torch.Generator().manual_seed(2))
+        answer(target, method, sampling)
+        assert checked > NEW_TOKENS
+
+    def test_the_target_as_its_own_draft_model_is_always_right(
+        self, target: PreTrainedModel, wanted: list[int]
+    ) -> None:
+        decoder = DraftModelDecoder(target, 4, 64, VOCABULARY)
+        method = DrafterMethod("x", decoder, tree_builder(MethodRecipe(name="x"), decoder), GREEDY)
+        out = answer(target, method)
+        assert out.ids == wanted
+        assert out.accept_lengths == [5] * 7 + [4]  # gamma + 1 every round, and what is left of 39
+
+    def test_accepted_tokens_are_not_read_again(self, target: PreTrainedModel) -> None:
+        decoder = DraftModelDecoder(target, 4, 64, VOCABULARY)
+        method = DrafterMethod("x", decoder, tree_builder(MethodRecipe(name="x"), decoder), GREEDY)
+        read: list[int] = []
+        hook = target.register_forward_pre_hook(
+            lambda _, __, keys: read.append(keys["input_ids"].shape[1]), with_kwargs=True
+        )
+        decoder.start(torch.tensor(PROMPT), NO_FEATURES)
+        decoder.observe(torch.tensor([7]), NO_FEATURES)
+        tree = method._builder.propose(7, decoder, GREEDY, None)
+        # All accepted and one more token of the target's: the deepest draft and that one are new.
+        decoder.observe(torch.tensor([*tree.tokens[1:], 8]), NO_FEATURES)
+        decoder.begin()
+        hook.remove()
+        assert read == [len(PROMPT) + 1, 1, 1, 1, 2]
+
+    def test_smaller_and_larger_vocabularies(self, target: PreTrainedModel, wanted: list[int]) -> None:
+        for size in (VOCABULARY - 7, VOCABULARY + 7):
+            draft = tiny_target(vocab_size=size).double()
+            decoder = DraftModelDecoder(draft, 3, 64, VOCABULARY)
+            decoder.start(torch.tensor([1, 2, 3]), NO_FEATURES)
+            logits = decoder.begin()
+            assert logits.shape == (1, VOCABULARY)
+            assert torch.isfinite(logits[0, : min(size, VOCABULARY)]).all()
+            assert (logits[0, size:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kind": "promt_lookup"}, "kind `promt_lookup` does not exist: use drafter, draft_model, lookahead, ngram"),
+        (
+            {"kind": "prompt_lookup", "options": {"ngram": 3}},
+            r"method x: unknown key `options\.ngram`: did you mean `max_ngram`\?",
+        ),
+        (
+            {"kind": "lookahead", "options": {"zzz": 3}},
+            r"unknown key `options\.zzz`: valid keys there are from_prompt, guesses, level, window",
+        ),
+        (
+            {"kind": "prompt_lookup", "options": {"max_ngram": 0}},
+            r"key `options\.max_ngram`: input should be greater than or equal to 1, not 0",
+        ),
+        ({"kind": "draft_model"}, r"method x: key `options\.model` is missing: add it"),
+        (
+            {"kind": "draft_model", "options": {"model": "/no/such/model"}},
+            r"draft model /no/such/model cannot be loaded \(.*\): give a folder with a transformers",
+        ),
+    ],
+)
+def test_wrong_options(keys: dict[str, Any], message: str, target: PreTrainedModel, tokens_folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        make_method(setting(target, tokens_folder, **keys))
+
+
+def test_a_tree_of_the_drafter_takes_no_options() -> None:
+    with pytest.raises(ValueError, match="`options` are of methods of another `kind`"):
+        MethodRecipe.model_validate({"name": "x", "options": {"a": 1}})
+
+
+def test_cut_trees_teach_lookahead_nothing(target: PreTrainedModel) -> None:
+    method = Lookahead("x", level=3, window=2, guesses=1)
+    method.start(PROMPT, NO_FEATURES)
+    method.observe([5], NO_FEATURES)
+    levels = method._levels
+    tree: DraftTree = method.propose().cut_to_depth(1)
+    method.read_logits(tree, torch.zeros(len(tree), VOCABULARY))
+    assert method._levels is levels

@@ -1,0 +1,46 @@
+"""The draft model that we train is an ordinary language model, and what it drafts is what that model says."""
+
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+
+from draftsmith.eval.methods.draft_model import DraftModelDecoder
+from draftsmith.models.drafters.draft_model import DraftModel
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_as_a_model_of_its_own(model_type: str) -> None:
+    target = tiny_target(model_type, num_hidden_layers=4)
+    drafter = tiny_drafter_of("draft_model", target, num_layers=2)
+    assert isinstance(drafter, DraftModel)
+    model = drafter.causal_lm(target)
+    ids = random_batch(target)["input_ids"]
+    with torch.no_grad():
+        ours = drafter.group_logits(ids, torch.zeros(*ids.shape, target.config.hidden_size))[:, 0]
+        torch.testing.assert_close(model(ids).logits, ours, atol=1e-5, rtol=1e-5)
+
+
+def test_both_decoders_draft_the_same() -> None:
+    target = tiny_target(num_hidden_layers=4)
+    drafter = tiny_drafter_of("draft_model", target, num_layers=2)
+    assert isinstance(drafter, DraftModel)
+    ids = random_batch(target, 1)["input_ids"][0]
+    features = torch.zeros(len(ids), target.config.hidden_size)
+    own, external = drafter.decoder(32), DraftModelDecoder(drafter.causal_lm(target), 5, 32, VOCABULARY)
+    for decoder in (own, external):
+        decoder.start(ids[:4], features[:4])
+        decoder.observe(ids[4:6], features[4:6])
+    torch.testing.assert_close(own.begin(), external.begin(), atol=1e-5, rtol=1e-5)
+    for tokens, parents in (([7, 8], [0, 0]), ([9, 10, 11], [1, 2, 2]), ([12], [4])):
+        drafted = own.expand(tokens, parents)
+        torch.testing.assert_close(drafted, external.expand(tokens, parents), atol=1e-5, rtol=1e-5)
+
+
+def test_it_starts_from_layers_of_the_target() -> None:
+    """Of four layers, two: the first and the last; of one, the first."""
+    target = tiny_target(num_hidden_layers=4)
+    for num_layers, chosen in ((2, [0, 3]), (3, [0, 2, 3]), (1, [0])):
+        drafter = DraftModel.from_target(target, {"num_layers": num_layers})
+        for layer, index in zip(drafter.layers, chosen, strict=True):
+            source = target.model.layers[index].mlp.up_proj.weight
+            assert torch.equal(layer.mlp.up_proj.weight, source)

@@ -1,0 +1,154 @@
+"""The reduced draft vocabulary: its tokens, its map in the checkpoint, its losses, and drafting without the rest."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.training_runs import make_recipe
+from torch import nn
+
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.draft_vocabulary import supervised_token_counts
+from draftsmith.models.base.eagle3_shape import Eagle3Shape
+from draftsmith.models.drafters.eagle3 import Eagle3Drafter
+from draftsmith.models.drafters.peagle import PEagleDrafter
+from draftsmith.models.losses import depth_loss
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.train.drafter.stage import load_tokens, train_drafter
+
+TARGET_LAYERS = 4
+# Supervised: 7 three times, 5 and 9 twice, 4 once; 11 is in the data, but never supervised.
+ROWS = Dataset.from_dict(
+    {
+        "input_ids": [[11, 11, 11, 11, 7, 9], [5, 7, 9, 5, 7, 4, 11]],
+        "loss_mask": [[0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 0]],
+    }
+)
+
+
+def test_only_supervised_tokens_are_counted() -> None:
+    counts = supervised_token_counts(ROWS, VOCABULARY)
+    assert {token: int(count) for token, count in enumerate(counts) if count} == {4: 1, 5: 2, 7: 3, 9: 2}
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_the_most_frequent_tokens_are_taken(size: int, tmp_path: Path) -> None:
+    """Among equals, and where the data has too few tokens, the lowest ids; the rows of the head are the target's."""
+    expected = {2: [5, 7], 3: [5, 7, 9], 6: [0, 1, 4, 5, 7, 9]}[size]
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    drafter = Eagle3Drafter.from_target(target, {"draft_vocab_size": size})
+    drafter.prepare(ROWS)
+    drafter.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["d2t"].dtype == torch.int64
+    assert saved["d2t"].tolist() == [token - row for row, token in enumerate(expected)]
+    assert saved["t2d"].dtype == torch.bool
+    assert saved["t2d"].nonzero().squeeze(1).tolist() == expected
+    assert torch.equal(saved["lm_head.weight"], target.get_output_embeddings().weight[expected])
+
+
+def test_the_train_stage_takes_the_tokens_of_its_data(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "reduced", max_steps=1)
+    recipe.drafter.kind, recipe.drafter.options = "eagle3", {"draft_vocab_size": 12, "ttt_steps": 2}
+    folder = train_drafter(recipe).folder
+    counts: Counter[int] = Counter()
+    for row in load_tokens(RunFolder(recipe), recipe.name):
+        counts.update(
+            token for token, carries_loss in zip(row["input_ids"], row["loss_mask"], strict=True) if carries_loss
+        )
+    expected = sorted(sorted(counts, key=lambda token: (-counts[token], token))[:12])
+    assert expected != list(range(12))
+    saved = load_file(folder / "model.safetensors")
+    assert (saved["d2t"] + torch.arange(12)).tolist() == expected
+
+
+def test_without_the_option_nothing_is_prepared_or_saved() -> None:
+    drafter = PEagleDrafter.from_target(tiny_target(num_hidden_layers=TARGET_LAYERS), {})
+    drafter.prepare(ROWS)
+    assert drafter.draft_ids is None
+    assert not {"d2t", "t2d", "lm_head.weight"} & set(drafter.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_other_tokens_get_no_probability(kind: str) -> None:
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
+    assert isinstance(drafter, Eagle3Shape)
+    drafter.prepare(ROWS)
+    batch = random_batch(target, drafter=drafter)
+    with torch.no_grad():
+        hidden = drafter.stream_hidden(batch["input_ids"], batch["features"])
+        logits = drafter.group_logits(batch["input_ids"], batch["features"])
+        torch.testing.assert_close(logits[..., [5, 7, 9]], drafter.lm_head(drafter.norm(hidden)))
+    assert (torch.isfinite(logits).sum(-1) == 3).all()
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl", "tv"])
+def test_labels_outside_the_vocabulary(loss: str) -> None:
+    """Of four labels two are outside: `ce` ignores these rows, the others learn the teacher's distribution inside."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 6, generator=generator, requires_grad=True)
+    teacher_hidden = torch.randn(4, 6, generator=generator)
+    columns = torch.tensor([1, 4, 5])
+    head, teacher_head = nn.Linear(6, 3, bias=False), nn.Linear(6, 8, bias=False)
+    depth, labels = torch.tensor([0, 0, 1, 1]), torch.tensor([2, -100, -100, 0])
+    output = depth_loss(
+        hidden, depth, labels, head, [0.75, 0.25], loss, teacher_hidden, teacher_head, teacher_columns=columns
+    )
+    output.loss.backward()
+    gradients = [hidden.grad.clone(), head.weight.grad.clone()]
+    hidden.grad = head.weight.grad = None
+
+    log_q = head(hidden).log_softmax(-1)
+    log_p = teacher_head(teacher_hidden)[:, columns].log_softmax(-1).detach()
+    cross_entropy = torch.stack([-log_q[0, 2], -log_q[3, 0]])
+    if loss == "ce":
+        expected = 0.75 * cross_entropy[0] + 0.25 * cross_entropy[1]
+    else:
+        p, q = log_p.exp(), log_q.exp()
+        rows = (p * (log_p - log_q)).sum(-1) if loss == "kl" else 1 - torch.minimum(p, q).sum(-1)
+        expected = 0.75 * rows[:2].mean() + 0.25 * rows[2:].mean()
+    torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(output.depth_loss_sum, cross_entropy.detach())
+    assert output.depth_count.tolist() == [2, 2]
+    right = [log_q[0].argmax() == 2, log_q[3].argmax() == 0]
+    assert output.depth_correct.tolist() == [float(row) for row in right]
+    expected.backward()
+    torch.testing.assert_close(gradients, [hidden.grad, head.weight.grad])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+@pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_with_fewer_tokens_than_branches(kind: str, tree: str, temperature: float) -> None:
+    """Three tokens, trees four wide: greedy output stays the target's, and no drafted token is from outside at T=1."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
+    drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
+    drafter.prepare(ROWS)
+    paths = [[0], [1], [2], [3], [0, 0], [0, 3]] if tree == "static" else None
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 4})
+    sampling, prompt = Sampling(temperature), [5, 9, 33, 12, 40, 7]
+    generator = torch.Generator().manual_seed(5)
+    with TargetSession(target, 64, drafter.feature_layers) as session:
+        decoder = drafter.double().decoder(64)
+        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator)
+        drafted = generate(session, method, prompt, sampling, 30, generator=generator)
+        assert len(drafted.ids) == 30
+        if temperature == 0:
+            assert drafted.ids == generate(session, Autoregressive(), prompt, sampling, 30).ids
+        features = torch.zeros(LENGTH, len(drafter.feature_layers) * 32, dtype=torch.float64)
+        method.start(list(range(LENGTH)), features)
+        nodes = method.propose().tokens[1:]
+    if temperature or tree != "static":
+        assert nodes
+        assert set(nodes) <= {5, 7, 9}

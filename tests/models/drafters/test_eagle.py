@@ -1,0 +1,191 @@
+"""EAGLE: its tree against a recomputation without a cache, its loss against the formula, its layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.eagle_reference import eagle_features, kl, pairs, smooth_l1
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.drafters.eagle import EagleDrafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.target.loading import target_features
+from draftsmith.recipes.errors import UserError
+
+# Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.
+LEVELS = [([7, 11, 30], [0, 0, 0]), ([8, 9, 12], [1, 1, 3]), ([20], [5]), ([21, 22], [7, 2])]
+PARENTS = [-1, *(parent for _, parents in LEVELS for parent in parents)]
+TOKENS = [-1, *(token for tokens, _ in LEVELS for token in tokens)]
+
+
+def tree_by_recomputation(
+    drafter: Drafter, target: PreTrainedModel, ids: Tensor, features: Tensor, offset: int
+) -> list[Tensor]:
+    """Logits [V] of the children of node 0, 1, ..., each from a forward over all its rows, node after node."""
+    newest = len(ids) - 1
+    previous = torch.cat([torch.zeros_like(features[:1]), features[:newest]])
+    inputs = pairs(drafter, target, ids.tolist(), previous)
+    positions = [offset + place for place in range(len(ids))]
+    sees = [list(range(place + 1)) for place in range(len(ids))]
+    depths = [0]
+    for node in range(1, len(TOKENS)):
+        predicted = eagle_features(drafter, inputs, positions, sees)
+        parent_row = newest + PARENTS[node]
+        depths.append(depths[PARENTS[node]] + 1)
+        inputs = torch.cat([inputs, pairs(drafter, target, [TOKENS[node]], predicted[parent_row].unsqueeze(0))])
+        positions.append(offset + newest + depths[node])
+        sees.append([*sees[parent_row], len(sees)])
+    predicted = eagle_features(drafter, inputs, positions, sees)
+    return list(predicted[newest:] @ target.get_output_embeddings().weight.T)
+
+
+@pytest.mark.parametrize("offset", [0, 23])
+def test_a_drafted_tree_equals_a_recomputation_without_cache(offset: int) -> None:
+    """Deeper than training goes: feedback, positions and ancestors, and no trace of a tree in the round after it."""
+    target = tiny_target()
+    drafter = tiny_drafter_of("eagle", target)
+    ids = random_batch(target, 1)["input_ids"]
+    positions = torch.arange(LENGTH).unsqueeze(0) + offset
+    features = target_features(target, ids, None, positions)[0]
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(ids[0, :4], features[:4], position_offset=offset)
+    for length in (5, 6, 9):
+        committed = slice(length - 1, length) if length < 9 else slice(6, 9)
+        decoder.observe(ids[0, committed], features[committed.start - 1 : committed.stop - 1])
+        drafted = [decoder.begin()]
+        drafted += [decoder.expand(tokens, parents) for tokens, parents in LEVELS]
+        with torch.no_grad():
+            expected = tree_by_recomputation(drafter, target, ids[0, :length], features, offset)
+        torch.testing.assert_close(torch.cat(drafted), torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+def test_training_equals_decoding_for_every_architecture(model_type: str) -> None:
+    target = tiny_target(model_type)
+    drafter = tiny_drafter_of("eagle", target)
+    batch = random_batch(target, 1)
+    with torch.no_grad():
+        training = drafter.group_logits(batch["input_ids"], batch["features"])[0, 0]
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(batch["input_ids"][0, :5], batch["features"][0, :5])
+    torch.testing.assert_close(decoder.begin()[0], training[4], atol=1e-5, rtol=1e-5)
+    decoder.observe(batch["input_ids"][0, 5:9], batch["features"][0, 4:8])
+    torch.testing.assert_close(decoder.begin()[0], training[8], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "class_weight"), [("kl", 0.1), ("ce", 0.7)])
+def test_the_loss_is_the_papers(loss: str, class_weight: float) -> None:
+    """Mean over labelled rows of SmoothL1(f_t, h_t) + w_cls * distance, its value and its gradients."""
+    target = tiny_target().double()
+    drafter = tiny_drafter_of("eagle", target, loss=loss, class_weight=class_weight)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter(**batch)
+    output.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    drafter.zero_grad()
+    head = target.get_output_embeddings().weight
+    rows = []
+    for ids, features, mask in zip(batch["input_ids"], batch["features"], batch["loss_mask"], strict=True):
+        previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+        inputs = pairs(drafter, target, ids.tolist(), previous)
+        predicted = eagle_features(drafter, inputs, list(range(LENGTH)), [list(range(t + 1)) for t in range(LENGTH)])
+        for t in range(LENGTH - 1):
+            if mask[t + 1]:
+                logits, p_logits = head @ predicted[t], head @ features[t]
+                distance = kl(p_logits, logits) if loss == "kl" else -logits.log_softmax(-1)[ids[t + 1]]
+                rows.append(smooth_l1(predicted[t], features[t]) + class_weight * distance)
+    expected = torch.stack(rows).mean()
+    expected.backward()
+    assert output.depth_count.tolist() == [len(rows)]
+    # transformers' RoPE is in fp32.
+    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        gradients, {name: p.grad for name, p in drafter.named_parameters()}, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_the_regression_by_hand() -> None:
+    """0.5 off everywhere: 0.5**2 / 2 = 0.125. 3 off: 3 - 0.5 = 2.5. Their mean, with no weight on the distribution."""
+    target = tiny_target()
+    drafter = tiny_drafter_of("eagle", target, class_weight=0)
+    teacher = torch.zeros(2, 32)
+    hidden = torch.stack([torch.full((32,), 0.5), torch.full((32,), -3.0)])
+    depth, labels = torch.zeros(2, dtype=torch.long), torch.tensor([4, 5])
+    assert drafter.label_loss(hidden, depth, labels, teacher).loss.item() == pytest.approx((0.125 + 2.5) / 2)
+    right = tiny_drafter_of("eagle", target).label_loss(hidden, depth, labels, hidden)
+    assert right.loss.item() == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(ValueError, match="pass teacher_features"):
+        drafter.label_loss(hidden, depth, labels, None)
+
+
+def test_noise_on_what_is_read_in_training_only() -> None:
+    target = tiny_target()
+    drafter = tiny_drafter_of("eagle", target, feature_noise=0.2)
+    batch = random_batch(target, drafter=drafter)
+    clean = {name: tensor.clone() for name, tensor in batch.items()}
+    read: list[Tensor] = []
+    inputs_of = drafter.real_inputs
+
+    def record(input_ids: Tensor, previous_features: Tensor) -> Tensor:
+        read.append(previous_features)
+        return inputs_of(input_ids, previous_features)
+
+    drafter.real_inputs = record
+    quiet = drafter(**batch).loss
+    assert drafter(**batch).loss == quiet
+    drafter.train()
+    assert drafter(**batch).loss != drafter(**batch).loss
+    noise = read[2][:, 1:] - batch["features"][:, :-1]
+    assert 0.19 < noise.abs().max() <= 0.2 + 1e-6
+    assert noise.abs().mean().item() == pytest.approx(0.1, rel=0.1)  # of U(-a, a): a / 2
+    assert noise.mean().item() == pytest.approx(0.0, abs=0.02)
+    assert not torch.equal(read[2], read[3])
+    assert (read[2][:, 0] == 0).all()  # there is no feature before the first token
+    torch.testing.assert_close(batch, clean, atol=0, rtol=0)
+    drafter.config.feature_noise = 0.0
+    assert drafter(**batch).loss == quiet
+
+
+def test_tensors_are_those_of_vllms_layout() -> None:
+    """No norm at the layer's input, none at its end, no embedding, no head; `fc` reads the embedding first."""
+    target = tiny_target()
+    drafter = tiny_drafter_of("eagle", target)
+    assert {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()} == {
+        "fc.weight": (32, 64),
+        "layers.0.self_attn.q_proj.weight": (32, 32),
+        "layers.0.self_attn.k_proj.weight": (16, 32),
+        "layers.0.self_attn.v_proj.weight": (16, 32),
+        "layers.0.self_attn.o_proj.weight": (32, 32),
+        "layers.0.mlp.gate_proj.weight": (48, 32),
+        "layers.0.mlp.up_proj.weight": (48, 32),
+        "layers.0.mlp.down_proj.weight": (32, 48),
+        "layers.0.post_attention_layernorm.weight": (32,),
+    }
+    ids, features = torch.tensor([9]), torch.randn(1, 32)
+    torch.testing.assert_close(drafter.real_inputs(ids, features), pairs(drafter, target, [9], features))
+
+
+def test_draft_depth_is_how_deep_the_decoder_goes() -> None:
+    target = tiny_target()
+    assert tiny_drafter_of("eagle", target).decoder(8).num_depths == 5
+    drafter = tiny_drafter_of("eagle", target, draft_depth=3)
+    assert drafter.decoder(8).num_depths == 3
+    assert drafter.config.num_depths == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_masks": 4}, "unknown key `drafter.options.num_masks`"),
+        ({"draft_depth": 0}, "drafter.options.draft_depth` must be a whole number of at least 1, not 0"),
+        ({"class_weight": -1}, "drafter.options.class_weight` must be a number of at least 0"),
+        ({"loss": "mse"}, "drafter.options.loss` must be one of ce, kl"),
+        ({"feature_noise": "much"}, "drafter.options.feature_noise` must be a number"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EagleDrafter.from_target(tiny_target(), options)

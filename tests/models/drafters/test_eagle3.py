@@ -1,0 +1,207 @@
+"""EAGLE-3: its unrolled training against a loop over single rows, its tensors, its options."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.eagle3_reference import Memory, Reference
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.eagle3_shape import default_feature_layers
+from draftsmith.models.drafters.eagle3 import Eagle3Drafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.target.loading import target_features
+from draftsmith.recipes.errors import UserError
+
+STEPS, TARGET_LAYERS, REDUCED = 3, 4, 40
+# Everything is in fp64 but the norms and RoPE, which transformers computes in fp32.
+TOLERANCE = 1e-6
+
+
+def target_and_drafter(**options: Any) -> tuple[PreTrainedModel, Eagle3Drafter]:
+    """In fp64."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
+    drafter = tiny_drafter_of("eagle3", target, **{"ttt_steps": STEPS, **options})
+    assert isinstance(drafter, Eagle3Drafter)
+    return target, drafter
+
+
+def reference_logits(reference: Reference, ids_s: Tensor, features_sf: Tensor, t: int, steps: int) -> list[Tensor]:
+    """[V] of depths 1..steps of group t: real rows up to t, then the layer fed with its own outputs and true tokens."""
+    memory, zeros = Memory(), torch.zeros_like(features_sf[0])
+    for i in range(t + 1):
+        g = reference.fuse(features_sf[i - 1] if i else zeros)
+        out = reference.row(int(ids_s[i]), g, i, memory)
+    logits = [reference.logits(out)]
+    for j in range(1, steps):
+        out = reference.row(int(ids_s[t + j]), out, t + j, memory)
+        logits.append(reference.logits(out))
+    return logits
+
+
+@pytest.mark.parametrize("backend", ["folded", "dense"])
+def test_unrolled_training_equals_a_loop(backend: str) -> None:
+    target, drafter = target_and_drafter(attention=backend)
+    batch = random_batch(target, 1, drafter=drafter)
+    ids, features = batch["input_ids"], batch["features"]
+    with torch.no_grad():
+        training = drafter.group_logits(ids, features)[0]
+        for t in range(LENGTH):
+            expected = reference_logits(Reference(drafter), ids[0], features[0], t, min(STEPS, LENGTH - t))
+            for j, logits_v in enumerate(expected):
+                torch.testing.assert_close(training[j, t], logits_v, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("reduced", [None, REDUCED])
+def test_the_loss_and_its_gradients_equal_the_loops(reduced: int | None) -> None:
+    """Depth j+1 at t learns KL(p || q), p being the target's distribution at t+j over the draft vocabulary."""
+    target, drafter = target_and_drafter(draft_vocab_size=reduced)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter.train()(**batch)
+    output.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    drafter.zero_grad()
+
+    with torch.no_grad():
+        teacher = target(batch["input_ids"]).logits[..., :reduced]
+    losses: list[list[Tensor]] = [[] for _ in range(STEPS)]
+    correct = [0] * STEPS
+    for ids, features, mask, teacher_sv in zip(
+        batch["input_ids"], batch["features"], batch["loss_mask"], teacher, strict=True
+    ):
+        for t in range(LENGTH - 1):
+            depths = 0
+            while depths < STEPS and t + 1 + depths < LENGTH and mask[t + 1 + depths]:
+                depths += 1
+            if depths == 0:
+                continue
+            for j, logits in enumerate(reference_logits(Reference(drafter), ids, features, t, depths)):
+                log_p, log_q = teacher_sv[t + j].log_softmax(0), logits.log_softmax(0)
+                losses[j].append((log_p.exp() * (log_p - log_q)).sum())
+                correct[j] += int(logits.argmax() == ids[t + 1 + j])
+    weights = [1.0, 0.8, 0.64]
+    expected = sum(w * torch.stack(depth).mean() for w, depth in zip(weights, losses, strict=True)) / sum(weights)
+    assert output.depth_count.tolist() == [len(depth) for depth in losses]
+    assert output.depth_correct.tolist() == correct
+    torch.testing.assert_close(output.loss, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    expected.backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+def test_every_kind_of_target_trains_what_it_decodes(model_type: str) -> None:
+    """With biases, QK norms, fused projections or norms behind the attention, as the kind has them."""
+    target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS)
+    drafter = tiny_drafter_of("eagle3", target, ttt_steps=STEPS)
+    ids = random_batch(target, 1)["input_ids"]
+    positions = torch.arange(LENGTH).unsqueeze(0) + 23
+    features = target_features(target, ids, None, positions, drafter.feature_layers)
+    with torch.no_grad():
+        training = drafter.group_logits(ids, features, positions)[0]
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(ids[0, :5], features[0, :5], position_offset=23)
+    end = 5
+    for committed in (0, 1, 3):
+        decoder.observe(ids[0, end : end + committed], features[0, end - 1 : end + committed - 1])
+        end += committed
+        drafted = [decoder.begin()[0]]
+        # A sibling before each true token: it must change nothing.
+        for depth, parent in ((1, 0), (2, 2)):
+            token = int(ids[0, end - 1 + depth])
+            drafted.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
+        torch.testing.assert_close(torch.stack(drafted), training[:, end - 1], atol=1e-5, rtol=1e-5)
+
+
+def test_tensors_are_those_of_vllms_layout() -> None:
+    """By name, `layers.0` standing for `midlayer`: D=32, 4 heads and 2 key heads of 8, MLP of 48, 3 features."""
+    _, drafter = target_and_drafter(draft_vocab_size=REDUCED)
+    layer = "layers.0."
+    assert {name: tuple(value.shape) for name, value in drafter.state_dict().items()} == {
+        "fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (40, 32), "d2t": (40,), "t2d": (61,),
+        layer + "self_attn.q_proj.weight": (32, 64), layer + "self_attn.k_proj.weight": (16, 64),
+        layer + "self_attn.v_proj.weight": (16, 64), layer + "self_attn.o_proj.weight": (32, 32),
+        layer + "mlp.gate_proj.weight": (48, 32), layer + "mlp.up_proj.weight": (48, 32),
+        layer + "mlp.down_proj.weight": (32, 48), layer + "input_layernorm.weight": (32,),
+        layer + "hidden_norm.weight": (32,), layer + "post_attention_layernorm.weight": (32,),
+    }  # fmt: skip
+
+
+def test_biases_and_qk_norms_are_kept() -> None:
+    biased = tiny_drafter_of("eagle3", tiny_target("qwen2", num_hidden_layers=TARGET_LAYERS))
+    assert biased.layers[0].self_attn.k_proj.bias.shape == (16,)
+    normed = tiny_drafter_of("eagle3", tiny_target("qwen3", num_hidden_layers=TARGET_LAYERS))
+    assert normed.layers[0].self_attn.q_norm.weight.shape == (8,)
+
+
+def test_it_starts_from_the_targets_last_layer() -> None:
+    """A token and a feature that are equal go through the projections as the feature alone does in the target."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    drafter = Eagle3Drafter.from_target(target, {})
+    mine, theirs = drafter.layers[0], target.base_model.layers[-1]
+    same = torch.randn(5, 32)
+    twice = torch.cat([same, same], dim=-1)
+    torch.testing.assert_close(mine.self_attn.k_proj(twice), 2**0.5 * theirs.self_attn.k_proj(same))
+    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm"):
+        assert torch.equal(mine.get_submodule(name).weight, theirs.get_submodule(name).weight)
+    assert torch.equal(mine.hidden_norm.weight, theirs.input_layernorm.weight)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_bf16(kind: str) -> None:
+    """Trained in fp32 or in autocast beside a bf16 target, then drafting in bf16: near the fp32 loss."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
+    drafter = tiny_drafter_of(kind, target, draft_vocab_size=REDUCED)
+    batch = random_batch(target, drafter=drafter)
+    plain = drafter(**batch).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = drafter(**batch).loss
+    mixed.backward()
+    torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
+    decoder = drafter.bfloat16().decoder(LENGTH)
+    decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
+    drafted = decoder.begin() if drafter.stepwise else decoder.draft()
+    assert drafted.dtype == torch.float32
+    assert torch.isfinite(drafted).sum(-1).tolist() == [REDUCED] * len(drafted)
+
+
+def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
+    _, drafter = target_and_drafter()
+    assert drafter.decoder(LENGTH).num_depths == drafter.config.num_depths == STEPS
+    _, drafter = target_and_drafter(draft_depth=7)
+    assert (drafter.decoder(LENGTH).num_depths, drafter.config.num_depths) == (7, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [
+        (32, [2, 16, 29]), (8, [2, 4, 5]), (7, [2, 3, 4]), (6, [2, 3, 4]), (5, [1, 2, 3]), (4, [1, 2, 3]),
+        (3, [0, 1, 2]), (2, [0, 1]), (1, [0]),
+    ],
+)  # fmt: skip
+def test_default_feature_layers(num_layers: int, expected: list[int]) -> None:
+    assert default_feature_layers(num_layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"feature_layers": [1, 4]},
+            r"feature_layers` must be a list of ascending layer numbers from 0 to 3, not \[1,",
+        ),
+        ({"feature_layers": [2, 1]}, "ascending"),
+        ({"feature_layers": []}, "ascending"),
+        ({"feature_layers": 3}, "ascending"),
+        ({"ttt_steps": 0}, "ttt_steps` must be a whole number of at least 1"),
+        ({"draft_depth": 0}, "draft_depth` must be a whole number of at least 1"),
+        ({"num_masks": 2}, "unknown key `drafter.options.num_masks`"),
+        ({"draft_vocab_size": 62}, "draft_vocab_size` 62 is more than the target's vocabulary of 61"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size` must be a whole number of at least 1"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Eagle3Drafter.from_target(tiny_target(num_hidden_layers=TARGET_LAYERS), options)

@@ -1,0 +1,119 @@
+"""ParallelSpec's EAGLE flavour: the sum of EAGLE losses over a group, and masks that are pairs."""
+
+import pytest
+import torch
+from support.eagle_reference import eagle_features, kl, pairs, smooth_l1
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.drafters.eagle_parallel import EagleParallelDrafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+
+MASKS = 3
+
+
+def group_by_recomputation(drafter: Drafter, target: PreTrainedModel, ids: Tensor, features: Tensor, t: int) -> Tensor:
+    """[K+1, D] predicted features of group t: a causal forward over the tokens up to x_t and then the masks."""
+    previous = torch.cat([torch.zeros_like(features[:1]), features[:t]])
+    masks = drafter.masks @ drafter.fc.weight.T
+    inputs = torch.cat([pairs(drafter, target, ids[: t + 1].tolist(), previous), masks])
+    causal = [list(range(row + 1)) for row in range(len(inputs))]
+    return eagle_features(drafter, inputs, list(range(len(inputs))), causal)[t:]
+
+
+@pytest.mark.parametrize(("depth_weights", "shares"), [(1.0, [0.25] * 4), ([4, 2, 1, 1], [0.5, 0.25, 0.125, 0.125])])
+def test_the_loss_is_the_sum_of_eagles_over_the_group(depth_weights: float | list[float], shares: list[float]) -> None:
+    """[MASK]_j of group t: SmoothL1 to h_{t+j}, KL to the distribution after it; each depth over its own labels."""
+    target = tiny_target().double()
+    drafter = tiny_drafter_of("eagle_parallel", target, num_masks=MASKS, class_weight=0.3, depth_weights=depth_weights)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter(**batch)
+    output.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    drafter.zero_grad()
+    head = target.get_output_embeddings().weight
+    losses: list[list[Tensor]] = [[] for _ in range(MASKS + 1)]
+    for ids, features, mask in zip(batch["input_ids"], batch["features"], batch["loss_mask"], strict=True):
+        for t in range(LENGTH - 1):
+            predicted = group_by_recomputation(drafter, target, ids, features, t)
+            for j in range(MASKS + 1):
+                if t + 1 + j >= LENGTH or not mask[t + 1 : t + 2 + j].all():
+                    break
+                distance = kl(head @ features[t + j], head @ predicted[j])
+                losses[j].append(smooth_l1(predicted[j], features[t + j]) + 0.3 * distance)
+    assert output.depth_count.tolist() == [len(of_depth) for of_depth in losses]
+    means = torch.stack([torch.stack(of_depth).mean() for of_depth in losses])
+    expected = (means * torch.tensor(shares)).sum()
+    expected.backward()
+    # transformers' RoPE is in fp32.
+    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        gradients, {name: p.grad for name, p in drafter.named_parameters()}, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+def test_training_equals_decoding_for_every_architecture(model_type: str) -> None:
+    target = tiny_target(model_type)
+    drafter = tiny_drafter_of("eagle_parallel", target, num_masks=MASKS)
+    batch = random_batch(target, 1)
+    with torch.no_grad():
+        training = drafter.group_logits(batch["input_ids"], batch["features"])[0]
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(batch["input_ids"][0, :5], batch["features"][0, :5])
+    torch.testing.assert_close(decoder.draft(), training[:, 4], atol=1e-5, rtol=1e-5)
+    decoder.observe(batch["input_ids"][0, 5:9], batch["features"][0, 4:8])
+    torch.testing.assert_close(decoder.draft(), training[:, 8], atol=1e-5, rtol=1e-5)
+
+
+def test_without_masks_it_is_eagle() -> None:
+    target = tiny_target()
+    eagle = tiny_drafter_of("eagle", target)
+    parallel = tiny_drafter_of("eagle_parallel", target, num_masks=0)
+    parallel.load_state_dict({**eagle.state_dict(), "masks": torch.empty(0, 64)})
+    batch = random_batch(target, drafter=eagle)
+    assert parallel(**batch).loss == eagle(**batch).loss
+    decoder, tree_decoder = parallel.decoder(LENGTH), eagle.decoder(LENGTH)
+    for each in (decoder, tree_decoder):
+        each.start(batch["input_ids"][0], batch["features"][0])
+    assert torch.equal(decoder.draft(), tree_decoder.begin())
+
+
+def test_a_round_is_one_forward() -> None:
+    target = tiny_target()
+    drafter = tiny_drafter_of("eagle_parallel", target, num_masks=MASKS)
+    batch = random_batch(target, 1)
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(batch["input_ids"][0], batch["features"][0])
+    rows: list[int] = []
+    drafter.layers[0].register_forward_hook(lambda _module, inputs, _output: rows.append(inputs[0].shape[1]))
+    assert decoder.draft().shape == (MASKS + 1, target.config.vocab_size)
+    assert rows == [LENGTH + MASKS]
+
+
+def test_eagles_tensors_and_the_masks_pairs() -> None:
+    target = tiny_target()
+    eagle = tiny_drafter_of("eagle", target).state_dict()
+    shapes = {name: tensor.shape for name, tensor in tiny_drafter_of("eagle_parallel", target).state_dict().items()}
+    assert shapes == {**{name: tensor.shape for name, tensor in eagle.items()}, "masks": (4, 64)}
+
+
+def test_the_8b_recipe_carries_the_papers_hyper_parameters() -> None:
+    recipe = load_recipe("llama3-8b-eagle-parallel")
+    train = recipe.train
+    assert recipe.drafter.kind == "eagle_parallel"
+    assert recipe.drafter.options["num_masks"] == 4
+    assert train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] == 32
+    assert (train["learning_rate"], train["adam_beta1"], train["adam_beta2"]) == (5e-5, 0.9, 0.95)
+    assert (train["num_train_epochs"], train["weight_decay"]) == (40, 0.0)
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(UserError, match="did you mean `num_masks`"):
+        EagleParallelDrafter.from_target(tiny_target(), {"num_mask": 4})
+    with pytest.raises(UserError, match=r"5 of them \(one for each depth\)"):
+        EagleParallelDrafter.from_target(tiny_target(), {"depth_weights": [1.0]})

@@ -1,0 +1,305 @@
+"""The invariants that every drafter keeps, whatever it is: a new file in `models/` is under test by existing.
+
+1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design. And training on features
+from disk is training.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors import safe_open
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_runs import token_rows
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from draftsmith.eval.decoding.batch_loop import generate_batch
+from draftsmith.eval.decoding.batch_session import BatchSession
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import Drafter, drafter_kinds, load_drafter
+from draftsmith.models.target.loading import target_features
+from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.packing import pack_documents
+from draftsmith.train.drafter.trainer import DrafterTrainer, layers_read, training_features
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.features.cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
+from draftsmith.train.features.engine import TransformersFeatures
+from draftsmith.train.features.write import shard_features
+
+TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
+# Options worth a case of their own, beside each kind's defaults.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}],
+    "eagle": [{"loss": "lk_lambda", "attention": "dense"}],
+    "eagle_parallel": [{"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce"}],
+    "eagle3": [{"draft_vocab_size": 40, "feature_layers": [0, 3]}],
+    "hydra": [{"prefix_attention": True}, {"num_layers": 2, "lm_heads": "shared", "loss": "kl"}],
+    "medusa": [{"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"}],
+    "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce"}],
+    "parallel": [{"inputs": "embedding", "num_layers": 2}, {"feature_layers": [0, 2, -1]}],
+    "peagle": [{"num_layers": 2}, {"draft_vocab_size": 40, "keep_ratio": 0.8, "loss": "ce"}],
+}
+CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]]
+IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
+every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
+
+
+def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    return target, tiny_drafter_of(kind, target, **options)
+
+
+def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:
+    """[G, V] after the token at `newest`, following the true tokens where the drafter reads drafted ones."""
+    if not drafter.stepwise:
+        return decoder.draft()
+    rows = [decoder.begin()[0]]
+    for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
+        rows.append(decoder.expand([int(ids[newest + depth])], [depth - 1])[0])
+    return torch.stack(rows)
+
+
+@every_drafter
+@pytest.mark.parametrize("offset", [0, 23])
+def test_training_equals_decoding(kind: str, options: dict[str, Any], offset: int) -> None:
+    """Logits of group t in one training forward = logits drafted after prefix t, fed in irregular chunks."""
+    target, drafter = target_and_drafter(kind, options)
+    ids = random_batch(target, 1)["input_ids"]
+    positions = torch.arange(LENGTH).unsqueeze(0) + offset
+    features = target_features(target, ids, None, positions, drafter.feature_layers)
+    with torch.no_grad():
+        training = drafter.group_logits(ids, features, positions)[0]
+    assert training.shape == (drafter.config.num_depths, LENGTH, VOCABULARY)
+    decoder = drafter.decoder(LENGTH)
+    for _second_use_of_the_same_decoder in range(2):
+        decoder.start(ids[0, :3], features[0, :3], position_offset=offset)
+        end = 3
+        for chunks in ((), (1,), (2, 1), (4,), (1, 1, 1)):
+            for size in chunks:
+                decoder.observe(ids[0, end : end + size], features[0, end - 1 : end + size - 1])
+                end += size
+            drafted = drafted_logits(drafter, decoder, ids[0], end - 1)
+            expected = training[: len(drafted), end - 1]
+            torch.testing.assert_close(drafted, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_drafter
+def test_no_leak(kind: str, options: dict[str, Any]) -> None:
+    """A token changes no depth of a group that may not see it, a feature none before the group after it."""
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    ids, features, u = batch["input_ids"], batch["features"], 8
+    changed_ids, changed_features = ids.clone(), features.clone()
+    changed_ids[:, u] = (changed_ids[:, u] + 1) % VOCABULARY
+    changed_features[:, u] += 1.0
+    with torch.no_grad():
+        before = drafter.group_logits(ids, features)
+        token_changed = drafter.group_logits(changed_ids, features)
+        feature_changed = drafter.group_logits(ids, changed_features)
+    for j in range(drafter.config.num_depths):
+        # Depth j+1 of group t reads tokens up to x_t, and the drafted x_{t+1..t+j} if it reads drafted ones.
+        first_group = u - j if drafter.stepwise else u
+        assert torch.equal(before[:, j, :first_group], token_changed[:, j, :first_group])
+        assert torch.equal(before[:, j, : u + 1], feature_changed[:, j, : u + 1])
+    if kind != "pass_embeddings" and getattr(drafter.config, "inputs", "") != "embedding":  # those read no features
+        assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1])
+
+
+@every_drafter
+@pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
+def test_greedy_identity(kind: str, options: dict[str, Any], tree: str) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    target, drafter = target.double(), drafter.double()
+    paths = [[0], [1], [0, 0], [0, 1], [1, 0]] if tree == "static" else None
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 3})
+    greedy, prompt = Sampling(), [5, 9, 33, 12, 40, 7]
+    with TargetSession(target, 64, drafter.feature_layers) as session:
+        decoder = drafter.decoder(64)
+        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), greedy)
+        drafted = generate(session, method, prompt, greedy, 30)
+        plain = generate(session, Autoregressive(), prompt, greedy, 30)
+    assert drafted.ids == plain.ids
+
+
+@every_drafter
+def test_save_load_gives_the_same_logits_without_the_targets_weights(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    drafter.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        saved = set(file.keys())
+    assert saved == set(drafter.state_dict())
+    # What it trains inside the target is its own.
+    of_the_target = {p.data_ptr() for p in target.parameters() if not p.requires_grad}
+    assert not any(parameter.data_ptr() in of_the_target for parameter in drafter.parameters())
+    batch = random_batch(target, drafter=drafter)
+    with torch.no_grad():
+        expected = drafter.group_logits(batch["input_ids"], batch["features"])
+        loaded = load_drafter(tmp_path, target)
+        found = loaded.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in drafter.state_dict().items())
+        # A file's memory may be aligned otherwise, and on some processors that changes how products round.
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.clone()
+        assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
+
+
+@every_drafter
+def test_every_parameter_learns_and_the_target_does_not(kind: str, options: dict[str, Any]) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter.train()(**batch)
+    output.loss.backward()
+    assert torch.isfinite(output.loss)
+    assert output.depth_count is not None
+    assert (output.depth_count > 0).all()
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().sum() > 0, name
+    assert all(parameter.grad is None for parameter in target.parameters() if not parameter.requires_grad)
+
+
+@every_drafter
+def test_no_labels_no_nan(kind: str, options: dict[str, Any]) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter.train()(**{**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
+    output.loss.backward()
+    assert output.loss.item() == 0.0
+    assert all(torch.isfinite(p.grad).all() for p in drafter.parameters() if p.grad is not None)
+
+
+@every_drafter
+def test_padding_on_the_right_changes_nothing(kind: str, options: dict[str, Any]) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, drafter=drafter)
+    padded = {name: torch.nn.functional.pad(x, (0, 0, 0, 5) if x.ndim == 3 else (0, 5)) for name, x in batch.items()}
+    torch.testing.assert_close(drafter(**padded).loss, drafter(**batch).loss)
+
+
+def cached(
+    target: PreTrainedModel, drafter: Drafter, tokens: datasets.Dataset, dtype: str, folder: Path
+) -> FeatureCache:
+    """All rows' features on disk, a few rows to a shard."""
+    layers, lengths = layers_read(drafter), [len(ids) for ids in tokens["input_ids"]]
+    hidden_size = target.config.hidden_size
+    index = FeatureIndex(layers, hidden_size, {"data.features.dtype": dtype}, cut_into_shards(lengths, 1 << 23))
+    engine = TransformersFeatures(target, layers, batch_size=3)
+    for shard in index.shards:
+        write_shard(folder / shard.file, shard_features(engine, index, tokens, shard, tqdm(disable=True)))
+    return FeatureCache(folder, index, layers)
+
+
+@every_drafter
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-8)])
+def test_features_from_disk_give_the_same_loss(
+    kind: str, options: dict[str, Any], dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Of a training step, online and offline; and in fp32 the same gradient (TV's jumps where p = q)."""
+    target, drafter = target_and_drafter(kind, options)
+    if drafter.offline_obstacle is not None:
+        pytest.skip(f"{kind}: {drafter.offline_obstacle}")
+    tokens = token_rows()
+    args = training_arguments({}, tmp_path, 0, use_cpu=True)
+    results = []
+    for cache in (None, cached(target, drafter, tokens, dtype, tmp_path)):
+        trainer = DrafterTrainer(drafter, target, args, tokens, cache)
+        batch = trainer.data_collator([trainer.train_dataset[row] for row in (3, 6, 0)])
+        torch.manual_seed(5)  # noise, and rows that are dropped
+        drafter.zero_grad()
+        loss, output = trainer.compute_loss(drafter.train(), batch, return_outputs=True)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+        results.append([loss, output.depth_loss_sum, output.depth_count.float()])
+        results[-1] += [gradient] if dtype == "float32" else []
+    for online, offline in zip(*results, strict=True):
+        assert (offline - online).norm() <= tolerance * online.norm()
+
+
+@every_drafter
+@pytest.mark.parametrize("backend", ["folded", "dense"])
+def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backend: str) -> None:
+    """Documents in rows of their own or packed into rows: the same labels, loss, gradients and sums of each depth.
+
+    Documents end and begin in the middle of answers, so that a label, a feature or a key from next door would count.
+    """
+    target, drafter = target_and_drafter(kind, options)
+    if "attention" in drafter.config.to_dict():
+        drafter.config.attention = backend
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length in (9, LENGTH, 4, 1, 7):
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "loss_mask": [int(t % 7 != 2) for t in range(length)]})
+    packed = [pack_documents([rows[0], rows[1], rows[2]]), pack_documents([rows[3], rows[4]])]
+    results = []
+    for batch in (collate_right_padded(rows), collate_right_padded(packed)):
+        ids, positions = batch["input_ids"], batch.get("position_ids")
+        features, teacher = training_features(drafter, target, ids, positions)
+        output = drafter(ids, features, batch["loss_mask"], position_ids=positions, teacher_features=teacher)
+        output.loss.backward()
+        gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+        results.append((output, gradients))
+        drafter.zero_grad()
+    (expected, expected_gradients), (found, gradients) = results
+    assert torch.equal(found.depth_count, expected.depth_count)
+    assert expected.depth_count.min() > 0
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.depth_loss_sum, expected.depth_loss_sum, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.depth_correct, expected.depth_correct)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
+
+
+@every_drafter
+def test_rows_of_a_batch_draft_as_one_sequence_does(kind: str, options: dict[str, Any]) -> None:
+    """Rows with prompts of different lengths, that observe 1 to 20 tokens, pause, or begin anew between drafts."""
+    target, drafter = target_and_drafter(kind, options)
+    ids = torch.randint(3, VOCABULARY, (3, 60), generator=torch.Generator().manual_seed(5))
+    features = target_features(target, ids, layers=drafter.feature_layers)
+    rows = drafter.batch_decoders(64, 3)
+    singles: list[Any] = [drafter.decoder(64) for _ in range(3)]
+    ends = [0, 0, 0]
+    #            by row: the prompt's length for a new sequence (below 0), or how many tokens are observed
+    for steps in ([-4, -19, -1], [1, 3, 2], [0, 1, 20], [5, -7, 0], [2, 1, 1], [1, 0, -3], [4, 20, 2]):
+        for row, step in enumerate(steps):
+            start = 0 if step < 0 else ends[row]
+            end = start + abs(step)
+            for decoder in (rows[row], singles[row]):
+                if step < 0:
+                    decoder.start(ids[row, :end], features[row, :end])
+                elif step > 0:
+                    decoder.observe(ids[row, start:end], features[row, start - 1 : end - 1])
+            ends[row] = end
+        for row in reversed(range(3)):
+            if steps[row] != 0:
+                wanted = drafted_logits(drafter, singles[row], ids[row], ends[row] - 1)
+                drafted = drafted_logits(drafter, rows[row], ids[row], ends[row] - 1)
+                torch.testing.assert_close(drafted, wanted, atol=1e-5, rtol=1e-5)
+
+
+@every_drafter
+@pytest.mark.parametrize("tree", ["chain", "best_first"])
+def test_greedy_identity_in_a_batch(kind: str, options: dict[str, Any], tree: str) -> None:
+    target, drafter = target_and_drafter(kind, options)
+    target, drafter = target.double(), drafter.double()
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "nodes": 9, "branch": 3})
+    greedy, prompts = Sampling(), [[5, 9, 33, 12, 40, 7], [8], [*range(10, 30)], [44, 45]]
+    with TargetSession(target, 64) as session:
+        wanted = [generate(session, Autoregressive(), prompt, greedy, 20).ids for prompt in prompts]
+    with BatchSession(target, 64, 3, drafter.feature_layers) as batch:
+        decoders = drafter.batch_decoders(64, 3)
+        methods = [DrafterMethod("x", decoder, tree_builder(recipe, decoder), greedy) for decoder in decoders]
+        outs = generate_batch(batch, methods, prompts, greedy, 20)
+    assert [out.ids for out in outs] == wanted

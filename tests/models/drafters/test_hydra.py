@@ -1,0 +1,284 @@
+"""Hydra against plain loops over groups and heads, and prefix attention against transformers' own model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.models.drafters.hydra import HydraDrafter
+from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.target.loading import target_features
+from draftsmith.recipes.errors import UserError
+
+HEADS, HIDDEN = 3, 32
+
+
+def hydra(target: PreTrainedModel, **options: Any) -> HydraDrafter:
+    drafter = tiny_drafter_of("hydra", target, **{"num_heads": HEADS, **options})
+    assert isinstance(drafter, HydraDrafter)
+    return drafter
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2
+    )
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def head_by_hand(drafter: HydraDrafter, target: PreTrainedModel, state: Tensor, tokens: list[int]) -> Tensor:
+    """[V] of the head that reads these tokens, from the tensors as they are saved."""
+    weights, j = drafter.state_dict(), len(tokens) - 1
+    hidden = state
+    for token in tokens:
+        embedding = target.get_input_embeddings().weight[token]
+        if drafter.config.embedding_norm:
+            rms = (embedding.pow(2).mean() + 1e-6).sqrt()
+            embedding = embedding / rms * weights["embedding_norm.weight"]
+        hidden = torch.cat([hidden, embedding])
+    for block in range(drafter.config.num_layers):
+        name = f"heads.{j}.{block}."
+        inner = weights[name + "linear.weight"] @ hidden + weights[name + "linear.bias"]
+        if block == 0:
+            hidden = weights[name + "residual.weight"] @ hidden + weights[name + "residual.bias"]
+        hidden = hidden + F.silu(inner)
+    own = f"lm_heads.{j}.weight"
+    return (weights[own] if own in weights else target.get_output_embeddings().weight) @ hidden
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 3, "lm_heads": "shared"}, {"embedding_norm": False}], ids=["1", "deep", "raw"]
+)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_heads_are_the_papers(architecture: str, options: dict[str, Any]) -> None:
+    target = (tiny_gpt2() if architecture == "gpt2" else tiny_target()).double()
+    drafter = hydra(target, **options)
+    batch = random_batch(target, 1)
+    ids, features = batch["input_ids"][0], batch["features"][0]
+    with torch.no_grad():
+        logits = drafter.group_logits(batch["input_ids"], batch["features"])[0]
+        for j in range(HEADS):
+            for t in range(LENGTH - j):
+                state = features[t - 1] if t else torch.zeros(HIDDEN, dtype=torch.float64)
+                expected = head_by_hand(drafter, target, state, ids[t : t + j + 1].tolist())
+                torch.testing.assert_close(logits[j, t], expected, atol=1e-10, rtol=1e-10)
+
+
+def test_a_new_drafter_says_what_the_target_said() -> None:
+    """All heads start by handing h_{t-1} to the target's LM head, which gives the target's logits at t-1."""
+    target = tiny_target()
+    drafter = HydraDrafter.from_target(target, {"num_layers": 2})
+    batch = random_batch(target)
+    with torch.no_grad():
+        logits = drafter.group_logits(batch["input_ids"], batch["features"])
+        expected = target(batch["input_ids"]).logits
+    for j in range(5):
+        torch.testing.assert_close(logits[:, j, 1:], expected[:, :-1])
+
+
+def reference_loss(drafter: HydraDrafter, target: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """Plain loops over labels and a softmax over all logits."""
+    logits = drafter.group_logits(batch["input_ids"], batch["features"])
+    target_logits = target(batch["input_ids"]).logits
+    total = torch.zeros((), dtype=logits.dtype)
+    weights = [1.0, 2.0, 0.5]
+    for j in range(HEADS):
+        losses = []
+        for b, t in torch.cartesian_prod(torch.arange(len(logits)), torch.arange(LENGTH - 1 - j)).tolist():
+            if batch["loss_mask"][b, t + 1 : t + 2 + j].all():
+                log_q = logits[b, j, t].log_softmax(-1)
+                if drafter.config.loss == "ce":
+                    losses.append(-log_q[batch["input_ids"][b, t + 1 + j]])
+                else:  # the target at t+j predicts x_{t+1+j}
+                    log_p = target_logits[b, t + j].log_softmax(-1)
+                    losses.append((log_p.exp() * (log_p - log_q)).sum())
+        total = total + weights[j] / sum(weights) * torch.stack(losses).mean()
+    return total
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize("options", [{}, {"lm_heads": "shared"}, {"prefix_attention": True, "num_layers": 2}])
+def test_the_loss_and_its_gradients(options: dict[str, Any], loss: str) -> None:
+    target = tiny_target().double()
+    drafter = hydra(target, loss=loss, depth_weights=[1.0, 2.0, 0.5], **options)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter(**batch)
+    output.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    drafter.zero_grad()
+    expected = reference_loss(drafter, target, batch)
+    torch.testing.assert_close(output.loss, expected, atol=1e-9, rtol=1e-9)
+    expected.backward()
+    wanted = {name: parameter.grad for name, parameter in drafter.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, atol=1e-8, rtol=1e-8)
+
+
+def test_only_labelled_rows_reach_a_head() -> None:
+    """Derived by hand from the mask of `random_batch`: turns at 4-8 and 11-13, so 8, 6 and 4 labels a row."""
+    target = tiny_target()
+    drafter = hydra(target)
+    rows: list[int] = []
+    for head in drafter.heads:
+        head.register_forward_hook(lambda _module, _inputs, output: rows.append(len(output)))
+    output = drafter(**random_batch(target))
+    assert rows == [16, 12, 8]
+    assert output.depth_count.tolist() == [16, 12, 8]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "gemma"])
+def test_prefix_attention_is_one_layer_of_the_target_over_its_features(model_type: str) -> None:
+    """transformers' own one-layer model, fed h_{-1} = 0, h_0, h_1, ... as embeddings."""
+    target = tiny_target(model_type)
+    drafter = hydra(target, prefix_attention=True)
+    assert drafter.prefix is not None
+    batch = random_batch(target)
+    reference = tiny_target(model_type, num_hidden_layers=1).base_model
+    reference.layers[0].load_state_dict(drafter.prefix.layer.state_dict())
+    reference.norm.load_state_dict(drafter.prefix.norm.state_dict())
+    previous = torch.cat([torch.zeros(2, 1, HIDDEN), batch["features"][:, :-1]], dim=1)
+    with torch.no_grad():
+        expected = reference(inputs_embeds=previous).last_hidden_state
+        states = drafter.states_of(GroupRows.full(2, 1, LENGTH, target.device), batch["features"])
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prefix_attention", [False, True])
+def test_a_tree_is_its_paths(prefix_attention: bool) -> None:
+    """Every node's logits, in whatever calls and order the nodes came, are those of the path to it alone."""
+    target = tiny_target()
+    drafter = hydra(target, prefix_attention=prefix_attention)
+    batch = random_batch(target, 1)
+    ids, features = batch["input_ids"][0], batch["features"][0]
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(ids[:6], features[:6])
+    decoder.begin()
+    # Numbers 1, 2, 3 below the root; 4 below 2; then in one call 5 below 1 and 6 below the root.
+    grown = [*decoder.expand([7, 8, 9], [0, 0, 0]), *decoder.expand([10], [2]), *decoder.expand([11, 12], [1, 0])]
+    paths = [[7], [8], [9], [8, 10], [7, 11], [12]]
+    for logits, path in zip(grown, paths, strict=True):
+        # Training on the path as if it were the text gives the same.
+        text = torch.cat([ids[:6], torch.tensor(path)]).unsqueeze(0)
+        padded = torch.cat([features[:6], torch.zeros(len(path), HIDDEN)]).unsqueeze(0)
+        with torch.no_grad():
+            expected = drafter.group_logits(text, padded)[0, len(path), 5]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(grown[3], grown[4], atol=1e-2)
+
+
+def test_gpt2_trains_and_decodes_without_prefix_attention() -> None:
+    target = tiny_gpt2()
+    drafter = hydra(target)
+    batch = random_batch(target, 1)
+    assert torch.isfinite(drafter(**batch).loss)
+    ids, features = batch["input_ids"][0], batch["features"][0]
+    training = drafter.group_logits(batch["input_ids"], batch["features"])[0].detach()
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(ids[:5], features[:5])
+    decoder.observe(ids[5:7], features[4:6])
+    torch.testing.assert_close(decoder.begin()[0], training[0, 6], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(decoder.expand([int(ids[7])], [0])[0], training[1, 6], atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="`gpt2` is not supported by this drafter"):
+        HydraDrafter.from_target(target, {"prefix_attention": True})
+
+
+def test_what_is_saved(tmp_path: Path) -> None:
+    """Head d reads d+1 vectors of 32; its LM head is its own or nobody's."""
+    target = tiny_target()
+    for lm_heads, lm_head_shapes in (("separate", {"lm_heads.0.weight": [VOCABULARY, 32]}), ("shared", {})):
+        hydra(target, lm_heads=lm_heads, num_heads=1, num_layers=2).save_pretrained(tmp_path / lm_heads)
+        with safe_open(tmp_path / lm_heads / "model.safetensors", framework="pt") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+        assert shapes == lm_head_shapes | {
+            "embedding_norm.weight": [32],
+            "heads.0.0.linear.weight": [32, 64],
+            "heads.0.0.linear.bias": [32],
+            "heads.0.0.residual.weight": [32, 64],
+            "heads.0.0.residual.bias": [32],
+            "heads.0.1.linear.weight": [32, 32],
+            "heads.0.1.linear.bias": [32],
+        }
+
+
+def test_separate_lm_heads_learn_and_the_targets_does_not() -> None:
+    target = tiny_target()
+    drafter = hydra(target)
+    theirs, own = (dict(model.named_parameters()) for model in (target, drafter))
+    before = {name: parameter.detach().clone() for name, parameter in {**theirs, **own}.items()}
+    drafter(**random_batch(target)).loss.backward()
+    torch.optim.SGD(drafter.parameters(), lr=1.0).step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in theirs.items())
+    for j in range(HEADS):
+        assert not torch.equal(own[f"lm_heads.{j}.weight"], before[f"lm_heads.{j}.weight"])
+
+
+def test_a_bf16_drafter_with_a_bf16_target() -> None:
+    target = tiny_target().bfloat16()
+    drafter = hydra(target, prefix_attention=True)
+    batch = random_batch(target)
+    drafter(**batch).loss.backward()  # fp32 drafter beside a bf16 target
+    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
+    decoder = drafter.bfloat16().decoder(LENGTH)
+    decoder.start(batch["input_ids"][0], batch["features"][0])
+    assert decoder.begin().dtype == decoder.expand([5], [0]).dtype == torch.float32
+
+
+def test_an_lm_head_with_a_bias_can_only_be_shared() -> None:
+    config = AutoConfig.for_model(
+        "phi", vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    with pytest.raises(UserError, match=r"has a bias.*set drafter.options.lm_heads to shared"):
+        HydraDrafter.from_target(target, {})
+    drafter = hydra(target, lm_heads="shared")
+    ids = random_batch(target)["input_ids"]
+    target.get_output_embeddings().bias.fill_(3.0)
+    with torch.no_grad():
+        logits = drafter.group_logits(ids, target_features(target, ids))
+        target.get_output_embeddings().bias.fill_(4.0)
+        torch.testing.assert_close(drafter.group_logits(ids, target_features(target, ids)), logits + 1.0)
+
+
+def test_the_decoder_refuses_what_cannot_be() -> None:
+    target = tiny_target()
+    batch = random_batch(target, 1)
+    ids, features = batch["input_ids"][0], batch["features"][0]
+    decoder = hydra(target, prefix_attention=True).decoder(8)
+    with pytest.raises(ValueError, match="begin"):
+        decoder.expand([5], [0])
+    decoder.start(ids[:9], features[:9])
+    with pytest.raises(ValueError, match="max_length_tokens=8"):
+        decoder.begin()
+    decoder = hydra(target).decoder(8)
+    decoder.start(ids[:1], features[:1])
+    decoder.begin()
+    with pytest.raises(ValueError, match=r"parents \[1\] must be among the 1 nodes"):
+        decoder.expand([5], [1])
+    decoder.expand([5, 6], [0, 0])
+    decoder.expand([7], [2])
+    with pytest.raises(ValueError, match="depth 3 has no children: there are 3 heads"):
+        decoder.expand([8], [3])
+    with pytest.raises(ValueError, match="call start"):
+        decoder.begin()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_head": 4}, "did you mean `num_heads`"),
+        ({"num_heads": 0}, "num_heads` must be a whole number of at least 1, not 0"),
+        ({"lm_heads": "tied"}, "lm_heads` must be one of separate, shared, not 'tied'"),
+        ({"loss": "mse"}, "loss` must be one of ce, kl"),
+        ({"depth_weights": [1.0, 1.0]}, r"5 of them \(one for each depth\)"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        HydraDrafter.from_target(tiny_target(), options)

@@ -1,0 +1,242 @@
+"""Medusa: its heads start as the target's own, its loss is the paper's, and any architecture will do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.registry import Autoregressive
+from draftsmith.eval.trees.builders import BestFirstBuilder, tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import load_drafter
+from draftsmith.models.drafters.medusa import MedusaDrafter
+from draftsmith.models.target.loading import target_features
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MethodRecipe
+
+HIDDEN = 32
+
+
+def tiny_medusa(target: PreTrainedModel, **options: Any) -> MedusaDrafter:
+    drafter = tiny_drafter_of("medusa", target, **{"num_heads": 3, **options})
+    assert isinstance(drafter, MedusaDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("lm_heads", ["separate", "shared"])
+def test_every_head_starts_as_the_targets_own(model_type: str, lm_heads: str) -> None:
+    """At the start head d of group t gives the logits that predicted x_t, whatever d."""
+    target = tiny_target(model_type)
+    drafter = MedusaDrafter.from_target(target, {"num_heads": 3, "num_layers": 2, "lm_heads": lm_heads})
+    ids = random_batch(target)["input_ids"]
+    with torch.no_grad():
+        logits = drafter.group_logits(ids, target_features(target, ids))
+        own = target(ids).logits
+    assert logits.shape == (2, 3, LENGTH, VOCABULARY)
+    for j in range(3):
+        assert torch.equal(logits[:, j, 1:], own[:, :-1])
+
+
+@pytest.mark.parametrize("lm_heads", ["separate", "shared"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "tv"])
+def test_the_loss_and_its_gradients_are_those_of_a_plain_reference(lm_heads: str, loss: str) -> None:
+    """Label by label, with the weights 1, 1/2 and 1/4 over 7/4, in fp64; positions read off the loss mask by hand."""
+    target = tiny_target().double()
+    drafter = tiny_medusa(target, lm_heads=lm_heads, loss=loss, depth_weights=0.5, num_layers=2)
+    batch = random_batch(target)
+    output = drafter(**batch)
+    output.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    drafter.zero_grad()
+
+    # Supervised are x_4..x_8 and x_11..x_13: group t has a label at depth d if x_{t+1}..x_{t+d} all are.
+    groups = {1: [3, 4, 5, 6, 7, 10, 11, 12], 2: [3, 4, 5, 6, 10, 11], 3: [3, 4, 5, 10]}
+    ids, features = batch["input_ids"], batch["features"]
+    expected = torch.zeros((), dtype=torch.float64)
+    for depth, weight in ((1, 4 / 7), (2, 2 / 7), (3, 1 / 7)):
+        losses, hits = [], 0
+        for row in range(2):
+            for t in groups[depth]:
+                log_q = head_by_hand(drafter, target, depth, features[row, t - 1]).log_softmax(-1)
+                log_p = target.lm_head(features[row, t + depth - 1]).log_softmax(-1)
+                label = ids[row, t + depth]
+                by_name = {
+                    "ce": -log_q[label],
+                    "kl": (log_p.exp() * (log_p - log_q)).sum(),
+                    "tv": 1 - torch.minimum(log_p.exp(), log_q.exp()).sum(),
+                }
+                losses.append(by_name[loss])
+                hits += int(log_q.argmax() == label)
+        expected = expected + weight * torch.stack(losses).mean()
+        assert output.depth_count[depth - 1] == 2 * len(groups[depth])
+        assert output.depth_correct[depth - 1] == hits
+        if loss == "ce":
+            torch.testing.assert_close(output.depth_loss_sum[depth - 1], torch.stack(losses).sum().detach())
+    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)  # weights of rows are fp32
+    expected.backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-6, msg=name)
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def head_by_hand(drafter: MedusaDrafter, target: PreTrainedModel, depth: int, feature_d: Tensor) -> Tensor:
+    """[V]: x + SiLU(A x + b) twice, then the head's matrix."""
+    weights = dict(drafter.named_parameters())
+    for layer in range(2):
+        name = f"blocks.{depth - 1}.layers.{layer}"
+        inner = weights[f"{name}.weight"] @ feature_d + weights[f"{name}.bias"]
+        feature_d = feature_d + inner * torch.sigmoid(inner)
+    return weights.get(f"lm_heads.{depth - 1}.weight", target.lm_head.weight) @ feature_d
+
+
+@pytest.mark.parametrize("lm_heads", ["separate", "shared"])
+def test_tensors_are_named_and_shaped_as_vllm_reads_them(tmp_path: Path, lm_heads: str) -> None:
+    drafter = tiny_medusa(tiny_target(), lm_heads=lm_heads, num_layers=2)
+    drafter.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    expected: dict[str, tuple[int, ...]] = {}
+    for head in range(3):
+        for layer in range(2):
+            expected[f"blocks.{head}.layers.{layer}.weight"] = (HIDDEN, HIDDEN)
+            expected[f"blocks.{head}.layers.{layer}.bias"] = (HIDDEN,)
+        if lm_heads == "separate":
+            expected[f"lm_heads.{head}.weight"] = (VOCABULARY, HIDDEN)
+    assert shapes == expected
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "gemma2"])
+def test_any_architecture_trains_decodes_and_travels(model_type: str, tmp_path: Path) -> None:
+    """No layer of the target's kind is needed: those that the parallel drafter refuses work too."""
+    target = tiny_target(model_type).double()
+    drafter = tiny_medusa(target)
+    batch = random_batch(target)
+    drafter(**batch).loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in drafter.parameters())
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target)
+    greedy, prompt = Sampling(), [5, 9, 33, 12, 40, 7]
+    with TargetSession(target, 64) as session:
+        method = DrafterMethod("x", loaded.decoder(64), BestFirstBuilder(9, 3), greedy)
+        drafted = generate(session, method, prompt, greedy, 30)
+        plain = generate(session, Autoregressive(), prompt, greedy, 30)
+    assert drafted.ids == plain.ids
+    with torch.no_grad():
+        expected = drafter.group_logits(batch["input_ids"], batch["features"])
+        assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
+
+
+def test_a_gpt2_of_another_size_is_refused() -> None:
+    drafter = tiny_medusa(tiny_target("gpt2"))
+    with pytest.raises(UserError, match="made for a target with hidden_size 32"):
+        drafter.attach(tiny_target("gpt2", hidden_size=64))
+
+
+def test_the_first_token_has_no_feature_before_it() -> None:
+    """A prompt of one token: drafted from zeros, as group 0 is in training."""
+    target = tiny_target()
+    drafter = tiny_medusa(target)
+    batch = random_batch(target, 1)
+    ids, features = batch["input_ids"], batch["features"]
+    decoder = drafter.decoder(LENGTH)
+    with pytest.raises(ValueError, match="call start"):
+        decoder.draft()
+    decoder.start(ids[0, :1], features[0, :1])
+    with torch.no_grad():
+        expected = drafter.group_logits(ids, torch.zeros_like(features))[0, :, 0]
+    torch.testing.assert_close(decoder.draft(), expected)
+
+
+def test_a_bf16_target_trains_fp32_heads_and_decodes_in_bf16() -> None:
+    target = tiny_target().bfloat16()
+    for lm_heads in ("separate", "shared"):
+        drafter = tiny_medusa(target, lm_heads=lm_heads)
+        assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
+        batch = random_batch(target)
+        drafter(**batch).loss.backward()
+        decoder = drafter.bfloat16().decoder(LENGTH)
+        decoder.start(batch["input_ids"][0], batch["features"][0])
+        assert decoder.draft().dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_head": 4}, "did you mean `num_heads`"),
+        ({"num_heads": 0}, "`drafter.options.num_heads` must be a whole number of at least 1, not 0"),
+        ({"lm_heads": "own"}, "`drafter.options.lm_heads` must be one of separate, shared, not 'own'"),
+        ({"loss": "mse"}, "`drafter.options.loss` must be one of ce, kl"),
+        ({"depth_weights": [1.0]}, r"5 of them \(one for each depth\)"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        MedusaDrafter.from_target(tiny_target(), options)
+
+
+def test_an_lm_head_with_a_bias_can_only_be_shared() -> None:
+    target = tiny_target("phi", partial_rotary_factor=1.0)
+    assert target.lm_head.bias is not None
+    with pytest.raises(UserError, match=r"has a bias.*drafter.options.lm_heads=shared"):
+        MedusaDrafter.from_target(target, {})
+    drafter = MedusaDrafter.from_target(target, {"lm_heads": "shared"})
+    ids = random_batch(target)["input_ids"]
+    with torch.no_grad():
+        target.lm_head.bias += torch.arange(VOCABULARY)
+        logits = drafter.group_logits(ids, target_features(target, ids))
+        assert torch.equal(logits[:, 4, 1:], target(ids).logits[:, :-1])
+
+
+def blockwise_parallel_decoding(
+    target: PreTrainedModel, drafter: MedusaDrafter, prompt: list[int], new_tokens: int
+) -> tuple[list[int], list[int]]:
+    """The answer, and the tokens of each round, with plain forwards over everything and no cache.
+
+    Predict: the target (p_1) and the heads (p_2, ...) each take their most likely token. Verify: the longest prefix of
+    these where every token is the target's most likely after those before it. Accept that prefix.
+    """
+
+    def greedy_after(ids: list[int]) -> int:
+        return int(target(torch.tensor([ids])).logits[0, -1].argmax())
+
+    ids, rounds = [*prompt, greedy_after(prompt)], [1]
+    while len(ids) < len(prompt) + new_tokens:
+        # p_1 of this round verified the last: its token is the newest. The heads go on from there.
+        sequence = torch.tensor([ids])
+        block = drafter.group_logits(sequence, target_features(target, sequence))[0, :, -1].argmax(-1).tolist()
+        accepted: list[int] = []
+        for token in block:
+            if token != greedy_after([*ids, *accepted]):
+                break
+            accepted.append(token)
+        room = len(prompt) + new_tokens - len(ids)
+        committed = [*accepted, greedy_after([*ids, *accepted])][:room]
+        ids += committed
+        rounds.append(len(committed))
+    return ids[len(prompt) :], rounds[1:]
+
+
+@torch.no_grad()
+def test_a_greedy_chain_is_blockwise_parallel_decoding() -> None:
+    """Stern et al. (arXiv 1811.03115) with exact match: the same answer in the very same blocks."""
+    target = tiny_target().double()
+    drafter = tiny_medusa(target)
+    new_tokens, drafted = 30, 0
+    with TargetSession(target, 64) as session:
+        decoder = drafter.decoder(64)
+        builder = tree_builder(MethodRecipe(name="x", tree="chain"), decoder)
+        for prompt in ([5, 9, 33, 12], [1, 2, 1, 2, 1], [7, 7, 7, 7]):
+            answer, rounds = blockwise_parallel_decoding(target, drafter, prompt, new_tokens)
+            out = generate(session, DrafterMethod("x", decoder, builder, Sampling()), prompt, Sampling(), new_tokens)
+            assert (out.ids, out.accept_lengths) == (answer, rounds)
+            drafted += out.accepted_drafts
+    assert drafted > 0, "no head was ever right, so nothing was tested"

@@ -1,0 +1,390 @@
+"""Medusa-2: the LoRA starts as no change, learns what the formulas say, travels with the drafter, and is reported."""
+
+import html
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
+from support.training_runs import InterruptAt, drafter_folder, make_recipe
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.eval.commands.evaluate import evaluate, report_again
+from draftsmith.models.base.drafter import depth_labels, load_drafter
+from draftsmith.models.drafters.medusa2 import Medusa2Drafter
+from draftsmith.models.target.adapter import adapted_layers, remove
+from draftsmith.models.target.loading import target_features
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DrafterRecipe, EvalRecipe, Recipe
+from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import DrafterTrainer, training_features
+from draftsmith.train.drafter.training_arguments import training_arguments
+
+Q_AND_DOWN = ["q_proj", "down_proj"]
+
+
+def tiny_medusa2(target: PreTrainedModel, **options: Any) -> Medusa2Drafter:
+    drafter = tiny_drafter_of("medusa2", target, **{"num_heads": 3, "lora_rank": 4, "lora_alpha": 6, **options})
+    assert isinstance(drafter, Medusa2Drafter)
+    return drafter
+
+
+def weights_by_hand(original: PreTrainedModel, lora: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The changed target's weights: W + scale * B A (its transpose in GPT-2's layers), from a drafter's tensors."""
+    weights = dict(original.named_parameters())
+    for name in [key.removesuffix(".lora_A.weight") for key in lora if key.endswith(".lora_A.weight")]:
+        change = scale * lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
+        name = name.removeprefix("lora.") + ".weight"
+        weights[name] = weights[name] + (change.T if original.config.model_type == "gpt2" else change)
+    return weights
+
+
+def logits_of(target: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return target(ids).logits
+
+
+# ---- the change of the target ----
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_new_lora_changes_nothing_a_trained_one_what_its_factors_say(model_type: str) -> None:
+    original, target = tiny_target(model_type), tiny_target(model_type)
+    ids = random_batch(target)["input_ids"]
+    drafter = Medusa2Drafter.from_target(target, {"lora_rank": 4, "lora_alpha": 6})
+    assert torch.equal(logits_of(target, ids), logits_of(original, ids))
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    weights = weights_by_hand(original, dict(drafter.named_parameters()), scale=6 / 4)
+    with torch.no_grad():
+        expected = functional_call(original, weights, (ids,)).logits
+    assert (expected - logits_of(original, ids)).abs().max() > 0.1
+    torch.testing.assert_close(logits_of(target, ids), expected, atol=1e-5, rtol=1e-5)
+    with drafter.original_target():
+        assert torch.equal(logits_of(target, ids), logits_of(original, ids))
+    torch.testing.assert_close(logits_of(target, ids), expected, atol=1e-5, rtol=1e-5)
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
+
+
+def test_which_layers_are_changed() -> None:
+    """Llama's seven linear layers a decoder layer, never the head; or those that are asked for."""
+    target = tiny_target()
+    everything = Medusa2Drafter.from_target(target, {"lora_rank": 4})
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert set(everything.config.lora_shapes) == {f"model.layers.{i}.{n}" for i in range(2) for n in attention + mlp}
+    assert everything.config.lora_shapes["model.layers.1.mlp.down_proj"] == [48, 32]
+    some = Medusa2Drafter.from_target(target, {"lora_rank": 4, "lora_targets": Q_AND_DOWN})
+    names = {f"model.layers.{i}.{n}" for i in range(2) for n in ("self_attn.q_proj", "mlp.down_proj")}
+    assert set(some.config.lora_shapes) == set(adapted_layers(target)) == names
+    shapes = {name: tuple(parameter.shape) for name, parameter in some.lora.named_parameters()}
+    assert shapes["model.layers.0.mlp.down_proj.lora_A.weight"] == (4, 48)
+    assert shapes["model.layers.0.mlp.down_proj.lora_B.weight"] == (32, 4)
+    assert len(shapes) == 2 * 4
+
+
+# ---- the loss ----
+
+
+@pytest.mark.parametrize("lm_loss", ["kl", "ce"])
+def test_the_loss_and_all_its_gradients_are_those_of_a_plain_reference(lm_loss: str) -> None:
+    """L_LM + 0.7 L_heads over a second target whose weights are made of the factors: no peft, no chunks, no hooks."""
+    original, target = tiny_target().double(), tiny_target().double()
+    drafter = tiny_medusa2(target, lm_loss=lm_loss, heads_weight=0.7, depth_weights=0.5)
+    drafter.double()
+    batch = random_batch(target, drafter=drafter)
+    assert batch["features"].requires_grad
+    assert ("teacher_features" in batch) == (lm_loss == "kl")
+    output = drafter(**batch)
+    output.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    assert all(p.grad is None for name, p in target.named_parameters() if "lora_" not in name)
+    drafter.zero_grad()
+
+    parameters = dict(drafter.named_parameters())
+    weights = weights_by_hand(original, parameters, scale=6 / 4)
+    ids = batch["input_ids"]
+    changed = functional_call(original, weights, (ids,), {"output_hidden_states": True})
+    features, log_q = changed.hidden_states[-1], changed.logits.log_softmax(-1)
+    log_p = original(ids).logits.log_softmax(-1)
+    labels = depth_labels(ids, batch["loss_mask"], 3)
+    predicted = labels[:, 0] != -100
+    if lm_loss == "kl":
+        expected = (log_p.exp() * (log_p - log_q)).sum(-1)[predicted].mean()
+    else:
+        expected = -log_q.gather(-1, labels[:, :1].movedim(1, 2).clamp_min(0)).squeeze(-1)[predicted].mean()
+    for j, weight in enumerate((4 / 7, 2 / 7, 1 / 7)):
+        inner = features @ parameters[f"blocks.{j}.layers.0.weight"].T + parameters[f"blocks.{j}.layers.0.bias"]
+        logits = (features + torch.nn.functional.silu(inner)) @ parameters[f"lm_heads.{j}.weight"].T
+        cross_entropy = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, j, 1:].flatten())
+        expected = expected + 0.7 * weight * cross_entropy
+    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)  # weights of rows are fp32
+    expected.backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-6, msg=name)
+        assert parameter.grad.abs().max() > 1e-5, name
+
+
+def test_in_the_warm_up_only_the_heads_learn() -> None:
+    target = tiny_target()
+    drafter = tiny_medusa2(target, warmup_steps=5)
+    drafter.training_step = 4
+    assert (drafter.trains_target, drafter.needs_teacher) == (False, False)
+    batch = random_batch(target, drafter=drafter)
+    assert set(batch) == {"input_ids", "features", "loss_mask"}
+    assert not batch["features"].requires_grad
+    output = drafter(**batch)
+    output.loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert (parameter.grad is None) == name.startswith("lora."), name
+    drafter.training_step = 5
+    assert (drafter.trains_target, drafter.needs_teacher) == (True, True)
+    behind = drafter(**random_batch(target, drafter=drafter))
+    assert behind.loss > output.loss  # by the KL, as the heads' part is the same
+    torch.testing.assert_close(behind.depth_loss_sum, output.depth_loss_sum)
+
+
+# ---- training ----
+
+
+def medusa2_recipe(folder: Path, name: str, options: dict[str, Any] | None = None, **train: Any) -> Recipe:
+    recipe = make_recipe(folder, name, **train)
+    defaults = {"num_heads": 2, "lora_rank": 2, "lora_alpha": 4, "warmup_steps": 3}
+    return recipe.model_copy(update={"drafter": DrafterRecipe(kind="medusa2", options={**defaults, **(options or {})})})
+
+
+def test_the_lora_rests_in_the_warm_up_and_learns_after_it(target_folder: Path) -> None:
+    saved = {}
+    for steps in (3, 5):
+        recipe = medusa2_recipe(target_folder, f"steps{steps}", max_steps=steps)
+        train_drafter(recipe)
+        saved[steps] = load_file(drafter_folder(recipe) / "model.safetensors")
+    names = [name for name in saved[3] if "lora_B" in name]
+    assert len(names) == 7
+    assert all((saved[3][name] == 0).all() for name in names)
+    assert all((saved[5][name] != 0).any() for name in names)
+    assert any((saved[3][name] != 0).any() for name in saved[3] if name.startswith("blocks"))
+
+
+def test_kl_keeps_the_target_nearer_to_what_it_was(target_folder: Path) -> None:
+    """The same training with and without weight on L_LM: the loss that is meant to hold the target does hold it."""
+    distances = []
+    for name, heads_weight in (("held", 0.01), ("pulled", 100.0)):
+        options = {"heads_weight": heads_weight, "warmup_steps": 0, "lm_heads": "shared", "lora_learning_rate": 1.0}
+        recipe = medusa2_recipe(target_folder, name, options, max_steps=20, lr_scheduler_type="constant")
+        train_drafter(recipe)
+        target = AutoModelForCausalLM.from_pretrained(target_folder)
+        ids = torch.arange(3, 33).unsqueeze(0)
+        log_p = logits_of(target, ids).log_softmax(-1)
+        load_drafter(drafter_folder(recipe), target)
+        log_q = logits_of(target, ids).log_softmax(-1)
+        distances.append((log_p.exp() * (log_p - log_q)).sum(-1).mean().item())
+    assert 0 < distances[0] < 0.25 * distances[1]
+
+
+def test_the_lora_learns_at_its_own_rate(tmp_path: Path) -> None:
+    target = tiny_target()
+    drafter = tiny_medusa2(target, lora_learning_rate=0.125)
+    args = training_arguments({"learning_rate": 0.008, "weight_decay": 0.1}, tmp_path, 0, use_cpu=True)
+    trainer = DrafterTrainer(drafter, target, args, datasets.Dataset.from_dict({"input_ids": [[1]]}))
+    optimizer = trainer.create_optimizer()
+    assert trainer.create_optimizer() is optimizer  # asked twice, split once
+    names = {parameter: name for name, parameter in drafter.named_parameters()}
+    seen = {}
+    for group in optimizer.param_groups:
+        seen |= {names[parameter]: (group["lr"], group["weight_decay"]) for parameter in group["params"]}
+    assert set(seen) == set(names.values())
+    for name, (rate, decay) in seen.items():
+        assert rate == pytest.approx(0.001 if name.startswith("lora.") else 0.008), name
+        assert decay == (0.0 if name.endswith("bias") else 0.1), name
+
+
+@pytest.mark.parametrize("warmup_steps", [3, 5])
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, warmup_steps: int
+) -> None:
+    """From a checkpoint at step 4, behind the end of the warm-up and before it."""
+    options = {"warmup_steps": warmup_steps}
+    whole, broken = (medusa2_recipe(target_folder, name, options, max_steps=7) for name in ("whole", "broken"))
+    train_drafter(whole)
+
+    class Interrupted(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[InterruptAt(5)], **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(broken)
+    assert train_drafter(broken).steps == 7
+    expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert any("lora_B" in name and (expected[name] != 0).any() for name in expected)
+
+
+# ---- loading ----
+
+
+def test_loading_merges_the_change_once_however_often(tmp_path: Path) -> None:
+    original, target = tiny_target(), tiny_target()
+    ids = random_batch(target)["input_ids"]
+    for name, options in (("first", {"lora_targets": Q_AND_DOWN}), ("second", {"lora_rank": 2})):
+        tiny_medusa2(tiny_target(), **options).save_pretrained(tmp_path / name)
+    expected = {}
+    for name, scale in (("first", 6 / 4), ("second", 6 / 2)):
+        weights = weights_by_hand(original, load_file(tmp_path / name / "model.safetensors"), scale)
+        with torch.no_grad():
+            expected[name] = functional_call(original, weights, (ids,)).logits
+    for name in ("first", "first", "second", "first"):
+        drafter = load_drafter(tmp_path / name, target)
+        torch.testing.assert_close(logits_of(target, ids), expected[name], atol=1e-5, rtol=1e-5)
+        assert set(adapted_layers(target)) == set(drafter.config.lora_shapes)
+        assert not any(".base_layer.base_layer" in key for key in target.state_dict())
+        assert not any(parameter.requires_grad for parameter in [*drafter.parameters(), *target.parameters()])
+    # Merged: the layers' own weights are the changed ones, so that decoding pays nothing for the adapter.
+    layer = target.get_submodule("model.layers.0.self_attn.q_proj")
+    torch.testing.assert_close(
+        layer.get_base_layer().weight,
+        weights_by_hand(original, load_file(tmp_path / "first" / "model.safetensors"), 6 / 4)[
+            "model.layers.0.self_attn.q_proj.weight"
+        ],
+    )
+    remove(target)
+    assert [name for name, _ in target.named_parameters()] == [name for name, _ in original.named_parameters()]
+    torch.testing.assert_close(logits_of(target, ids), logits_of(original, ids), atol=1e-5, rtol=1e-5)
+
+
+def test_a_loaded_drafter_reads_features_of_the_changed_target(tmp_path: Path) -> None:
+    trained = tiny_target()
+    drafter = tiny_medusa2(trained)
+    drafter.save_pretrained(tmp_path)
+    ids = random_batch(trained)["input_ids"]
+    fresh = tiny_target()
+    loaded = load_drafter(tmp_path, fresh)
+    features = target_features(fresh, ids)
+    torch.testing.assert_close(features, target_features(trained, ids), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        expected = drafter.group_logits(ids, target_features(trained, ids))
+        torch.testing.assert_close(loaded.group_logits(ids, features), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bf16_target_keeps_its_dtype_and_trains_an_fp32_lora(tmp_path: Path) -> None:
+    target = tiny_target().bfloat16()
+    drafter = tiny_medusa2(target)
+    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
+    batch = random_batch(target, drafter=drafter)
+    assert batch["features"].dtype == torch.bfloat16
+    drafter(**batch).loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in drafter.parameters())
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, tiny_target().bfloat16())
+    decoder = loaded.decoder(LENGTH)
+    decoder.start(batch["input_ids"][0], batch["features"][0].detach())
+    assert decoder.draft().dtype == torch.float32
+
+
+# ---- the report ----
+
+
+def test_the_report_says_that_the_target_changed_and_measures_the_changed_one(
+    target_folder: Path, tmp_path: Path
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"question_id": i, "category": "words", "turns": [f"w{5 + i} w{6 + i} w{7 + i}"]} for i in range(3)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"warmup_steps": 0, "lm_loss": "ce", "lora_learning_rate": 1.0}
+    recipe = medusa2_recipe(target_folder, "measured", options, max_steps=30)
+    evaluation = EvalRecipe.model_validate(
+        {
+            "questions": str(questions), "max_new_tokens": 16, "runs": 1, "warmup_questions": 0,
+            "methods": [{"name": "tree", "tree": "best_first", "nodes": 5, "branch": 2}],
+        }
+    )  # fmt: skip
+    recipe = recipe.model_copy(update={"eval": evaluation})
+    train_drafter(recipe)
+    for write in (evaluate, report_again):
+        summary = write(recipe)
+        root = Path(recipe.runs_dir) / recipe.name
+        sentence = "The target itself was changed: a LoRA of rank 2 in 7 of its linear layers"
+        for file in (root / "report.md", root / "report.html"):
+            text = html.unescape(file.read_text())
+            assert text.index("NOT THE ORIGINAL TARGET") < text.index(sentence) < text.index("Overall")
+            assert "every greedy answer is identical to the changed target's" in text
+        assert json.loads((root / "eval" / "summary.json").read_text()) == summary
+        assert all(row["target_change"].startswith(sentence) and row["greedy_identical"] for row in summary)
+        assert json.loads((root / "eval" / "notes.json").read_text())["target_change"].startswith(sentence)
+
+    # The baseline's answers are the changed target's and not the original's.
+    original = AutoModelForCausalLM.from_pretrained(target_folder)
+    lora = load_file(root / "drafter" / "model.safetensors")
+    weights = weights_by_hand(original, lora, scale=4 / 2)
+    records = [json.loads(line) for line in (root / "eval" / "records.jsonl").read_text().splitlines()]
+    answers = [record["answers"]["autoregressive@0"]["token_ids"][0] for record in records]
+    prompts = [[5 + record["question_id"] + i for i in range(3)] for record in records]
+    assert answers == [greedy(lambda ids: functional_call(original, weights, (ids,)).logits, p) for p in prompts]
+    assert answers != [greedy(lambda ids: original(ids).logits, prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def greedy(logits: Callable[[Tensor], Tensor], prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + 16 and ids[-1] != 2:
+        ids.append(int(logits(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_other_drafters_change_no_target() -> None:
+    target = tiny_target()
+    for kind in ("medusa", "parallel"):
+        drafter = tiny_drafter_of(kind, target)
+        assert (drafter.target_change, drafter.trains_target, drafter.learning_rate_factors()) == (None, False, {})
+        assert not training_features(drafter, target, torch.tensor([[1, 2, 3]]))[0].requires_grad
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_targets": ["q_proj", "query"]}, r"no linear layer `query`; use some of down_proj, .*or `all-linear`"),
+        ({"lora_targets": "q_proj"}, r"`drafter.options.lora_targets` must be `all-linear` or a list"),
+        ({"lora_targets": []}, "must be `all-linear` or a list"),
+        ({"lora_rank": 0}, "`drafter.options.lora_rank` must be a whole number of at least 1"),
+        ({"lora_alpha": 0}, "`drafter.options.lora_alpha` must be a number above 0"),
+        ({"lm_loss": "tv"}, "`drafter.options.lm_loss` must be one of kl, ce"),
+        ({"lora_shapes": {}}, "unknown key `drafter.options.lora_shapes`"),
+        ({"heads_weight": -1}, "`drafter.options.heads_weight` must be a number above 0"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Medusa2Drafter.from_target(tiny_target(), options)
+
+
+def test_a_target_with_other_layers_is_refused() -> None:
+    drafter = tiny_medusa2(tiny_target(intermediate_size=40), lora_targets=["down_proj"])
+    with pytest.raises(UserError, match=r"changes layer model.layers.0.mlp.down_proj \[40, 32\].*has \[48, 32\]"):
+        drafter.attach(tiny_target())
+    with pytest.raises(UserError, match=r"changes layer model.layers.1.mlp.down_proj \[40, 32\].*has no such layer"):
+        drafter.attach(tiny_target(intermediate_size=40, num_hidden_layers=1))
+
+
+def test_a_target_with_an_adapter_of_its_own_is_refused() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    target = tiny_target()
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), target, "default")
+    with pytest.raises(UserError, match=r"comes with an adapter of its own.*merge_and_unload"):
+        Medusa2Drafter.from_target(target, {})

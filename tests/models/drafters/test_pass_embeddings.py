@@ -1,0 +1,190 @@
+"""PaSS against the target itself: transformers' own forward over embeddings, the look-ahead ones last."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import ChainBuilder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import depth_labels, load_drafter
+from draftsmith.models.drafters.pass_embeddings import PassEmbeddingsDrafter
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.recipes.errors import UserError
+
+LOOK_AHEAD, LAYERS = 3, 3
+
+
+def pass_drafter(target: PreTrainedModel, **options: Any) -> PassEmbeddingsDrafter:
+    drafter = tiny_drafter_of("pass_embeddings", target, **{"num_masks": LOOK_AHEAD, **options})
+    assert isinstance(drafter, PassEmbeddingsDrafter)
+    return drafter
+
+
+def target_of(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
+    return tiny_target(model_type, num_hidden_layers=LAYERS, **changes)
+
+
+def target_over_embeddings(target: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
+    """[T+1, V]: what the paper draws. The target reads all tokens, then the look-ahead embeddings."""
+    inputs = torch.cat([target.get_input_embeddings()(ids), masks.to(target.dtype)])
+    return target(inputs_embeds=inputs.unsqueeze(0)).logits[0, len(ids) - 1 :]
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+def test_a_draft_is_the_targets_own_forward(model_type: str) -> None:
+    """Depth 1 is the target's next-token logits, the others its logits at the embeddings: in training and decoding."""
+    target = target_of(model_type).double()
+    drafter = pass_drafter(target)
+    batch = random_batch(target, 1, drafter=drafter)
+    ids, features = batch["input_ids"][0], batch["features"][0]
+    with torch.no_grad():
+        own_logits = target(batch["input_ids"]).logits[0]
+        training = drafter.group_logits(batch["input_ids"], batch["features"])[0]
+    decoder, end = drafter.decoder(LENGTH), 4
+    decoder.start(ids[:end], features[:end])
+    for size in (0, 1, 3, 2):
+        decoder.observe(ids[end : end + size], features[end - 1 : end + size - 1])
+        end += size
+        draft = decoder.draft()
+        with torch.no_grad():
+            expected = target_over_embeddings(target, ids[:end], drafter.masks)
+        assert draft.shape == (LOOK_AHEAD + 1, VOCABULARY)
+        torch.testing.assert_close(draft[0], own_logits[end - 1].float(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(draft, expected.float(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(training[:, end - 1], expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["folded", "dense"])
+def test_the_loss_and_its_gradient(attention: str) -> None:
+    """Through the frozen layers to the embeddings: group by group over the target itself, plain cross entropy.
+
+    1e-6 in fp64, since transformers' norms compute in fp32.
+    """
+    target = target_of("qwen3").double()
+    weights = [1.0, 0.5, 2.0, 1.5]
+    drafter = pass_drafter(target, attention=attention, depth_weights=weights)
+    batch = random_batch(target, drafter=drafter)
+    output = drafter.train()(**batch)
+    output.loss.backward()
+    gradient, drafter.masks.grad = drafter.masks.grad, None
+    labels = depth_labels(batch["input_ids"], batch["loss_mask"], LOOK_AHEAD + 1)
+    losses: list[list[Tensor]] = [[] for _ in range(LOOK_AHEAD + 1)]
+    for row in range(2):
+        for t in range(LENGTH):
+            logits = target_over_embeddings(target, batch["input_ids"][row, : t + 1], drafter.masks)
+            for j in range(LOOK_AHEAD + 1):
+                if labels[row, j, t] != -100:
+                    losses[j].append(-logits[j].log_softmax(-1)[labels[row, j, t]])
+    expected = sum(weight / sum(weights) * torch.stack(own).mean() for weight, own in zip(weights, losses, strict=True))
+    assert isinstance(expected, Tensor)
+    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)
+    expected.backward()
+    torch.testing.assert_close(gradient, drafter.masks.grad, atol=1e-6, rtol=1e-6)
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_nothing_but_the_embeddings_is_trained_or_saved(tmp_path: Path) -> None:
+    target = target_of()
+    drafter = pass_drafter(target)
+    assert {name: list(parameter.shape) for name, parameter in drafter.named_parameters()} == {"masks": [3, 32]}
+    assert list(drafter.state_dict()) == ["masks"]
+    drafter.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert list(file.keys()) == ["masks"]
+    loaded = load_drafter(tmp_path, target)
+    assert loaded.config.num_layers == LAYERS
+    batch = random_batch(target, drafter=drafter)
+    with torch.no_grad():
+        assert torch.equal(
+            loaded.group_logits(batch["input_ids"], batch["features"]),
+            drafter.group_logits(batch["input_ids"], batch["features"]),
+        )
+
+
+def test_the_layers_are_the_targets() -> None:
+    """No copy of a weight, and what happens to the target later happens to both."""
+    target = target_of()
+    drafter = pass_drafter(target)
+    theirs = dict(target.base_model.layers.named_parameters())
+    ours = dict(drafter.layers.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] is theirs[name] for name in theirs)
+    assert target.config._attn_implementation != drafter.layers_config._attn_implementation
+    drafter.train()
+    assert not drafter.layers.training
+    target.double()
+    assert next(drafter.layers.parameters()).dtype == torch.float64
+    name = "1.mlp.down_proj.weight"
+    with torch.no_grad():
+        ours[name].zero_()
+    assert not target.state_dict()[f"model.layers.{name}"].any()
+
+
+def test_dropout_of_the_targets_kind_stays_off() -> None:
+    target = target_of("phi3", resid_pdrop=0.5)
+    drafter = pass_drafter(target)
+    batch = random_batch(target, drafter=drafter)
+    assert drafter.train()(**batch).loss == drafter.eval()(**batch).loss
+
+
+def test_fp32_embeddings_learn_through_a_bf16_target() -> None:
+    target = target_of("gemma").bfloat16()
+    drafter = pass_drafter(target)
+    assert drafter.masks.dtype == torch.float32
+    batch = random_batch(target, drafter=drafter)
+    drafter(**batch).loss.backward()
+    assert drafter.masks.grad is not None
+    assert drafter.masks.grad.dtype == torch.float32
+    assert drafter.masks.grad.abs().sum(-1).min() > 0
+    decoder = drafter.bfloat16().decoder(LENGTH)
+    decoder.start(batch["input_ids"][0], batch["features"][0])
+    assert decoder.draft().dtype == torch.float32
+
+
+def test_the_embeddings_start_like_what_the_target_reads() -> None:
+    """Gemma multiplies its embeddings with sqrt(32): the look-ahead ones too must have that size."""
+    target = target_of("gemma")
+    drafter = PassEmbeddingsDrafter.from_target(target, {"num_masks": 50})
+    read = target.get_input_embeddings()(torch.arange(VOCABULARY))
+    assert read.std() > 4 * target.get_input_embeddings().weight.std()
+    assert abs(drafter.masks.std() / read.std() - 1) < 0.1
+
+
+def test_every_round_commits_two_tokens() -> None:
+    """The first drafted token is the target's own, the second its answer to it."""
+    target, new_tokens = target_of(), 21
+    drafter = pass_drafter(target)
+    with TargetSession(target, 64, drafter.feature_layers) as session:
+        method = DrafterMethod("pass", drafter.decoder(64), ChainBuilder(), Sampling())
+        out = generate(session, method, [5, 9, 33, 12], Sampling(), new_tokens)
+    # One token comes from the prompt's own forward.
+    assert out.rounds <= (new_tokens - 1) / 2
+
+
+def test_unsupported_architecture_names_those_that_work() -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(UserError, match=r"`gpt2` is not supported.*llama, mistral"):
+        PassEmbeddingsDrafter.from_target(AutoModelForCausalLM.from_config(config), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": "both"}, "unknown key `drafter.options.inputs`"),
+        ({"num_layers": 1}, "unknown key `drafter.options.num_layers`"),
+        ({"num_masks": 0}, "num_masks` must be a whole number of at least 1"),
+        ({"depth_weights": [1.0]}, r"5 of them \(one for each depth\)"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PassEmbeddingsDrafter.from_target(tiny_target(), options)

@@ -1,0 +1,115 @@
+"""The target: frozen, its features are what its LM head reads, and bad ones are refused in one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.places import MATERIAL
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
+
+from draftsmith.models.target import loading as target_module
+from draftsmith.models.target.loading import load_target, target_features
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetRecipe
+
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, TEMPLATE)
+    return tmp_path
+
+
+def save_tokenizer(folder: Path, template: str | None) -> None:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    tokenizer.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+def recipe_for(folder: Path, **values: Any) -> TargetRecipe:
+    return TargetRecipe(model=str(folder), device="cpu", **values)
+
+
+def test_loaded_target_is_frozen_and_its_features_feed_the_lm_head(folder: Path) -> None:
+    target, tokenizer = load_target(recipe_for(folder, dtype="float64"))
+    assert not target.training
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+    assert tokenizer.chat_template == TEMPLATE
+    ids = torch.randint(0, 20, (2, 7))
+    features = target_features(target, ids)
+    assert features.dtype == torch.float64
+    torch.testing.assert_close(target.get_output_embeddings()(features), target(ids).logits)
+
+
+def test_no_chat_template(folder: Path) -> None:
+    save_tokenizer(folder, None)
+    with pytest.raises(UserError, match=r"no chat template: set target.chat_template"):
+        load_target(recipe_for(folder))
+    _, tokenizer = load_target(recipe_for(folder, chat_template=TEMPLATE))
+    assert tokenizer.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./not-there", "is not a folder: give a model folder"),
+        ("/nor/is/this", "is not a folder: give a model folder"),
+    ],
+)
+def test_not_found(model: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_target(TargetRecipe(model=model))
+
+
+def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_target(recipe_for(tmp_path))
+
+
+def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("we could not connect to the hub")
+
+    monkeypatch.setattr(target_module.AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(UserError, match=r"owner/model cannot be loaded \(we could not connect.*this machine can reach"):
+        load_target(TargetRecipe(model="owner/model"))
+
+
+def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    T5Config(vocab_size=20, d_model=8, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"encoder-decoder \(t5\).*decoder-only"):
+        load_target(recipe_for(tmp_path))
+
+
+def test_embedded_target_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "EMBEDDED_TARGET", tmp_path)
+    with pytest.raises(UserError, match="make target"):
+        load_target(TargetRecipe(model="embedded"))
+
+
+def test_unknown_device(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"target.device quantum cannot be used here"):
+        load_target(TargetRecipe(model=str(folder), device="quantum"))
+
+
+REAL_MODELS = MATERIAL / "models"
+
+
+@pytest.mark.skipif(not REAL_MODELS.is_dir(), reason="no real models here")
+def test_real_models_load() -> None:
+    for model in sorted(path for path in REAL_MODELS.iterdir() if (path / "config.json").is_file()):
+        target, _ = load_target(recipe_for(model, chat_template=TEMPLATE))
+        ids = torch.randint(3, 50, (1, 5))
+        torch.testing.assert_close(target.get_output_embeddings()(target_features(target, ids)), target(ids).logits)

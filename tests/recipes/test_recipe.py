@@ -1,0 +1,131 @@
+"""Recipes: each shipped one parses; each mistake is one sentence with the file, the key and the nearest valid key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.places import ROOT
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+JOB_RECIPES = [recipe for recipe in RECIPES if recipe.stem != "target"]
+
+
+def write(folder: Path, values: Any) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(values if isinstance(values, str) else yaml.safe_dump(values), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("file", JOB_RECIPES, ids=lambda file: file.stem)
+def test_every_shipped_recipe_parses_and_is_named_after_its_file(file: Path) -> None:
+    assert load_recipe(file).name == file.stem
+
+
+@pytest.mark.parametrize("name", ["vicuna-7b-parallel", "llama3-8b-parallel", "qwen3-8b-parallel"])
+def test_real_recipes_carry_the_papers_hyper_parameters(name: str) -> None:
+    recipe = load_recipe(name)
+    train = recipe.train
+    assert train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] == 32
+    assert (train["learning_rate"], train["adam_beta1"], train["adam_beta2"]) == (5e-4, 0.9, 0.999)
+    assert (train["num_train_epochs"], train["weight_decay"]) == (20, 0.0)
+    assert recipe.drafter.options["num_masks"] == 4
+
+
+def test_a_shipped_recipe_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("quickstart") == load_recipe("recipes/quickstart.yaml")
+
+
+def test_overrides_are_typed(tmp_path: Path) -> None:
+    file = write(tmp_path, {"name": "a"})
+    recipe = load_recipe(
+        file, ["train.learning_rate=1e-4", "eval.temperatures=[0.0, 1.0]", "drafter.options.num_masks=2"]
+    )
+    assert recipe.train == {"learning_rate": 1e-4}
+    assert recipe.eval.temperatures == [0.0, 1.0]
+    assert recipe.drafter.options == {"num_masks": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "sentence"),
+    [
+        ({"name": "a", "evall": {}}, [], "unknown key `evall`: did you mean `eval`?"),
+        (
+            {"name": "a", "data": {"distill": {"temprature": 1}}},
+            [],
+            "unknown key `data.distill.temprature`: did you mean `temperature`?",
+        ),
+        (
+            {"name": "a", "eval": {"methods": [{"name": "x", "nods": 3}]}},
+            [],
+            "unknown key `eval.methods.0.nods`: did you mean `nodes`?",
+        ),
+        (
+            {"name": "a", "target": {"zzz": 1}},
+            [],
+            "unknown key `target.zzz`: valid keys there are attn_implementation, chat_template",
+        ),
+        ({"seed": 1}, [], "key `name` is missing: add it"),
+        (
+            {"name": "a", "seed": "many"},
+            [],
+            "key `seed`: input should be a valid integer, unable to parse string as an integer, not 'many'",
+        ),
+        (
+            {"name": "a", "data": {"conversations": {"source": "someone/chats", "split": "test_sft"}}},
+            [],
+            "key `data.conversations.split`: must be train, heldout or all (a Hub dataset's own split is `hub_split`)",
+        ),
+        ({"name": "a", "eval": {"methods": [{"name": "x", "tree": "static"}]}}, [], "`paths` goes with `tree: static`"),
+        (
+            {"name": "a", "eval": {"stop": ["\n\n", ""]}},
+            [],
+            "key `eval.stop.1`: string should have at least 1 character, not ''",
+        ),
+        ("- a\n- b\n", [], "must hold a YAML mapping of sections (name, target, data, ...), not a list"),
+        ("", [], "must hold a YAML mapping of sections (name, target, data, ...), not empty"),
+        ("name: [a\n", [], "is not valid YAML"),
+        ({"name": "a"}, ["seed"], "override `seed` must look like section.key=value"),
+        ({"name": "a"}, ["name.x=1"], "override `name.x=1`: `name` is text, not a section with keys of its own"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, values: Any, overrides: list[str], sentence: str) -> None:
+    file = write(tmp_path, values)
+    with pytest.raises(UserError) as caught:
+        load_recipe(file, overrides)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert overrides or str(file) in str(caught.value)
+
+
+def test_a_missing_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"recipe file quikstart.yaml does not exist: did you mean `quickstart`\?"):
+        load_recipe("quikstart.yaml")
+
+
+def test_the_run_folder_records_recipe_and_provenance(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, {"name": "a"}), [f"runs_dir={tmp_path / 'runs'}"])
+    folder = RunFolder(recipe)
+    assert not folder.root.exists()
+    source = tmp_path / "mine.yaml"
+    folder.record("distill")
+    folder.record("train", {"recipe": source})
+    assert load_recipe(folder.root / "recipe.yaml") == recipe
+    stages = yaml.safe_load((folder.root / "provenance.json").read_text())
+    assert list(stages) == ["distill", "train"]
+    assert stages["train"]["inputs_sha256"] == {"recipe": sha256_of(source)}
+    assert {"python", "torch", "transformers"} <= set(stages["train"]["versions"])
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.json"
+    write_atomically(file, "old")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(file, "new")
+    assert file.read_text() == "old"

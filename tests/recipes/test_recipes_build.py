@@ -1,0 +1,60 @@
+"""Every shipped recipe builds: its drafter on a small target of its kind, its training arguments, its trees."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.places import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import tokenize_conversation
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.target.loading import EMBEDDED_TARGET
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.train.drafter.training_arguments import training_arguments
+
+RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "target")
+TARGET_KIND = {"qwen3-8b-parallel": "qwen3"}  # the others are for a Llama
+
+
+def small_target(model_type: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
+    assert arguments.learning_rate == recipe.train["learning_rate"]
+    target = small_target(TARGET_KIND.get(name, "llama"))
+    drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+    decoder = drafter.decoder(16)
+    decoder.start(torch.tensor([1, 2, 3]), torch.zeros(3, 32 * len(drafter.feature_layers)))
+    drafted = decoder.begin() if drafter.stepwise else decoder.draft()
+    assert drafted.shape == (1 if drafter.stepwise else drafter.config.num_depths, 40)
+    trees = [tree_builder(method, decoder) for method in recipe.eval.methods]
+    assert len(trees) == len(recipe.eval.methods) >= 1
+
+
+def test_vicunas_template_is_fastchats_and_masks_its_answers() -> None:
+    if not (EMBEDDED_TARGET / "tokenizer.json").exists():
+        pytest.skip("needs the embedded tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    tokenizer.chat_template = load_recipe("vicuna-7b-parallel").target.chat_template
+    turns = (Turn("user", "One?"), Turn("assistant", "Two."), Turn("user", "Three?"), Turn("assistant", "Four."))
+    tokenized = tokenize_conversation(tokenizer, Conversation("vicuna", turns))
+    end = tokenizer.eos_token
+    text = tokenizer.decode(tokenized.input_ids)
+    assert text.endswith(
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        f"detailed, and polite answers to the user's questions. USER: One? ASSISTANT: Two.{end}USER: Three? "
+        f"ASSISTANT: Four.{end}"
+    )
+    assert [tokenizer.decode(ids) for ids in tokenized.answers()] == [f" Two.{end}", f" Four.{end}"]

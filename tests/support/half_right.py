@@ -1,0 +1,117 @@
+"""Tiny targets of many architectures, drafters that are right now and then, and every tree to draft with them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
+from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.sampling import Sampling
+
+GREEDY = Sampling()
+DEPTHS = 4
+BUILDERS: dict[str, TreeBuilder] = {
+    "chain": ChainBuilder(),
+    "short chain": ChainBuilder(max_depth=1),
+    "static": StaticBuilder([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
+    "best_first": BestFirstBuilder(nodes=12, branch=4),
+    "wide": BestFirstBuilder(nodes=30, branch=30, max_depth=2),
+}
+GROWERS: dict[str, TreeBuilder] = {
+    "chain": ChainGrower(),
+    "short chain": ChainGrower(max_depth=1),
+    "static": StaticGrower([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
+    "best_first": BestFirstGrower(nodes=12, branch=4),
+    "wide": BestFirstGrower(nodes=30, branch=30, max_depth=2),
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+TINY = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral with a window": MistralConfig(**SIZES, sliding_window=64),  # longer than the sequences: must not matter
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=64),
+    "phi": PhiConfig(**SIZES),
+    "gpt_neox": GPTNeoXConfig(**{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}),
+    "tied llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3),
+}
+
+
+class HalfRightDecoder:
+    """Knows the answer and drafts it, with each depth spoiled now and then, so that all kinds of paths are accepted."""
+
+    def __init__(self, answer: list[int], vocabulary: int) -> None:
+        self._answer, self._vocabulary = answer, vocabulary
+        self._generator = torch.Generator().manual_seed(0)
+        self._done = 0
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        self._done = 0
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        assert len(committed_ids) == len(features)
+        self._done += len(committed_ids)
+
+    def draft(self) -> Tensor:
+        return torch.cat([self._logits_after(self._answer[self._done : self._done + depth]) for depth in range(DEPTHS)])
+
+    def _logits_after(self, drafted: list[int]) -> Tensor:
+        """[1, V]: noise, with the answer's next token where what was drafted is the answer so far."""
+        logits = torch.rand(1, self._vocabulary, generator=self._generator)
+        rest = self._answer[self._done :]
+        if drafted == rest[: len(drafted)] and len(drafted) < len(rest):
+            # Often the most likely token, else the second or third, or not to be found.
+            logits[0, rest[len(drafted)]] += float(torch.rand((), generator=self._generator)) * 1.2
+        return logits
+
+
+class HalfRightStepwiseDecoder(HalfRightDecoder):
+    """The same, a level at a time: a node knows how to go on only where the path to it is right."""
+
+    num_depths = DEPTHS
+
+    def begin(self) -> Tensor:
+        self._paths: list[list[int]] = [[]]
+        return self._logits_after([])
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        added = [[*self._paths[parent], token] for token, parent in zip(tokens, parents, strict=True)]
+        self._paths += added
+        return torch.cat([self._logits_after(path) for path in added])
+
+
+def greedy_reference(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """transformers' own greedy tokens, not stopped by an end token."""
+    ids = target.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return ids[0, len(prompt) :].tolist()

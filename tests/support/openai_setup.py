@@ -1,0 +1,81 @@
+"""Requests to the openai engine, and servers and engines that are stopped again."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from support import tiny_tokenizers as templates
+from support.fake_openai_server import END_ID, FakeServer, answer_ids
+from support.tiny_tokenizers import tiny_tokenizer
+
+from draftsmith.data.engines.engine import AnswerSampling, Completion, EngineSetting, Outcome, Request
+from draftsmith.data.engines.openai_engine import OpenAIEngine
+from draftsmith.recipes.schema import Recipe
+
+TOKENIZER = tiny_tokenizer(templates.CHATML)
+StartServer = Callable[..., FakeServer]
+StartEngine = Callable[..., OpenAIEngine]
+
+
+@contextmanager
+def servers_to_start() -> Iterator[StartServer]:
+    started: list[FakeServer] = []
+
+    def start(*script: Any, **how: Any) -> FakeServer:
+        started.append(FakeServer(*script, **how))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@contextmanager
+def engines_to_start() -> Iterator[StartEngine]:
+    started: list[OpenAIEngine] = []
+
+    def start(*servers: FakeServer, distill: dict[str, Any] | None = None, **options: Any) -> OpenAIEngine:
+        options = {"base_urls": [server.url for server in servers], "timeout_s": 5, "give_up_after_s": 5, **options}
+        engine = OpenAIEngine.make(OpenAIEngine.Options(**options), setting(**(distill or {})))
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def setting(**distill: Any) -> EngineSetting:
+    recipe = Recipe.model_validate({"name": "x", "data": {"distill": {"engine": "openai", **distill}}})
+    return EngineSetting(recipe, TOKENIZER, "nowhere", (END_ID,), load_target=lambda: None)
+
+
+def requests(count: int, **sampling: Any) -> list[Request]:
+    drawn = AnswerSampling(**{"max_new_tokens": 32, **sampling})
+    return [
+        Request(f"c{n}", [5, 6, n], [{"role": "user", "content": f"question {n}"}], drawn, seed=2**62 + n)
+        for n in range(count)
+    ]
+
+
+def run(engine: OpenAIEngine, asked: list[Request]) -> dict[str, Outcome]:
+    for request in asked:
+        engine.submit(request)
+    outcomes: dict[str, Outcome] = {}
+    while len(outcomes) < len(asked):
+        for key, outcome in engine.collect():
+            assert key not in outcomes
+            outcomes[key] = outcome
+    return outcomes
+
+
+def right_answers(asked: list[Request]) -> dict[str, Outcome]:
+    return {request.key: Completion(answer_ids(request.prompt_ids), "stop") for request in asked}
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

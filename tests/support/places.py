@@ -1,0 +1,6 @@
+"""Where this checkout lies, and real data beside it that is in no repository: tests that want it skip without it."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MATERIAL = ROOT.parent / "shared" / "material"

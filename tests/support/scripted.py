@@ -1,0 +1,32 @@
+"""A method that knows the answer, and spoils it on purpose."""
+
+from torch import Tensor
+
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+
+V = 11
+
+
+class Scripted:
+    """A drafter that knows the answer and offers it, spoils it, or spoils the token at one depth."""
+
+    name = "scripted"
+
+    def __init__(self, answer: list[int], spoil_depth: int | None, drafted: int = 4) -> None:
+        self.answer, self.spoil_depth, self.drafted = answer, spoil_depth, drafted
+        self.observed: list[int] = []
+
+    def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        assert len(prompt_ids) == len(features)
+        self.observed = []
+
+    def propose(self) -> DraftTree:
+        start = len(self.observed)
+        tokens = (self.answer + [0] * self.drafted)[start : start + self.drafted]
+        if self.spoil_depth is not None:
+            tokens[self.spoil_depth - 1] = (tokens[self.spoil_depth - 1] + 1) % V
+        return DraftTree([self.observed[-1], *tokens], TreeShape.chain(self.drafted))
+
+    def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        assert len(committed_ids) == len(features)
+        self.observed += committed_ids

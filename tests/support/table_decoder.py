@@ -1,0 +1,54 @@
+"""A stepwise decoder whose logits are a table over all paths."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.trees.tree import DraftTree
+
+Path = tuple[int, ...]
+
+
+class TableDecoder:
+    """A `StepwiseDecoder` that looks its logits up by the path of tokens, and notes the width of each call."""
+
+    def __init__(self, logits_of: dict[Path, Tensor], num_depths: int) -> None:
+        self._logits_of, self.num_depths = logits_of, num_depths
+        self._paths: list[Path] = []
+        self.widths: list[int] = []
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        pass
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        pass
+
+    def begin(self) -> Tensor:
+        self._paths, self.widths = [()], []
+        return self._logits_of[()][None]
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        self.widths.append(len(tokens))
+        # The parents are nodes of earlier calls.
+        added = [(*self._paths[parent], token) for token, parent in zip(tokens, parents, strict=True)]
+        self._paths += added
+        return torch.stack([self._logits_of[path] for path in added])
+
+
+def every_path(vocabulary: int, lengths: range) -> list[Path]:
+    return [path for length in lengths for path in itertools.product(range(vocabulary), repeat=length)]
+
+
+def random_table(seed: int, vocabulary: int, num_depths: int) -> dict[Path, Tensor]:
+    """Logits [V] after every path, each different."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        path: torch.randn(vocabulary, generator=generator, dtype=torch.float64) * 2
+        for path in every_path(vocabulary, range(num_depths))
+    }
+
+
+def paths_in(tree: DraftTree) -> list[Path]:
+    """The tokens from the root to each node but the root, in node order."""
+    return [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(1, len(tree))]

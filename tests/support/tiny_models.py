@@ -1,0 +1,59 @@
+"""A random target of a few thousand parameters, and drafters for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.models.base.drafter import Drafter, load_drafter_class
+from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.target.loading import target_features
+from draftsmith.train.drafter.trainer import training_features
+
+VOCABULARY, LENGTH = 61, 14
+MASKS = 3
+
+
+def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
+    values: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(model_type, **{**values, **changes})
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def tiny_drafter_of(kind: str, target: PreTrainedModel, **options: Any) -> Drafter:
+    """A drafter away from its initial values, where mistakes could hide behind ones and zeros."""
+    torch.manual_seed(11)
+    drafter = load_drafter_class(kind).from_target(target, options)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    drafter.training_step = 10_000  # behind any warm-up
+    return drafter.eval()
+
+
+def tiny_parallel(target: PreTrainedModel, **options: Any) -> ParallelDrafter:
+    drafter = tiny_drafter_of("parallel", target, **{"num_masks": MASKS, **options})
+    assert isinstance(drafter, ParallelDrafter)
+    return drafter
+
+
+def random_batch(
+    target: PreTrainedModel, batch: int = 2, length: int = LENGTH, drafter: Drafter | None = None
+) -> dict[str, Tensor]:
+    """Random tokens, the features that the drafter reads (final ones by default), and two assistant turns."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+    mask = torch.zeros_like(ids)
+    mask[:, 4:9], mask[:, 11:] = 1, 1
+    features, teacher = (
+        (target_features(target, ids), None) if drafter is None else training_features(drafter, target, ids)
+    )
+    rows = {"input_ids": ids, "features": features, "loss_mask": mask}
+    return rows if teacher is None else {**rows, "teacher_features": teacher}

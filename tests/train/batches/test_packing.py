@@ -1,0 +1,115 @@
+"""Packing: rows are full, every document is in one, the target keeps them apart, next to nothing is padding."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, tiny_target
+from transformers import BloomConfig, BloomForCausalLM
+
+from draftsmith.models.drafters.parallel import DRAFTER
+from draftsmith.models.target.loading import target_features
+from draftsmith.recipes.errors import UserError
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.packing import PackedRows, check_packing, pack_by_length, pack_documents, row_lengths
+from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.training_arguments import training_arguments
+
+# Lengths as conversations have them: many short ones, a few that fill a row.
+LENGTHS = np.random.default_rng(0).lognormal(4.6, 0.8, 500).astype(int).clip(8, 512).tolist()
+
+
+def test_packing_by_hand() -> None:
+    """Rows of 10: 12 and 9 have no room; 6 and 6 begin rows; 4 fills the later of them, and 3 fits into the other."""
+    assert pack_by_length([3, 6, 12, 4, 6, 9], 10) == [[2], [5], [1, 0], [4, 3]]
+    assert pack_by_length([], 10) == []
+    assert pack_by_length([5, 5, 5], 10) == [[0, 1], [2]]
+
+
+def test_every_document_is_in_one_row_and_rows_are_full() -> None:
+    rows = pack_by_length(LENGTHS, 512)
+    assert sorted(index for row in rows for index in row) == list(range(len(LENGTHS)))
+    sums = [sum(LENGTHS[index] for index in row) for row in rows]
+    assert max(sums) <= 512
+    assert len(rows) == -(-sum(LENGTHS) // 512)  # no packing has fewer
+    assert pack_by_length(LENGTHS, 512) == rows
+
+
+def test_a_packed_row() -> None:
+    """Position ids start anew; a first token that carries loss loses it, since nothing predicts it."""
+    packed = pack_documents(
+        [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, {"input_ids": [8, 9], "loss_mask": [1, 1]}]
+    )
+    assert packed["input_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert packed["loss_mask"].tolist() == [0, 0, 1, 0, 1]
+    assert packed["position_ids"].tolist() == [0, 1, 2, 0, 1]
+    batch = collate_right_padded([packed, pack_documents([{"input_ids": [4, 3], "loss_mask": [0, 1]}])])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "phi3", "gpt2"]
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_targets_features_are_those_of_documents_alone(model_type: str, attention: str) -> None:
+    changes: dict[str, Any] = {"sliding_window": 4} if model_type in ("mistral", "gemma2", "phi3") else {}
+    target = tiny_target(model_type, **changes)
+    target.set_attn_implementation(attention)
+    check_packing(target)
+    parts = [torch.randint(3, VOCABULARY, (length,)) for length in (7, 12, 1, 5)]
+    positions = torch.cat([torch.arange(len(part)) for part in parts])
+    packed = target_features(target, torch.cat(parts)[None], None, positions[None])[0]
+    alone = torch.cat([target_features(target, part[None])[0] for part in parts])
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_target_that_cannot_tell_documents_apart_is_refused() -> None:
+    """BLOOM has ALiBi for positions and takes no position ids."""
+    torch.manual_seed(0)
+    target = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.raises(UserError, match=r"`data.packing`: a target of the kind bloom .* set data.packing=false"):
+        check_packing(target)
+
+
+def tokens_of(lengths: list[int]) -> datasets.Dataset:
+    rows = [
+        {"input_ids": [3 + t % 30 for t in range(n)], "loss_mask": [0, *[1] * (n - 1)], "length": n} for n in lengths
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def test_row_lengths_of_a_selection() -> None:
+    tokens = tokens_of([3, 5, 4])
+    assert row_lengths(tokens) == [3, 5, 4]
+    assert row_lengths(tokens.select([2, 0])) == [4, 3]
+    packed = PackedRows(tokens.select([2, 0]), 7)
+    assert [len(packed), packed[0]["position_ids"].tolist()] == [1, [0, 1, 2, 3, 0, 1, 2]]
+
+
+def padding_frac(dataset: Any, tmp_path: Path, batch_size: int, **train: Any) -> float:
+    """Share of the batches' tokens that are padding, over an epoch as the Trainer makes it."""
+    target = tiny_target()
+    values = {"per_device_train_batch_size": batch_size, **train}
+    args = training_arguments(values, tmp_path, seed=3, use_cpu=True)
+    drafter = DRAFTER.from_target(target, {"num_masks": 1})
+    masks = [batch["attention_mask"] for batch in DrafterTrainer(drafter, target, args, dataset).get_train_dataloader()]
+    real, total = (
+        sum(int(count) for count in counts) for counts in zip(*((m.sum(), m.numel()) for m in masks), strict=True)
+    )
+    assert real == sum(LENGTHS)
+    return 1 - real / total
+
+
+def test_padding_before_and_after(tmp_path: Path) -> None:
+    """Shares of all tokens that the target computes."""
+    tokens = tokens_of(LENGTHS)
+    random = padding_frac(tokens, tmp_path, 8)
+    grouped = padding_frac(tokens, tmp_path, 8, train_sampling_strategy="group_by_length")
+    packed = padding_frac(PackedRows(tokens, 512), tmp_path, 2)
+    assert random > 0.55
+    assert grouped < 0.15
+    assert packed < 0.01

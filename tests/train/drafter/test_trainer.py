@@ -1,0 +1,202 @@
+"""The train stage: learns, resumes bit for bit, leaves the target alone, and says what is wrong in one sentence."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.training_runs import VOCABULARY, InterruptAt, drafter_folder, make_recipe
+from transformers import TrainerCallback
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import DrafterTrainer, last_whole_checkpoint
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.plan.batches import training_data
+from draftsmith.train.plan.step_cost import DryTraining
+
+
+def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "learns", max_steps=30, logging_steps=7)
+    report = train_drafter(recipe)
+    folder = drafter_folder(recipe)
+    history = json.loads((folder / "training.json").read_text())["history"]
+    losses = [entry["loss_depth1"] for entry in history if "loss_depth1" in entry]
+    assert len(losses) == 5  # steps 7, 14, 21, 28 and the last
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(f"{what}_depth{depth}" in history[0] for what in ("loss", "accuracy") for depth in (1, 2, 3))
+    assert report.steps == 30
+    assert len(report.depth_accuracy) == 3
+    assert "30 steps" in report.sentence()
+    assert {"config.json", "model.safetensors", "training.json", "settings.json", "README.md"} <= {
+        p.name for p in folder.iterdir()
+    }
+    assert not any(VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
+
+
+def test_a_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "again")
+    train_drafter(recipe)
+    before = (drafter_folder(recipe) / "model.safetensors").stat().st_mtime_ns
+    report = train_drafter(recipe)
+    assert report.was_finished
+    assert "nothing to do" in report.sentence()
+    assert (drafter_folder(recipe) / "model.safetensors").stat().st_mtime_ns == before
+    changed = recipe.model_copy(update={"train": {**recipe.train, "learning_rate": 2e-2}})
+    with pytest.raises(UserError, match=r"begun with train.learning_rate = 0.01, the recipe now says 0.02: give"):
+        train_drafter(changed)
+
+
+def with_packing(recipe: Recipe) -> Recipe:
+    data = recipe.data.model_copy(update={"packing": True, "max_length_tokens": 40})
+    return recipe.model_copy(update={"data": data})
+
+
+@pytest.mark.parametrize(
+    ("train", "packing"),
+    [
+        ({}, False),
+        ({"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}, False),
+        ({"per_device_train_batch_size": 2}, True),
+    ],
+)
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any], packing: bool
+) -> None:
+    whole, broken = (make_recipe(target_folder, name, max_steps=7, **train) for name in ("whole", "broken"))
+    if packing:
+        whole, broken = with_packing(whole), with_packing(broken)
+    train_drafter(whole)
+
+    class Interrupted(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[InterruptAt(5)], **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(broken)
+    checkpoints = drafter_folder(broken) / "checkpoints"
+    assert last_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
+    (checkpoints / "checkpoint-6").mkdir()  # one that was being written when the power went
+    assert train_drafter(broken).steps == 7
+    expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_packed_rows_are_another_training(target_folder: Path) -> None:
+    """12 documents of 12 to 14 tokens, three to a row of 40."""
+    recipe = make_recipe(target_folder, "packed", per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1)
+    assert train_drafter(with_packing(recipe)).steps == 1
+    with pytest.raises(UserError, match=r"data\.packing, rows of = 40, the recipe now says None: give"):
+        train_drafter(recipe)
+
+
+def test_the_plan_is_made_with_packed_rows(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "planned")
+    assert training_data(recipe, 2).largest.inputs["input_ids"].shape == (2, 14)
+    data = training_data(with_packing(recipe), 2)
+    assert data.largest.inputs["position_ids"].shape == (2, 40)
+    assert data.tokens == training_data(recipe, 2).tokens
+    args = training_arguments(recipe.train, target_folder, seed=0, use_cpu=True)
+    cost = DryTraining(recipe, args).step(data.largest.inputs)
+    assert cost.tokens == int(data.largest.inputs["attention_mask"].sum())
+
+
+def test_training_that_fails_gives_ctrl_c_back(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(DrafterTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("in the middle of a step")
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(stage, "DrafterTrainer", Failing)
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        train_drafter(make_recipe(target_folder, "failing", max_steps=2))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_saves_the_step_at_work(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(target_folder, "ctrl-c", max_steps=7, save_steps=100)
+
+    class SignalAt3(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    class Interrupted(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[SignalAt3()], **kwargs)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(recipe)
+    assert signal.getsignal(signal.SIGINT) is handler
+    checkpoints = drafter_folder(recipe) / "checkpoints"
+    assert last_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
+    assert train_drafter(recipe).steps == 7
+
+
+def test_logged_depths_are_the_same_under_accumulation(target_folder: Path) -> None:
+    """One batch of 6 and two accumulated batches of 3 see the same rows: same accuracy and loss per depth at step 1."""
+    first_logs = []
+    for batch, accumulation in ((6, 1), (3, 2)):
+        recipe = make_recipe(
+            target_folder, f"accumulate{accumulation}", per_device_train_batch_size=batch, logging_steps=1, max_steps=1,
+            gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        train_drafter(recipe)
+        history = json.loads((drafter_folder(recipe) / "training.json").read_text())["history"]
+        first_logs.append({key: value for key, value in history[0].items() if "_depth" in key})
+    assert first_logs[0] == pytest.approx(first_logs[1], abs=2e-4)
+
+
+def test_collate_pads_on_the_right() -> None:
+    batch = collate_right_padded(
+        [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8], "loss_mask": [1]}]
+    )
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rat": 1e-3}, "unknown key `train.learning_rat`: did you mean `learning_rate`"),
+        ({"zzz": 1}, "valid keys are those of transformers.TrainingArguments"),
+        ({"learning_rate": "fast"}, "key `train.learning_rate`: input should be a valid number.*not 'fast'"),
+        ({"num_train_epochs": [1]}, "key `train.num_train_epochs`"),
+        ({"lr_scheduler_type": "cosin"}, "train"),
+        ({"remove_unused_columns": True}, "cannot be true"),
+    ],
+)
+def test_wrong_train_keys(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        training_arguments(values, tmp_path, seed=0, use_cpu=True)
+
+
+def test_train_keys_are_passed_as_they_are(tmp_path: Path) -> None:
+    args = training_arguments({"learning_rate": "5e-4", "adam_beta2": 0.95}, tmp_path, seed=3, use_cpu=True)
+    assert (args.learning_rate, args.adam_beta2, args.seed, args.report_to) == (5e-4, 0.95, 3, [])
+
+
+def test_no_tokens_says_distill_first(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "there").model_copy(update={"name": "nowhere"})
+    with pytest.raises(UserError, match="run `draftsmith distill`"):
+        train_drafter(recipe)
+
+
+def test_gradient_checkpointing_is_refused_where_there_is_none(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "checkpointing", gradient_checkpointing=True)
+    with pytest.raises(UserError, match=r"`train\.gradient_checkpointing`: drafter parallel has none"):
+        train_drafter(recipe)

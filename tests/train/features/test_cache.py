@@ -1,0 +1,155 @@
+"""The cache gives back what was written, row by row; a shard is whole or absent; damage is one sentence."""
+
+import errno
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.train.features import cache as feature_cache
+from draftsmith.train.features.cache import (
+    ROWS_COLUMN,
+    FeatureCache,
+    FeatureCollator,
+    FeatureIndex,
+    Shard,
+    cut_into_shards,
+    write_shard,
+)
+
+LENGTHS = [3, 1, 4, 1, 5]
+LAYERS, HIDDEN = (2, -1), 6
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tokens of two layers, six wide, in bf16."""
+    monkeypatch.setattr(feature_cache, "SHARD_BYTES", 5 * 2 * 6 * 2)
+
+
+def make_index(dtype: str = "bfloat16") -> FeatureIndex:
+    itemsize = getattr(torch, dtype).itemsize
+    shards = cut_into_shards(LENGTHS, len(LAYERS) * HIDDEN * itemsize)
+    return FeatureIndex(LAYERS, HIDDEN, {"data.features.dtype": dtype, "target.model": "x"}, shards)
+
+
+def write_cache(folder: Path) -> tuple[FeatureIndex, Tensor]:
+    """The index, and all features [tokens, L, D] in the order of the rows."""
+    index = make_index()
+    index.write(folder)
+    whole = torch.randn(index.tokens, len(LAYERS), HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    begin = 0
+    for shard in index.shards:
+        part = whole[begin : begin + shard.tokens]
+        write_shard(folder / shard.file, {str(layer): part[:, i].contiguous() for i, layer in enumerate(LAYERS)})
+        begin += shard.tokens
+    return index, whole
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_shards_by_hand() -> None:
+    """5 tokens to a shard: 3 + 1, 4 + 1, 5; and a row that is longer than a shard has one of its own."""
+    shards = make_index().shards
+    assert [(shard.first_row, shard.offsets) for shard in shards] == [(0, [0, 3, 4]), (2, [0, 4, 5]), (4, [0, 5])]
+    assert [shard.file for shard in shards] == [f"features-0000{number}.safetensors" for number in range(3)]
+    assert [list(shard.rows) for shard in shards] == [[0, 1], [2, 3], [4]]
+    assert [shard.offsets for shard in cut_into_shards([9, 1, 9], 24)] == [[0, 9], [0, 1], [0, 9]]
+    assert make_index().tokens == 14
+    assert make_index().bytes_per_token == 2 * 6 * 2
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("layers", [(2, -1), (-1, 2), (-1,)])
+def test_every_row_is_what_was_written(tmp_path: Path, layers: tuple[int, ...]) -> None:
+    index, whole = write_cache(tmp_path)
+    assert FeatureIndex.read(tmp_path) == index
+    cache = FeatureCache(tmp_path, index, layers)
+    assert cache.width == len(layers) * HIDDEN
+    begins = [0, 3, 4, 8, 9]
+    for row in (4, 0, 2, 1, 3):
+        found = torch.zeros(LENGTHS[row], cache.width, dtype=cache.dtype)
+        cache.read([row], found)
+        expected = whole[begins[row] : begins[row] + LENGTHS[row], [LAYERS.index(layer) for layer in layers]]
+        assert torch.equal(found, expected.flatten(1))
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_batches(tmp_path: Path) -> None:
+    """Rows 2 and 1: [2, 4, F], zeros behind the shorter one; the same from a worker's copy. Rows 4 and 0 make one."""
+    index, whole = write_cache(tmp_path)
+    collator = FeatureCollator(FeatureCache(tmp_path, index, LAYERS))
+    rows = [
+        {"input_ids": [1] * LENGTHS[row], "loss_mask": [1] * LENGTHS[row], ROWS_COLUMN: [row]} for row in (2, 1)
+    ]  # fmt: skip
+    packed = {"input_ids": [1] * 8, "loss_mask": [1] * 8, ROWS_COLUMN: [4, 0]}
+    assert torch.equal(collator([packed])["features"][0], torch.cat([whole[9:14], whole[:3]]).flatten(1))
+    batch = collator(rows)
+    assert batch["features"].shape == (2, 4, 12)
+    assert torch.equal(batch["features"][0], whole[4:8].flatten(1))
+    assert torch.equal(batch["features"][1, :1], whole[3:4].flatten(1))
+    assert not batch["features"][1, 1:].any()
+    assert batch["input_ids"].tolist() == [[1] * 4, [1, 0, 0, 0]]
+    sent = pickle.loads(pickle.dumps(collator))(rows)
+    assert all(torch.equal(sent[name], value) for name, value in batch.items())
+
+
+def test_what_is_missing_or_damaged_is_one_sentence(tmp_path: Path) -> None:
+    index, _ = write_cache(tmp_path)
+    file = tmp_path / index.shards[0].file
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"features-00000.safetensors cannot be read .*: delete it, then"):
+        FeatureCache(tmp_path, index, LAYERS)
+    write_shard(file, {str(layer): torch.zeros(3, HIDDEN) for layer in LAYERS})
+    with pytest.raises(UserError, match=r"features-00000.safetensors does not hold what index.json says"):
+        FeatureCache(tmp_path, index, LAYERS)
+    file.unlink()
+    with pytest.raises(UserError, match=r"is not complete \(1 of 1 shards are missing\): run `draftsmith features`"):
+        FeatureCache(tmp_path, index, LAYERS)
+    for text in ("{", "{}", "[]", '{"format": 2}'):
+        (tmp_path / "index.json").write_text(text)
+        with pytest.raises(UserError, match=r"index.json is damaged or of another version: delete"):
+            FeatureIndex.read(tmp_path)
+    assert FeatureIndex.read(tmp_path / "nowhere") is None
+
+
+def test_other_settings_are_told_by_key(tmp_path: Path) -> None:
+    index = make_index()
+    index.refuse_others(tmp_path, {"target.model": "x"}, (-1,))
+    with pytest.raises(UserError, match=r"was begun with target.model = 'x', now it is 'y': restore the key, give"):
+        index.refuse_others(tmp_path, {"target.model": "y"}, (-1,))
+    with pytest.raises(UserError, match=r"holds layers \[2, -1\] of the target, and drafter.kind .* read \[1, -1\]"):
+        index.refuse_others(tmp_path, {}, (1, -1))
+
+
+def test_an_interrupted_shard_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "features-00000.safetensors"
+    for error in (KeyboardInterrupt(), OSError(errno.EIO, "input/output error")):
+
+        def failing(_: int, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(os, "fsync", failing)
+        with pytest.raises(type(error)):
+            write_shard(file, {"-1": torch.zeros(2, 2)})
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_the_file_and_is_left_as_it_was(tiny_disk: Path) -> None:
+    tensors: dict[str, Any] = {"-1": torch.zeros(40, 256, dtype=torch.float32)}  # 40 KiB
+    write_shard(tiny_disk / "first", tensors)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_shard(tiny_disk / "second", tensors)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(tiny_disk / "second")
+    assert [path.name for path in tiny_disk.iterdir()] == ["first"]
+
+
+def test_shard_properties() -> None:
+    shard = Shard("x", 7, [0, 2, 5])
+    assert (shard.tokens, list(shard.rows)) == (5, [7, 8])

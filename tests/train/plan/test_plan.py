@@ -1,0 +1,384 @@
+"""`draftsmith plan`: its figures are those of real steps, of hand counts, or the exact sums that it says they are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from support.tiny_tokenizers import CHATML, tiny_tokenizer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import cli
+from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
+from draftsmith.models.fake_run import DryRun
+from draftsmith.models.target import loading as target_module
+from draftsmith.models.target.loading import load_target, target_without_weights
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe, TargetRecipe
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.drafter.stage import tokens_hash
+from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.features.offline import keep_what_is_read, open_features
+from draftsmith.train.features.write import project_features, write_features
+from draftsmith.train.plan.batches import training_data
+from draftsmith.train.plan.plan import Line, PlanOptions, make_plan
+from draftsmith.train.plan.step_cost import DryTraining, StepCost
+
+# What a kind needs to reach its most expensive step at once.
+OPTIONS: dict[str, dict[str, Any]] = {"medusa2": {"warmup_steps": 0}}
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    values: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    }  # fmt: skip
+    return LlamaConfig(**{**values, **changes})
+
+
+def recipe_of(tmp_path: Path, config: LlamaConfig | None = None, **sections: Any) -> Recipe:
+    """A recipe for a target of which only the config exists."""
+    (config or llama_config()).save_pretrained(tmp_path / "target")
+    values: dict[str, Any] = {
+        "name": "planned",
+        "runs_dir": str(tmp_path / "runs"),
+        "target": {"model": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "drafter": {"kind": "parallel", "options": {"num_masks": 2}},
+        "data": {"max_length_tokens": 32},
+        "train": {"per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True, "max_steps": 2},
+    }
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes} if isinstance(changes, dict) else changes
+    return Recipe.model_validate(values)
+
+
+def training_row(length: int, labelled: int) -> dict[str, list[int]]:
+    return {"input_ids": [3 + i % 500 for i in range(length)], "loss_mask": [0] * (length - labelled) + [1] * labelled}
+
+
+def predicted_step(recipe: Recipe, row: dict[str, list[int]]) -> StepCost:
+    args = training_arguments(recipe.train, Path("unused"), 0, use_cpu=True)
+    return DryTraining(recipe, args).step(collate_right_padded([row] * args.per_device_train_batch_size))
+
+
+def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list[int]], folder: Path) -> int:
+    """Of the real Trainer with real weights: what torch's allocator gave out at most, and the weights themselves."""
+    args = training_arguments(recipe.train, folder, 0, use_cpu=True)
+    rows = datasets.Dataset.from_list([row] * (4 * args.per_device_train_batch_size * args.gradient_accumulation_steps))
+    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+    drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+    drafter.prepare(rows)
+    return traced_peak_bytes(DrafterTrainer(drafter, target, args, rows))
+
+
+def traced_peak_bytes(trainer: DrafterTrainer) -> int:
+    target, drafter = trainer._target, trainer._drafter
+    weights = {*target.parameters(), *drafter.parameters(), *drafter.buffers()}
+    with torch.profiler.profile(profile_memory=True) as profile:
+        trainer.train()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now_bytes = peak_bytes = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now_bytes += event.nbytes()
+        peak_bytes = max(peak_bytes, now_bytes)
+    assert peak_bytes > 0
+    return peak_bytes + sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+# ---- memory ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "length", "labelled"), [(4, 512, 256), (1, 1024, 1024)])
+def test_predicted_memory_is_measured_memory(tmp_path: Path, batch: int, length: int, labelled: int) -> None:
+    config = llama_config(
+        vocab_size=8192, hidden_size=256, intermediate_size=688, num_attention_heads=4, head_dim=64
+    )  # fmt: skip
+    recipe = recipe_of(tmp_path, config, drafter={"options": {}}, train={"per_device_train_batch_size": batch})
+    row = training_row(length, labelled)
+    predicted = predicted_step(recipe, row).peak[1].peak_bytes
+    assert predicted == pytest.approx(measured_peak_bytes(recipe, config, row, tmp_path), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_every_drafter_is_planned_as_it_is_trained(tmp_path: Path, kind: str) -> None:
+    """No formula to keep up to date: a new drafter is under test by existing."""
+    config = llama_config()
+    recipe = recipe_of(tmp_path, config, drafter={"kind": kind, "options": OPTIONS.get(kind, {})})
+    row = training_row(96, 64)
+    predicted = predicted_step(recipe, row).peak[1].peak_bytes
+    assert predicted == pytest.approx(measured_peak_bytes(recipe, config, row, tmp_path), rel=0.05)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumulation: int) -> None:
+    """No layers of the target; all batches of a step at once. The CPU also holds the batch after them."""
+    config, row, offline = llama_config(num_hidden_layers=8), training_row(96, 64), {"features": {"source": "offline"}}
+    recipe = recipe_of(
+        tmp_path, config, data={"max_length_tokens": 96, **offline}, train={"gradient_accumulation_steps": accumulation}
+    )  # fmt: skip
+    tokens = datasets.Dataset.from_list([row] * (4 * 2 * accumulation))
+    tokens.save_to_disk(str(RunFolder(recipe).data / "tokens"))
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "target")
+    write_features(recipe, project_features(recipe), progress=False)
+    predicted = predicted_step(recipe, row).peak[1]
+    batch_bytes = 2 * 96 * 64 * 2
+    assert predicted.at_peak_bytes["target"] < 3 * 512 * 64 * 4  # embedding, LM head, norm
+    assert predicted.at_peak_bytes["features"] >= accumulation * batch_bytes
+    target, _ = load_target(recipe.target)
+    drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
+    cache = open_features(recipe, tokens_hash(tokens), drafter)
+    keep_what_is_read(target, drafter, torch.device("cpu"))
+    args = training_arguments(recipe.train, tmp_path, 0, use_cpu=True)
+    measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, tokens, cache))
+    assert predicted.peak_bytes + batch_bytes == pytest.approx(measured, rel=0.05)
+    (line,) = make_plan(recipe, PlanOptions(peak_tflops=1.0)).disk
+    assert line.amount == project_features(recipe).total_bytes
+    assert "are free on that disk" in line.how
+
+
+@pytest.mark.parametrize(
+    ("options", "train"),
+    [
+        ({"attention": "dense"}, {}),
+        ({"loss": "lk_lambda"}, {"gradient_accumulation_steps": 2}),
+        ({"num_layers": 2}, {"bf16": True}),
+    ],
+)
+def test_options_are_planned_as_they_are_trained(
+    tmp_path: Path, options: dict[str, Any], train: dict[str, Any]
+) -> None:
+    config = llama_config()
+    recipe = recipe_of(tmp_path, config, drafter={"options": options}, train=train)
+    row = training_row(96, 64)
+    predicted = predicted_step(recipe, row).peak[1].peak_bytes
+    assert predicted == pytest.approx(measured_peak_bytes(recipe, config, row, tmp_path), rel=0.05)
+
+
+def test_memory_adds_up_and_labels_cost(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
+    *parts, total = plan.memory
+    assert sum(line.amount for line in parts) == total.amount == plan.peak_bytes == max(plan.phase_peak_bytes.values())
+    amounts = {line.what: line.amount for line in parts}
+    trained = amount(plan.parameters, "trainable parameters")
+    # AdamW in fp32: weights, two moments and a step count for each tensor.
+    assert amounts["drafter weights"] == 4 * trained
+    assert 0 <= amounts["optimiser state"] - 8 * trained <= 4 * 100
+    fewer = make_plan(recipe, PlanOptions(peak_tflops=1.0, labelled_share=0.25))
+    assert fewer.peak_bytes < plan.peak_bytes
+    assert amount(fewer.flops_per_token, "LM head") < 0.3 * amount(plan.flops_per_token, "LM head")
+    assert amount(fewer.flops_per_token, "target forward") == amount(plan.flops_per_token, "target forward")
+
+
+def amount(lines: list[Line], what: str) -> float:
+    (found,) = (line.amount for line in lines if line.what == what)
+    return found
+
+
+# ---- FLOPs ----
+
+
+def test_flops_by_hand(tmp_path: Path) -> None:
+    """2 rows of 32 tokens, the last 16 labelled; K=2, so 16 + 15 + 14 labels a row; D=64, V=512, MLP 160, 4 layers.
+
+    Present rows of the drafter: real tokens up to the last group with a label, t = 0..30, and 15 + 14 masks.
+    """
+    cost = predicted_step(recipe_of(tmp_path), training_row(32, 16))
+    linear = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
+    causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
+    flops = cost.flops()
+    assert flops["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
+    assert flops["LM head"] == 2 * (2 * 64 * 512) * 2 * (16 + 15 + 14)
+    fusion = 2 * (2 * 64) * 64 * 31 * 2
+    rows = 31 + 15 + 14
+    # The attention core runs on the full grid of 3 streams; it also has the products within a group.
+    own_group = flops["drafter forward"] - fusion - 2 * 2 * rows * linear - 3 * 2 * causal_attention
+    assert 0 <= own_group < 0.05 * flops["drafter forward"]
+    assert cost.tokens == 64
+    half = predicted_step(recipe_of(tmp_path, train={"bf16": True}), training_row(32, 16))
+    assert half.flops()["LM head"] == flops["LM head"]  # though the head is cast then
+
+
+# ---- the mode itself ----
+
+
+def test_what_is_saved_for_backward_is_alive_and_then_dies() -> None:
+    """exp saves its result, sin its argument (the same tensor), so 2 of 3 tensors of 4 KiB live after the forward."""
+    run = DryRun()
+    with run.building():
+        module = torch.nn.Linear(1, 1024, bias=False)
+    run.adopt(module, "weights")
+    weight = module.weight
+    with run.phase("forward"):
+        result = weight.exp().sin()
+    assert run.live_bytes["weights"] == 4096
+    assert run.live_bytes["activations"] == 2 * 4096
+    assert run.phases["forward"].peak_bytes == 3 * 4096
+    with run.phase("backward"):
+        result.sum().backward()
+    assert weight.grad is not None
+    del result
+    assert run.live_bytes["activations"] == 4096  # the gradient
+    assert run.phases["backward"].at_peak_bytes["weights"] == 4096
+
+
+def test_values_that_decide_shapes_are_real_and_others_cost_most() -> None:
+    run = DryRun()
+    with run.building():
+        module = torch.nn.Embedding(50, 8)
+    run.adopt(module, "weights")
+    ids = torch.arange(12).view(3, 4)
+    with run.phase("all"):
+        hidden = module(ids)
+        assert hidden[ids % 5 == 0].shape == (3, 8)  # 0, 5 and 10: known
+        assert hidden[hidden > 0].shape == (96,)  # unknown: all
+        assert hidden.mean().item() == 1.0
+        written = torch.zeros(12)
+        written[ids[0]] = hidden[0, :, 0]  # a real tensor keeps its values
+        assert written.sum() == 0
+        mask = ids.flatten()[:, None] * torch.ones(1 << 20, dtype=torch.int64)  # too large to compute
+    assert run.live_bytes["activations"] >= mask.numel() * 8 == 12 << 23
+
+
+# ---- sizes ----
+
+
+def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
+    """Published: 8,030,261,248. A layer 2D^2 + 2D*1024 + 3D*14336 + 2D; the fusion 2D^2 with three norms."""
+    config = llama_config(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    train = {"per_device_train_batch_size": 1, "bf16": True}
+    recipe = recipe_of(tmp_path, config, target={"dtype": "bfloat16"}, train=train)
+    plan = make_plan(recipe, PlanOptions(memory_gib=80, peak_tflops=300.0))
+    size = 4096
+    layer = 2 * size**2 + 2 * size * 1024 + 3 * size * 14336 + 2 * size
+    assert amount(plan.parameters, "target parameters") == 8_030_261_248
+    assert amount(plan.parameters, "trainable parameters") == layer + 2 * size**2 + 3 * size + 2 * size
+    assert amount(plan.memory, "target weights") == pytest.approx(2 * 8_030_261_248, rel=1e-6)  # and RoPE's angles
+    assert plan.verdict is not None
+    assert plan.verdict.fits
+
+
+def test_the_feature_cache(tmp_path: Path) -> None:
+    """2 bytes x 64 hidden x layers x tokens."""
+    recipe = recipe_of(tmp_path, data={"conversations": {"limit": 10}, "max_length_tokens": 32})
+    (line,) = make_plan(recipe, PlanOptions(peak_tflops=1.0)).disk
+    assert line.amount == 2 * 64 * 10 * 32
+    assert "nothing is distilled yet" in line.how
+    unknown = recipe_of(tmp_path)
+    (line,) = make_plan(unknown, PlanOptions(peak_tflops=1.0)).disk
+    assert (line.amount, line.unit) == (2 * 64, "bytes a token")
+    save_tokens(recipe, [20, 9, 30])
+    with_teacher = recipe.model_copy(deep=True)
+    with_teacher.drafter.kind, with_teacher.drafter.options = "eagle3", {"feature_layers": [0, 2]}
+    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    assert line.amount == 2 * 64 * 3 * (20 + 9 + 30)
+    assert "are free on that disk; training online needs none of it" in line.how
+    with_teacher.data.features.dtype = "float32"
+    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    assert line.amount == 4 * 64 * 3 * (20 + 9 + 30)
+    with_teacher.drafter.kind, with_teacher.drafter.options = "medusa2", {}
+    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    assert (line.amount, line.how.partition(":")[0]) == (0, "not for drafter.kind medusa2")
+
+
+def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
+    rows = datasets.Dataset.from_list([training_row(length, length // 2) for length in lengths])
+    rows.save_to_disk(str(Path(recipe.runs_dir) / recipe.name / "data" / "tokens"))
+
+
+def test_batches_come_from_the_data(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    save_tokens(recipe, [8, 30, 10, 20, 12, 14, 16, 18])
+    data = training_data(recipe, batch_size=2)
+    assert data.tokens == 128
+    assert data.largest.inputs["attention_mask"].sum(1).tolist() == [30, 20]
+    assert data.typical.inputs["attention_mask"].sum(1).tolist() == [12, 20]  # the 3rd and the 7th by length
+    assumed = training_data(recipe, batch_size=2, labelled_share=0.25)
+    assert assumed.largest.inputs["loss_mask"].sum(1).tolist() == [8, 8]
+    assert assumed.tokens == 128
+
+
+def test_throughput_is_rate_over_flops(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, train={"max_steps": 0, "num_train_epochs": 3})
+    save_tokens(recipe, [16, 16])
+    plan = make_plan(recipe, PlanOptions(peak_tflops=2.0, utilisation=0.25))
+    throughput = amount(plan.throughput, "throughput")
+    assert throughput == pytest.approx(0.25 * 2e12 / amount(plan.flops_per_token, "all"))
+    assert amount(plan.throughput, "training time") == pytest.approx(3 * 32 / throughput)
+
+
+def test_a_smaller_batch_is_named_that_fits(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, train={"per_device_train_batch_size": 8})
+    need_bytes = make_plan(recipe, PlanOptions(peak_tflops=1.0)).peak_bytes
+    memory_gib = 0.7 * need_bytes / 2**30
+    verdict = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gib=memory_gib)).verdict
+    assert verdict is not None
+    assert not verdict.fits
+    named = dict(part.split("=") for part in verdict.sentence.split() if part.startswith("train."))
+    batch, accumulation = (int(value) for value in named.values())
+    assert batch * accumulation == 8
+    smaller = recipe_of(tmp_path, train={"per_device_train_batch_size": batch})
+    assert make_plan(smaller, PlanOptions(peak_tflops=1.0)).peak_bytes <= memory_gib * 2**30
+    hopeless = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gib=1e-3)).verdict
+    assert hopeless is not None
+    assert "set target.dtype=bfloat16, lower data.max_length_tokens" in hopeless.sentence
+
+
+# ---- the command ----
+
+
+def recipe_file(recipe: Recipe, tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe.model_dump()))  # JSON is YAML
+    return file
+
+
+def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
+    file = recipe_file(recipe_of(tmp_path), tmp_path)
+    command = ["plan", str(file), "drafter.options.attention=flex", "--memory-gib", "1", "--json", f"{tmp_path}/p.json"]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0, result.output
+    assert "fits: " in result.stdout
+    assert "flex is planned as folded" in result.stdout
+    written = json.loads((tmp_path / "p.json").read_text())
+    assert written["peak_bytes"] == sum(line["amount"] for line in written["memory"][:-1])
+    assert written["throughput"][0]["amount"] > 0
+    assert "measured on this cpu" in written["throughput"][0]["how"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory-gib", "0"], "option --memory-gib must be above 0, not 0"),
+        (["--labelled-share", "1.5"], "option --labelled-share must be above 0 and at most 1, not 1.5"),
+        (["drafter.options.num_mask=3"], "did you mean `num_masks`?"),
+        (["train.optim=apollo_adamw"], "key `train.optim`: "),
+        (["train.gradient_checkpointing=true"], "train.gradient_checkpointing"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["plan", str(recipe_file(recipe_of(tmp_path), tmp_path)), *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> Tensor:
+        raise OSError("we could not connect to the hub")
+
+    monkeypatch.setattr(target_module.AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(UserError, match=r"owner/model cannot be loaded \(we could not connect"):
+        target_without_weights(TargetRecipe(model="owner/model"))
