@@ -28,9 +28,9 @@ from draftsmith.eval.commands.evaluate import resolve_tuned
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import Generation
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Autoregressive, Method
 from draftsmith.eval.decoding.session import longest_sequence_tokens
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE, Autoregressive, Method
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter, SequenceDecoder, load_drafter

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 

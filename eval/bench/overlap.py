@@ -28,8 +28,8 @@ from torch import Tensor
 
 from draftsmith.eval.bench.operations import LinearOperations
 from draftsmith.eval.bench.spec_bench import SpecBench
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, root_only
 from draftsmith.models.base.drafter import DrafterDecoder, StepwiseDecoder

@@ -15,8 +15,9 @@ from draftsmith.eval.bench.fair_clock import check_complete
 from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.bench.spec_bench import Arm, SpecBench, check_settings, write_answers
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import Autoregressive, MethodSetting, make_method
+from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.report import print_table, proof_sentence, write_report
 from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing

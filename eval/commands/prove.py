@@ -40,8 +40,8 @@ from draftsmith.eval.commands.evaluate import (
     with_tuned_trees,
 )
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import root_only

@@ -15,9 +15,9 @@ import torch
 
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import Generation, kept_tokens
+from draftsmith.eval.decoding.method import Method, ReadsLogits
 from draftsmith.eval.decoding.session import TargetStep
 from draftsmith.eval.decoding.stop_strings import StopStrings, StopWatch
-from draftsmith.eval.methods.registry import Method, ReadsLogits
 from draftsmith.eval.trees.sampling import Sampling, first_token
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.eval.trees.verify import Verdict, verify, verify_greedy

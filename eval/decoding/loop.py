@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from draftsmith.eval.decoding.method import Method, ReadsLogits
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings, StopWatch
-from draftsmith.eval.methods.registry import Method, ReadsLogits
 from draftsmith.eval.trees.sampling import Sampling, first_token
 from draftsmith.eval.trees.verify import verify
 from draftsmith.recipes.errors import UserError

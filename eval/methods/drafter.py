@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftsmith.eval.methods.registry import Method
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.builders import MarginalBuilder, TreeBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree

@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import OVERALL
 
 # Okabe and Ito: told apart by colour-blind readers too.

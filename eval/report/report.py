@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.charts import NOT_LOSSLESS, series_name
 from draftsmith.eval.report.summary import OVERALL
 from draftsmith.recipes.run_folder import write_atomically

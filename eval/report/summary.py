@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.eval.bench.fair_clock import Answer, Record, check_fair_clock
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.theory_table import theory_row
 
 OVERALL = "overall"

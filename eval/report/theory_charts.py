@@ -20,7 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from draftsmith.eval.methods.registry import AUTOREGRESSIVE
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.charts import COLOURS, series_name
 from draftsmith.eval.report.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 

@@ -16,9 +16,9 @@ from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.bench.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
 from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import Autoregressive
 from draftsmith.eval.report.summary import acceptance_by_depth, latency_percentiles, summarize, summarize_timing
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling

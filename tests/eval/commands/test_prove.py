@@ -21,8 +21,8 @@ from draftsmith.eval.commands.prove import (
     rosenblatt,
 )
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.registry import Autoregressive
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape

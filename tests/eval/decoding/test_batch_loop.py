@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.methods.registry import Autoregressive, Method
 from draftsmith.eval.trees.builders import TreeBuilder, tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError

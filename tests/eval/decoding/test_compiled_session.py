@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.methods.registry import Autoregressive, Method
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.base.drafter import Compilable
 from draftsmith.models.target.packed_head import PackedLinear, pack_heads

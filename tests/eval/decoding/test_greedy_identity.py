@@ -23,13 +23,13 @@ from transformers import (
 )
 
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.methods.registry import Autoregressive, Method
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import TreeBuilder
 from draftsmith.models.base.drafter import StepwiseDecoder, load_drafter_class

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import Autoregressive, Method
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import (
     BestFirstBuilder,

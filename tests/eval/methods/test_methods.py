@@ -11,13 +11,14 @@ from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.methods.registry import Autoregressive, Method, MethodSetting, make_method, method_kinds
+from draftsmith.eval.methods.registry import MethodSetting, make_method, method_kinds
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree

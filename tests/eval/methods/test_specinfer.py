@@ -13,10 +13,11 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods import specinfer
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.registry import Autoregressive, MethodSetting, make_method
+from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
 from draftsmith.eval.trees.sampling import Sampling

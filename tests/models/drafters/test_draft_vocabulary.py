@@ -12,9 +12,9 @@ from support.training_runs import make_recipe
 from torch import nn
 
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import Autoregressive
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.draft_vocabulary import supervised_token_counts

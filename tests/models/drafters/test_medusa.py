@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import Autoregressive
 from draftsmith.eval.trees.builders import BestFirstBuilder, tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import load_drafter
