@@ -1,10 +1,9 @@
-"""Run code on tensors without values, and count what it would allocate and compute.
+"""Run models on tensors without values, and count what they would allocate and compute.
 
-`DryRun` is a dispatch mode over torch's `FakeTensorMode`: weights and activations are fake (a shape, a dtype and a
-storage of known size, no memory), so an 8B target costs nothing, and every storage's birth and death is seen. What
-decides *shapes* in a training step is small: token ids, loss masks, the rows that carry a label. Those tensors stay
-real, so that `nonzero` and boolean indexing work as they do in training. So no formula per drafter is needed, and none
-can go stale: the drafter's own forward, loss and backward are what is counted.
+`FakeRun` is a dispatch mode over torch's `FakeTensorMode`: weights and activations are fake (a shape, a dtype and a
+storage of known size, no memory), so an 8B model costs nothing, and every storage's birth and death is seen. What
+decides *shapes* is small: token ids, masks, indices. Those tensors stay real, so that `nonzero` and boolean indexing
+give what they would give. The model's own code is what is counted, so there is no formula that could go stale.
 
 Where a value is asked for that does not exist, the answer is the one that costs most: an unknown number is 1, an
 unknown condition is true everywhere.
@@ -41,8 +40,8 @@ class Phase:
     flops: Counter[str] = field(default_factory=Counter)  # of `head` and `layers`
 
 
-class DryRun(TorchDispatchMode):
-    """A mode in which tensors are counted instead of computed.
+class FakeRun(TorchDispatchMode):
+    """A mode in which tensors are counted, not computed.
 
     Args:
         logits_widths: Sizes of vocabularies: a tensor whose last dimension is one of them counts as `logits`.

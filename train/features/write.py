@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import load_drafter_class
-from draftsmith.models.fake_run import DryRun
+from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -108,7 +108,7 @@ def project_features(recipe: Recipe) -> Projection:
     run = RunFolder(recipe)
     tokens = load_tokens(run, recipe.name)
     settings = feature_settings(recipe, tokens_hash(tokens))
-    with DryRun().building():
+    with FakeRun().building():
         target = target_without_weights(recipe.target)
         drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
         layers, hidden_size = layers_read(drafter), target.config.get_text_config().hidden_size

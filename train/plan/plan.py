@@ -1,6 +1,6 @@
 """`draftsmith plan`: what training a recipe will need, from configs alone, before any weights are downloaded.
 
-Memory and FLOPs come from one training step on tensors without values (`dry_step.py`); disk from the number of tokens;
+Memory and FLOPs come from one training step on tensors without values (`step_cost.py`); disk from the number of tokens;
 throughput from the FLOPs and a rate, given or measured. Every line says how it was computed.
 
 Shapes: B batch, S sequence, F features.
@@ -23,7 +23,7 @@ from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.drafter.trainer import layers_read
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import Batch, TrainingData, training_data
-from draftsmith.train.plan.step_cost import DryTraining, StepCost
+from draftsmith.train.plan.step_cost import FakeTraining, StepCost
 
 MEASURING_S = 0.5
 # Left free: the device's own context, the kernels' workspaces, fragmentation.
@@ -111,7 +111,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     args = training_arguments(recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=device.type == "cpu")
     planned, notes = _plannable(recipe)
     data = training_data(recipe, args.per_device_train_batch_size, options.labelled_share)
-    training = DryTraining(planned, args)
+    training = FakeTraining(planned, args)
     largest = training.step(data.largest.inputs)
     typical = largest if data.typical is data.largest else training.step(data.typical.inputs)
     if args.gradient_accumulation_steps > 1:
@@ -147,7 +147,7 @@ def _plannable(recipe: Recipe) -> tuple[Recipe, list[str]]:
 # ---- the lines ----
 
 
-def _parameters(recipe: Recipe, training: DryTraining) -> list[Line]:
+def _parameters(recipe: Recipe, training: FakeTraining) -> list[Line]:
     trained = sum(parameter.numel() for parameter in training.trained)
     lent = {id(parameter) for parameter in training.drafter.parameters()}  # a LoRA lies in both
     target = sum(parameter.numel() for parameter in training.target.parameters() if id(parameter) not in lent)
@@ -164,7 +164,7 @@ def _batch(what: str, batch: Batch) -> Line:
     return Line(what, float(batch.inputs["attention_mask"].sum()), "tokens", batch.describe())
 
 
-def _memory(training: DryTraining, args: TrainingArguments, cost: StepCost) -> list[Line]:
+def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> list[Line]:
     """Of the instant at which most memory is in use."""
     name, phase = cost.peak
     at_peak = phase.at_peak_bytes
@@ -184,7 +184,7 @@ def _memory(training: DryTraining, args: TrainingArguments, cost: StepCost) -> l
     return [*lines, Line("memory of a step", phase.peak_bytes, "bytes", how)]
 
 
-def _cache(recipe: Recipe, training: DryTraining, data: TrainingData) -> Line:
+def _cache(recipe: Recipe, training: FakeTraining, data: TrainingData) -> Line:
     chosen, folder = recipe.data.features, RunFolder(recipe).features
     obstacle = training.drafter.offline_obstacle
     if obstacle is not None:
@@ -215,7 +215,7 @@ def _flops(cost: StepCost) -> list[Line]:
 
 
 def _throughput(
-    training: DryTraining,
+    training: FakeTraining,
     args: TrainingArguments,
     cost: StepCost,
     data: TrainingData,
@@ -266,7 +266,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _verdict(
-    training: DryTraining, args: TrainingArguments, cost: StepCost, batch: Batch, memory_gib: float | None
+    training: FakeTraining, args: TrainingArguments, cost: StepCost, batch: Batch, memory_gib: float | None
 ) -> Verdict | None:
     if memory_gib is None:
         return None
@@ -280,7 +280,7 @@ def _verdict(
     return Verdict(memory_bytes, fits, f"{begin}: {need}; {_way_out(training, args, need_bytes, batch, memory_bytes)}")
 
 
-def _way_out(training: DryTraining, args: TrainingArguments, need_bytes: int, batch: Batch, memory_bytes: int) -> str:
+def _way_out(training: FakeTraining, args: TrainingArguments, need_bytes: int, batch: Batch, memory_bytes: int) -> str:
     """The largest batch with the usual margin: memory grows linearly with the rows."""
     rows = batch.rows
     one_bytes = training.step({name: value[:1] for name, value in batch.inputs.items()}).peak[1].peak_bytes

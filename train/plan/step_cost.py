@@ -1,4 +1,4 @@
-"""One training step of a recipe on tensors without values (`DryRun`): what it allocates and computes, from configs.
+"""One training step of a recipe on tensors without values (`FakeRun`): what it allocates and computes, from configs.
 
 The same calls in the same order as `DrafterTrainer`: the target's features (computed, or from disk), the drafter's
 forward and loss, backward, clipping, the optimiser. So it holds for every drafter in `models/`, and for one that does
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from draftsmith.models.base.drafter import load_drafter_class
-from draftsmith.models.fake_run import DryRun, Phase
+from draftsmith.models.fake_run import FakeRun, Phase
 from draftsmith.models.target.loading import drop_decoder_layers, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
@@ -50,7 +50,7 @@ class StepCost:
         return {name: flops for name, flops in total.items() if flops}
 
 
-class DryTraining:
+class FakeTraining:
     """A recipe's target and drafter without values, ready for steps.
 
     Args:
@@ -65,7 +65,7 @@ class DryTraining:
         if recipe.data.features.source == "offline":
             refuse_obstacle(recipe)
         self._args = args
-        self._run = run = DryRun()
+        self._run = run = FakeRun()
         with run.building():
             self.target = target_without_weights(recipe.target)
             self.drafter = load_drafter_class(recipe.drafter.kind).from_target(self.target, recipe.drafter.options)

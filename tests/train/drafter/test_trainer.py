@@ -20,7 +20,7 @@ from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer, last_whole_checkpoint
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import training_data
-from draftsmith.train.plan.step_cost import DryTraining
+from draftsmith.train.plan.step_cost import FakeTraining
 
 
 def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_the_plan_is_made_with_packed_rows(target_folder: Path) -> None:
     assert data.largest.inputs["position_ids"].shape == (2, 40)
     assert data.tokens == training_data(recipe, 2).tokens
     args = training_arguments(recipe.train, target_folder, seed=0, use_cpu=True)
-    cost = DryTraining(recipe, args).step(data.largest.inputs)
+    cost = FakeTraining(recipe, args).step(data.largest.inputs)
     assert cost.tokens == int(data.largest.inputs["attention_mask"].sum())
 
 

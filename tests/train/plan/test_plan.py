@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
 from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
-from draftsmith.models.fake_run import DryRun
+from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
@@ -28,7 +28,7 @@ from draftsmith.train.features.offline import keep_what_is_read, open_features
 from draftsmith.train.features.write import project_features, write_features
 from draftsmith.train.plan.batches import training_data
 from draftsmith.train.plan.plan import Line, PlanOptions, make_plan
-from draftsmith.train.plan.step_cost import DryTraining, StepCost
+from draftsmith.train.plan.step_cost import FakeTraining, StepCost
 
 # What a kind needs to reach its most expensive step at once.
 OPTIONS: dict[str, dict[str, Any]] = {"medusa2": {"warmup_steps": 0}}
@@ -64,7 +64,7 @@ def training_row(length: int, labelled: int) -> dict[str, list[int]]:
 
 def predicted_step(recipe: Recipe, row: dict[str, list[int]]) -> StepCost:
     args = training_arguments(recipe.train, Path("unused"), 0, use_cpu=True)
-    return DryTraining(recipe, args).step(collate_right_padded([row] * args.per_device_train_batch_size))
+    return FakeTraining(recipe, args).step(collate_right_padded([row] * args.per_device_train_batch_size))
 
 
 def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list[int]], folder: Path) -> int:
@@ -212,7 +212,7 @@ def test_flops_by_hand(tmp_path: Path) -> None:
 
 def test_what_is_saved_for_backward_is_alive_and_then_dies() -> None:
     """exp saves its result, sin its argument (the same tensor), so 2 of 3 tensors of 4 KiB live after the forward."""
-    run = DryRun()
+    run = FakeRun()
     with run.building():
         module = torch.nn.Linear(1, 1024, bias=False)
     run.adopt(module, "weights")
@@ -231,7 +231,7 @@ def test_what_is_saved_for_backward_is_alive_and_then_dies() -> None:
 
 
 def test_values_that_decide_shapes_are_real_and_others_cost_most() -> None:
-    run = DryRun()
+    run = FakeRun()
     with run.building():
         module = torch.nn.Embedding(50, 8)
     run.adopt(module, "weights")
