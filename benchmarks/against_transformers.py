@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.decoding.loop import generate

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.engines.transformers_engine import answer_end_ids
 from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.evaluate import resolve_tuned
 from draftsmith.eval.decoding.batch_loop import generate_batch

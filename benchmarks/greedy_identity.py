@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from draftsmith.data.engines.transformers_engine import answer_end_ids
 from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.evaluate import load_models, make_arms
 from draftsmith.eval.decoding.loop import generate

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from draftsmith.data.distill.token_dataset import MOST_PROCESSES, save_rows
-from draftsmith.data.sources.parsing import Conversation, Turn, parse_conversation
+from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.parsing import parse_conversation
 from draftsmith.data.stdlib.conversations import build_conversations
 from draftsmith.data.tokens.rows import Answered, write_token_rows
 

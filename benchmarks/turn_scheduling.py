@@ -23,7 +23,7 @@ from simulated_server import Latencies, SimulatedServer
 
 from draftsmith.data.distill.distill import distill
 from draftsmith.data.engines.engine import Engine, EngineSetting, open_engine
-from draftsmith.data.engines.transformers_engine import end_ids_of
+from draftsmith.data.tokens.end_ids import end_ids_of
 from draftsmith.models.target.loading import load_generation_config, load_tokenizer, target_location
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.run_folder import RunFolder, write_atomically

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.engines.engine import AnswerSampling, Completion, EngineSetting, Request
-from draftsmith.data.engines.transformers_engine import end_ids_of
 from draftsmith.data.engines.vllm_engine import VllmEngine, sampling_parameters
-from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.end_ids import end_ids_of
 from draftsmith.models.target.loading import load_generation_config, load_tokenizer, target_location
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.checks.finding import Finding, Severity
+from draftsmith.data.checks.finding import Checked, Finding, Severity
 from draftsmith.data.checks.rows import Expected, check_rows
 from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, TRUNCATED
 from draftsmith.data.distill.ledger_view import LedgerView
 from draftsmith.data.distill.report import CUT_SHORT
 from draftsmith.data.distill.token_dataset import REPORT_NAME
-from draftsmith.data.sources.counts import SourceCounts
+from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.sources.counts import SourceCounts, counted_reasons
 from draftsmith.data.sources.mixture import load_conversations, question_sources
-from draftsmith.data.sources.parsing import Conversation, counted_reasons
 from draftsmith.data.tokens.chat_tokens import (
     PROBE,
     TemplateProblem,
@@ -34,15 +34,6 @@ from draftsmith.recipes.schema import FiltersRecipe, Recipe
 SAMPLE_CONVERSATIONS = 256
 EXAMPLE_ROWS = 64
 MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
-
-
-@dataclass
-class Checked:
-    """Findings under one heading, and rows to show and to try the drafter on."""
-
-    heading: str
-    findings: list[Finding]
-    rows: list[TokenizedConversation] = field(default_factory=list)
 
 
 @dataclass

@@ -1,7 +1,9 @@
-"""What `draftsmith doctor` says about one thing that it looked at."""
+"""What `draftsmith doctor` says about what it looked at."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 
 Severity = Literal["ok", "warning", "defect"]
 
@@ -21,3 +23,12 @@ class Finding:
     severity: Severity
     sentence: str
     figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Checked:
+    """Findings under one heading, and rows to show and to try the drafter on."""
+
+    heading: str
+    findings: list[Finding]
+    rows: list[TokenizedConversation] = field(default_factory=list)

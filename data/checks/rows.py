@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from draftsmith.data.checks.finding import Finding
-from draftsmith.data.engines.transformers_engine import answer_end_ids
-from draftsmith.data.sources.parsing import Conversation
+from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.chat_tokens import PROBE, TokenizedConversation, special_ids, tokenize_conversation
+from draftsmith.data.tokens.end_ids import answer_end_ids
 
 LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the work is for nothing
 ROWS_TO_PAD = 64

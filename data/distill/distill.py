@@ -36,8 +36,9 @@ from draftsmith.data.distill.report import (
 )
 from draftsmith.data.distill.settings import check_settings
 from draftsmith.data.engines.engine import AnswerSampling, Completion, Engine, Failure, Outcome, Request
+from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.counts import counted_reasons
 from draftsmith.data.sources.mixture import load_conversations
-from draftsmith.data.sources.parsing import Conversation, Turn, counted_reasons
 from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TemplateRefusal,

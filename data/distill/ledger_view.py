@@ -9,7 +9,7 @@ from typing import Any
 
 from draftsmith.data.distill.ledger_db import LEDGER_FILE, SHARDS_FOLDER, clear_errors, connect
 from draftsmith.data.distill.shards import Place, ShardReader
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 
 PAGE_ROWS = 4096

@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.data.sources.counts import SourceCounts
-from draftsmith.data.sources.parsing import counted_reasons
+from draftsmith.data.sources.counts import SourceCounts, counted_reasons
 
 CUT_SHORT = "answer cut short by max_new_tokens"
 PROMPT_TOO_LONG = "prompt too long"

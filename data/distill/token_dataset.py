@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
@@ -138,3 +139,42 @@ def save_rows(rows_file: Path, folder: Path) -> None:
         datasets.Dataset.from_file(str(rows_file)).save_to_disk(str(folder))
     finally:
         datasets.enable_progress_bars()
+
+
+def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
+    """The dataset that `draftsmith distill` wrote.
+
+    Raises:
+        UserError: It is not there, damaged or empty.
+    """
+    folder = run.data / "tokens"
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist: run `draftsmith distill` with recipe `{recipe_name}` first")
+    try:
+        tokens = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, OSError, ValueError) as error:
+        raise UserError(f"{folder} cannot be read ({error}): delete it and run `draftsmith distill` again") from None
+    missing = {"input_ids", "loss_mask"} - set(tokens.column_names)
+    if missing or len(tokens) == 0:
+        what = f"has no column {', '.join(sorted(missing))}" if missing else "is empty"
+        raise UserError(f"{folder} {what}: delete it and run `draftsmith distill` again")
+    return tokens
+
+
+def tokens_hash(tokens: datasets.Dataset) -> str:
+    """SHA-256 over ids and masks, whatever the Arrow chunks."""
+    digest = hashlib.sha256()
+    for name in ("input_ids", "loss_mask"):
+        for chunk in tokens.data.column(name).chunks:
+            digest.update(chunk.value_lengths().to_numpy(zero_copy_only=False).astype("int64").tobytes())
+        for chunk in tokens.data.column(name).chunks:
+            digest.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("int64").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def row_lengths(tokens: datasets.Dataset) -> list[int]:
+    """Tokens of each row, read from Arrow's offsets alone."""
+    column = (
+        tokens.with_format("arrow")["input_ids"] if tokens._indices is not None else tokens.data.column("input_ids")
+    )
+    return np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks]).tolist()

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from draftsmith.data.engines.engine import AnswerSampling, Completion, EngineSetting, Outcome, Request
-from draftsmith.data.tokens.chat_tokens import template_end_token
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -145,25 +145,6 @@ class TransformersEngine:
             if token_id in self.end_ids:
                 return Completion(new_ids[: position + 1], "stop")
         return Completion(new_ids, "length")
-
-
-def answer_end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends an answer of this model."""
-    return end_ids_of(model.generation_config, tokenizer)
-
-
-def end_ids_of(generation_config: GenerationConfig, tokenizer: Any) -> list[int]:
-    """The eos tokens of model and tokenizer, and the one that the chat template writes."""
-    of_model = generation_config.eos_token_id
-    candidates = [*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id]
-    candidates.append(template_end_token(tokenizer))
-    end_ids = sorted({token_id for token_id in candidates if token_id is not None})
-    if not end_ids:
-        raise UserError(
-            "the target has no end-of-sequence token (generation_config, tokenizer and chat template name none): "
-            "set tokenizer.eos_token and save the tokenizer beside the model"
-        )
-    return end_ids
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from draftsmith.data.sources.parsing import Conversation
+from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.questions import load_questions, questions_file
 from draftsmith.recipes.errors import UserError
 

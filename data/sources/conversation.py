@@ -1,6 +1,6 @@
-"""A turn of a conversation, and the error that says why something is none."""
+"""A conversation, its turns, and the error that says why something is none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from draftsmith.recipes.errors import UserError
@@ -14,6 +14,29 @@ class Turn:
 
     role: Role
     content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Validated turns. `id` is a hash of the prompt side (system and user turns), so it outlives a regeneration.
+
+    `source` is the name of the source in the recipe.
+    """
+
+    id: str
+    turns: tuple[Turn, ...]
+    source: str = field(default="", compare=False)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The turns as OpenAI messages, which is what chat templates take."""
+        return [{"role": turn.role, "content": turn.content} for turn in self.turns]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there are answers, and every user turn but a last one has its own."""
+        answers = [turn.content for turn in self.turns if turn.role == "assistant"]
+        return bool(answers) and all(answers)
 
 
 class InvalidConversation(UserError):

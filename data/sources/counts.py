@@ -4,7 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.data.sources.parsing import counted_reasons
+
+def counted_reasons(counts: Counter[str]) -> str:
+    """`3 (2 empty turn, 1 not JSON)`, for reports."""
+    details = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    return f"{counts.total()} ({details})" if counts else "0"
 
 
 @dataclass

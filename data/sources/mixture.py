@@ -14,10 +14,10 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from draftsmith.data.sources.contamination import Contamination
-from draftsmith.data.sources.conversation import InvalidConversation
-from draftsmith.data.sources.counts import SourceCounts, Tally
+from draftsmith.data.sources.conversation import Conversation, InvalidConversation
+from draftsmith.data.sources.counts import SourceCounts, Tally, counted_reasons
 from draftsmith.data.sources.filters import Filters
-from draftsmith.data.sources.parsing import Conversation, counted_reasons, is_heldout, parse_conversation
+from draftsmith.data.sources.parsing import is_heldout, parse_conversation
 from draftsmith.data.sources.records import STDLIB, open_records
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe

@@ -1,4 +1,4 @@
-"""A conversation and how it is read from the formats in use: ShareGPT, OpenAI messages, and prompts in columns.
+"""How a conversation is read from the formats in use: ShareGPT, OpenAI messages, and prompts in columns.
 
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
@@ -11,11 +11,9 @@ answers stand empty assistant turns, which the target fills.
 
 import hashlib
 import json
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.data.sources.conversation import InvalidConversation, Role, Turn, json_kind, text_of
+from draftsmith.data.sources.conversation import Conversation, InvalidConversation, Role, Turn, json_kind, text_of
 from draftsmith.data.sources.prompt_columns import parse_prompt_columns
 from draftsmith.recipes.schema import ColumnsRecipe
 
@@ -28,29 +26,6 @@ SHAREGPT_ROLES: dict[str, Role] = {
 }
 OPENAI_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 ID_HEX_DIGITS = 16
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Validated turns. `id` is a hash of the prompt side (system and user turns), so it outlives a regeneration.
-
-    `source` is the name of the source in the recipe.
-    """
-
-    id: str
-    turns: tuple[Turn, ...]
-    source: str = field(default="", compare=False)
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The turns as OpenAI messages, which is what chat templates take."""
-        return [{"role": turn.role, "content": turn.content} for turn in self.turns]
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether there are answers, and every user turn but a last one has its own."""
-        answers = [turn.content for turn in self.turns if turn.role == "assistant"]
-        return bool(answers) and all(answers)
 
 
 def parse_conversation(record: Any, where: str, columns: ColumnsRecipe | None = None) -> Conversation:
@@ -115,12 +90,6 @@ def is_heldout(identity: str, heldout_frac: float) -> bool:
     """Whether a conversation belongs to the held-out split: by its id alone, whatever else there is."""
     digest = hashlib.sha256(f"heldout {identity}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < heldout_frac
-
-
-def counted_reasons(counts: Counter[str]) -> str:
-    """`3 (2 empty turn, 1 not JSON)`, for reports."""
-    details = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-    return f"{counts.total()} ({details})" if counts else "0"
 
 
 def _parse_turn(message: Any, where: str, role_key: str, text_key: str, roles: dict[str, Role]) -> Turn:

@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.conversation import Turn
 from draftsmith.recipes.errors import UserError
 
 MARKER = "Xq7AnswerMarkerXq7"

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any
 
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.answer_spans import PROBE, Span, TemplateProblem, find_span, render, token_ids
 from draftsmith.data.tokens.answer_spans import TemplateRefusal as TemplateRefusal
 from draftsmith.data.tokens.answer_spans import template_answer_lead as template_answer_lead

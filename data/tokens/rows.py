@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.data.sources.parsing import Conversation
+from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.chat_tokens import (
     AnswerIds,
     TemplateProblem,

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from draftsmith.data.engines.transformers_engine import answer_end_ids
-from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.decoding.compiled_session import CompiledSession

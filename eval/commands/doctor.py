@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from draftsmith.data.checks.dataset import Checked, check_source, check_token_rows
-from draftsmith.data.checks.finding import Finding
+from draftsmith.data.checks.dataset import check_source, check_token_rows
+from draftsmith.data.checks.finding import Checked, Finding
 from draftsmith.data.checks.rows import expected_of
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.target.loading import load_target
@@ -26,7 +27,6 @@ from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter.parity import check_parity
-from draftsmith.train.drafter.stage import load_tokens
 from draftsmith.train.drafter.training_arguments import training_arguments
 
 STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}

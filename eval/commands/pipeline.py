@@ -29,7 +29,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, open_engine
-    from draftsmith.data.engines.transformers_engine import end_ids_of
+    from draftsmith.data.tokens.end_ids import end_ids_of
     from draftsmith.models.target.loading import (
         load_generation_config,
         load_target,

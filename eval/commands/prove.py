@@ -28,8 +28,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.data.engines.transformers_engine import answer_end_ids
 from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.spec_bench import Arm, first_turn_prompts
 from draftsmith.eval.commands.evaluate import (
     PROOF,

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from draftsmith.data.engines.transformers_engine import answer_end_ids
 from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.evaluate import TUNED_TREE, load_models, resolve_tuned
 from draftsmith.eval.decoding.loop import generate

@@ -7,7 +7,7 @@ import torch
 from support.places import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.base.drafter import load_drafter_class

@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
+from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.models.target.loading import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.features.cache import ROWS_COLUMN
@@ -83,14 +84,6 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         documents = self.rows[index]
         return {**pack_documents([self._tokens[document] for document in documents]), ROWS_COLUMN: documents}
-
-
-def row_lengths(tokens: Dataset) -> list[int]:
-    """Tokens of each row, read from Arrow's offsets alone."""
-    column = (
-        tokens.with_format("arrow")["input_ids"] if tokens._indices is not None else tokens.data.column("input_ids")
-    )
-    return np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks]).tolist()
 
 
 def check_packing(target: PreTrainedModel) -> None:

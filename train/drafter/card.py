@@ -138,8 +138,8 @@ With draftsmith, from this repository's id or a local copy of it:
 
 ```python
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.sources.parsing import Turn
-from draftsmith.data.engines.transformers_engine import answer_end_ids
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.sampling import Sampling

@@ -4,7 +4,6 @@
 `model.safetensors`, `training.json`, which marks the folder as finished, and the model card.
 """
 
-import hashlib
 import json
 import time
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from transformers import PreTrainedModel, TrainingArguments
 
+from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.drafter import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
@@ -115,22 +115,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     return _read_report(run.drafter, was_finished=False)
 
 
-def load_tokens(run: RunFolder, recipe_name: str) -> Dataset:
-    """The tokens that `distill` wrote."""
-    folder = run.data / "tokens"
-    if not folder.is_dir():
-        raise UserError(f"{folder} does not exist: run `draftsmith distill` with recipe `{recipe_name}` first")
-    try:
-        tokens = load_from_disk(str(folder))
-    except (FileNotFoundError, OSError, ValueError) as error:
-        raise UserError(f"{folder} cannot be read ({error}): delete it and run `draftsmith distill` again") from None
-    missing = {"input_ids", "loss_mask"} - set(tokens.column_names)
-    if missing or len(tokens) == 0:
-        what = f"has no column {', '.join(sorted(missing))}" if missing else "is empty"
-        raise UserError(f"{folder} {what}: delete it and run `draftsmith distill` again")
-    return tokens
-
-
 def packed_rows(recipe: Recipe, target: PreTrainedModel, tokens: Dataset) -> PackedRows:
     """The tokens in packed rows, which this target has been seen to keep apart."""
     check_packing(target)
@@ -156,17 +140,6 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     if recipe.data.packing:
         settings["data.packing, rows of"] = recipe.data.max_length_tokens
     return settings
-
-
-def tokens_hash(tokens: Dataset) -> str:
-    """SHA-256 over ids and masks, whatever the Arrow chunks."""
-    digest = hashlib.sha256()
-    for name in ("input_ids", "loss_mask"):
-        for chunk in tokens.data.column(name).chunks:
-            digest.update(chunk.value_lengths().to_numpy(zero_copy_only=False).astype("int64").tobytes())
-        for chunk in tokens.data.column(name).chunks:
-            digest.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("int64").tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:

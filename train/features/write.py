@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
 from draftsmith.models.base.drafter import load_drafter_class
 from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.loading import load_target, target_without_weights
@@ -23,7 +24,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text, free_bytes_at
-from draftsmith.train.drafter.stage import load_tokens, tokens_hash
 from draftsmith.train.drafter.trainer import layers_read
 from draftsmith.train.features.cache import SHARD_BYTES, FeatureIndex, Shard, cut_into_shards, write_shard
 from draftsmith.train.features.engine import FeatureEngine, TransformersFeatures
@@ -115,10 +115,7 @@ def project_features(recipe: Recipe) -> Projection:
     index = FeatureIndex.read(run.features)
     if index is None:
         index = FeatureIndex(layers, hidden_size, settings, [])
-        lengths = [
-            length for chunk in tokens.data.column("input_ids").chunks for length in chunk.value_lengths().tolist()
-        ]
-        index = replace(index, shards=cut_into_shards(lengths, index.bytes_per_token))
+        index = replace(index, shards=cut_into_shards(row_lengths(tokens), index.bytes_per_token))
     index.refuse_others(run.features, settings, layers)
     return Projection(run.features, tokens, index, index.missing(run.features), free_bytes_at(run.features))
 

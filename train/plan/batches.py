@@ -7,11 +7,11 @@ import numpy as np
 from datasets import Dataset
 from torch import Tensor
 
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.batches.packing import PackedRows
-from draftsmith.train.drafter.stage import load_tokens
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from draftsmith.data.card.card import (
     write_data_card,
 )
 from draftsmith.data.distill.distill import distill
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import SourceCounts
 from draftsmith.data.sources.mixture import load_conversations
-from draftsmith.data.sources.parsing import Conversation, Turn
 from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import Recipe
 

@@ -29,10 +29,11 @@ from draftsmith.data.engines.engine import (
     Request,
     open_engine,
 )
-from draftsmith.data.engines.transformers_engine import GumbelNoise, TransformersEngine, answer_end_ids
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.engines.transformers_engine import GumbelNoise, TransformersEngine
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

@@ -23,10 +23,10 @@ from draftsmith.data.engines.engine import (
     Request,
     open_engine,
 )
-from draftsmith.data.engines.transformers_engine import end_ids_of
-from draftsmith.data.sources.parsing import Turn
+from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.end_ids import end_ids_of
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.filters import Filters
-from draftsmith.data.sources.parsing import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import FiltersRecipe
 

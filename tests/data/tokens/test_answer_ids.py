@@ -4,7 +4,7 @@ import pytest
 from support.chat_families import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import (
     TokenizedConversation,
     prompt_token_ids,

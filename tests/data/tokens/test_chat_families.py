@@ -3,7 +3,7 @@
 import pytest
 from support.chat_families import FAMILIES
 
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TemplateRefusal,

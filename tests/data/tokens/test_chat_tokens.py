@@ -6,7 +6,7 @@ from support.places import MATERIAL
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
 
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TemplateRefusal,

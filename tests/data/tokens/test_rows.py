@@ -12,7 +12,7 @@ from support.chat_families import FAMILIES
 from support.tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
-from draftsmith.data.sources.parsing import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens import rows as token_rows
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.data.tokens.rows import Answered, tokenize_rows, write_token_rows

@@ -11,6 +11,7 @@ from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_o
 from support.training_runs import make_recipe
 from torch import nn
 
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -24,7 +25,7 @@ from draftsmith.models.drafters.peagle import PEagleDrafter
 from draftsmith.models.losses import depth_loss
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe
-from draftsmith.train.drafter.stage import load_tokens, train_drafter
+from draftsmith.train.drafter.stage import train_drafter
 
 TARGET_LAYERS = 4
 # Supervised: 7 three times, 5 and 9 twice, 4 once; 11 is in the data, but never supervised.

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.eval.commands import cli
 from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
 from draftsmith.models.fake_run import FakeRun
@@ -21,7 +22,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 from draftsmith.train.batches.collate import collate_right_padded
-from draftsmith.train.drafter.stage import tokens_hash
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.offline import keep_what_is_read, open_features
