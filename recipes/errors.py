@@ -1,8 +1,9 @@
 """The one error that users see: a sentence that names the file, line or key, and the way out."""
 
+import difflib
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 USER_ERROR_EXIT_CODE = 2
@@ -11,6 +12,15 @@ INTERRUPTED_EXIT_CODE = 130
 
 class UserError(Exception):
     """A mistake in what the user gave us (recipe, conversations, target), told in one sentence without a traceback."""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
+    """The end of a sentence about an unknown word: the nearest known one, or `otherwise` if none is near.
+
+    cutoff: the least likeness, from 0 to 1, by `difflib`.
+    """
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean `{nearest[0]}`?" if nearest else otherwise
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Read a recipe: YAML, then dotted overrides, then the schema; each mistake names its key."""
 
-import difflib
 import importlib.resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,7 +7,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import Recipe
 
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
@@ -54,8 +53,7 @@ def find_recipe(path: str | Path) -> Path:
     # A folder in the path means that the user meant a file of theirs, except for the folder the shipped ones live in.
     if file.stem in shipped and str(file.parent) in (".", "recipes"):
         return shipped[file.stem]
-    nearest = difflib.get_close_matches(file.stem, shipped, n=1)
-    hint = f"did you mean `{nearest[0]}`?" if nearest else f"shipped recipes are {', '.join(shipped)}"
+    hint = did_you_mean(file.stem, shipped, f"shipped recipes are {', '.join(shipped)}", cutoff=0.6)
     raise UserError(f"recipe file {path} does not exist: {hint}")
 
 
@@ -98,8 +96,7 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
     key = ".".join(str(part) for part in ([section] if section else []) + list(first["loc"]))
     if first["type"] == "extra_forbidden":
         valid = _keys_at(schema, first["loc"][:-1])
-        nearest = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.5)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else f"valid keys there are {', '.join(sorted(valid))}"
+        hint = did_you_mean(str(first["loc"][-1]), valid, f"valid keys there are {', '.join(sorted(valid))}")
         return f"unknown key `{key}`: {hint}"
     if first["type"] == "missing":
         return f"key `{key}` is missing: add it"

@@ -1,11 +1,10 @@
 """Valid conversations that the recipe does not want: too short, too long, or in another language."""
 
-import difflib
 import importlib
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import FiltersRecipe
 
 SURE_FRAC = 0.5
@@ -79,8 +78,7 @@ class LanguageFilter:
         known = [label for label in self._identifier.labels if label != NO_LANGUAGE]
         for language in languages:
             if language not in known:
-                nearest = difflib.get_close_matches(language[:2], known, n=1)
-                hint = f"did you mean `{nearest[0]}`?" if nearest else f"known are {', '.join(known)}"
+                hint = did_you_mean(language[:2], known, f"known are {', '.join(known)}", cutoff=0.6)
                 raise UserError(f"data.conversations.filters.languages: unknown language code `{language}`: {hint}")
         self._wanted = {*languages, NO_LANGUAGE}
 

@@ -1,6 +1,5 @@
 """The raw records of one source: a local file, a Hub dataset, or the standard library of the running Python."""
 
-import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from draftsmith.data.sources.json_records import COMPRESSED_SUFFIXES, JSON_SUFFIXES, read_json_records
 from draftsmith.data.stdlib.conversations import Split, build_conversations
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import SourceRecipe
 
 STDLIB = "stdlib"
@@ -51,8 +50,7 @@ def _nearest_file_hint(file: Path) -> str:
     if not file.parent.is_dir():
         return f": its folder {file.parent} does not exist either"
     names = [entry.name for entry in file.parent.iterdir() if entry.is_file()]
-    nearest = difflib.get_close_matches(file.name, names, n=1, cutoff=0.5)
-    return f": did you mean {file.parent / nearest[0]}?" if nearest else ": correct data.conversations.source"
+    return f": {did_you_mean(file.name, names, 'correct data.conversations.source')}"
 
 
 def _hub_records(recipe: SourceRecipe) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,6 @@
 """The recipe's `train:` section -> `transformers.TrainingArguments`, with mistakes told by key."""
 
 import dataclasses
-import difflib
 import typing
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from transformers import PreTrainedModel, TrainingArguments
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, did_you_mean
 
 
 def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False) -> TrainingArguments:
@@ -52,8 +51,7 @@ def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedMo
 
 def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:
     if key not in fields:
-        nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else "valid keys are those of transformers.TrainingArguments"
+        hint = did_you_mean(key, fields, "valid keys are those of transformers.TrainingArguments")
         raise UserError(f"unknown key `train.{key}`: {hint}")
     try:
         return TypeAdapter(hints[key]).validate_python(value)

@@ -202,7 +202,7 @@ def test_nothing_valid_counts_the_reasons(tmp_path: Path) -> None:
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(jsonl("a"))
-    with pytest.raises(UserError, match=r"chat\.jsonl does not exist: did you mean .*chats\.jsonl\?"):
+    with pytest.raises(UserError, match=r"chat\.jsonl does not exist: did you mean `chats\.jsonl`\?"):
         questions(tmp_path / "chat.jsonl")
     with pytest.raises(UserError, match=r"its folder .* does not exist either"):
         questions(tmp_path / "nowhere" / "chat.jsonl")
