@@ -13,8 +13,8 @@ from pathlib import Path
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.eval.bench.arms import load_models, make_arms
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.evaluate import load_models, make_arms
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
 from draftsmith.recipes.errors import exit_with_one_sentence

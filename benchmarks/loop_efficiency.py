@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from draftsmith.data.sources.questions import load_questions
+from draftsmith.eval.bench.arms import load_models, make_arms
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.commands.evaluate import load_models, make_arms
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.models.base.drafter import load_drafter_class
 from draftsmith.models.target.loading import load_target
@@ -49,11 +49,11 @@ def main() -> None:
         drafters = {folder.drafter: kind.from_target(target, recipe.drafter.options).to(target.device).eval()}
     questions = load_questions(recipe.eval.questions, arguments.questions_per_category)
     tokens, seed, compiles = recipe.eval.max_new_tokens, recipe.seed, recipe.eval.compile
-    bench = SpecBench(target, tokenizer, [], questions, tokens, seed, compiles=compiles)
-    bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
+    bench = SpecBench(target, tokenizer, questions, tokens, seed, compiles=compiles)
+    arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         log = JsonlLog(Path(scratch) / "records.jsonl")
-        bench.run(log, arguments.repeats, warmup_questions=2)
+        bench.run(arms, log, arguments.repeats, warmup_questions=2)
         timing = summarize_timing(list(log))
     result = {
         "timing": timing,

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.operations import LinearOperations
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
@@ -166,7 +167,7 @@ class OverlapMeter:
         }
 
 
-def measure_untimed(bench: SpecBench, questions: int) -> dict[str, dict[str, Any]]:
+def measure_untimed(bench: SpecBench, arms: list[Arm], questions: int) -> dict[str, dict[str, Any]]:
     """`OverlapMeter.figures` of every arm but the baseline, by the arm's key.
 
     Args:
@@ -174,7 +175,7 @@ def measure_untimed(bench: SpecBench, questions: int) -> dict[str, dict[str, Any
     """
     asked = bench.questions[:: max(1, len(bench.questions) // questions)][:questions]
     found = {}
-    for arm in bench.arms:
+    for arm in arms:
         if arm.method.name == AUTOREGRESSIVE:
             continue
         meter = OverlapMeter(arm.method, arm.sampling, bench.eos_ids)

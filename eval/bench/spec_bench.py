@@ -13,27 +13,23 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import is_sequential
-from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.target.loading import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -45,31 +41,12 @@ PER_ROUND = ("accept_lengths", "draft_lengths", "draft_depths", "round_s")
 PROCESS = uuid.uuid4().hex
 
 
-@dataclass
-class Arm:
-    """One method at one temperature: one row of the table.
-
-    feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
-    """
-
-    method: Method
-    sampling: Sampling
-    generator: torch.Generator
-    feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
-    lenience: float = 1.0
-
-    @property
-    def key(self) -> str:
-        return f"{self.method.name}@{self.sampling.temperature:g}"
-
-
 class SpecBench:
     """Asks questions.
 
     Args:
         target: The target model.
         tokenizer: Its tokenizer, with a chat template.
-        arms: What is compared; each temperature has its autoregressive arm. May be set later, before `run`.
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
@@ -81,14 +58,12 @@ class SpecBench:
         self,
         target: Any,
         tokenizer: Any,
-        arms: list[Arm],
         questions: list[Question],
         max_new_tokens: int,
         seed: int = 0,
         stop: Sequence[str] = (),
         compiles: bool = False,
     ) -> None:
-        self.arms = arms
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self.eos_ids = frozenset(answer_end_ids(target, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
@@ -104,8 +79,12 @@ class SpecBench:
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
         self.session = CompiledSession(target, length) if compiles else TargetSession(target, length)
 
-    def run(self, log: JsonlLog, runs: int, warmup_questions: int) -> None:
-        """Measure every (run, question) that the log does not hold yet."""
+    def run(self, arms: list[Arm], log: JsonlLog, runs: int, warmup_questions: int) -> None:
+        """Measure every (run, question) that the log does not hold yet.
+
+        Args:
+            arms: What is compared; each temperature has its autoregressive arm.
+        """
         finished = {(record["run"], record["question_id"]) for record in log}
         wanted = [
             (run, index, question)
@@ -118,31 +97,31 @@ class SpecBench:
         if isinstance(self.session, CompiledSession):
             # What is compiled depends on the arms' largest trees; compiling itself must not be measured.
             warmup_questions = max(warmup_questions, 1)
-            for arm in self.arms:
+            for arm in arms:
                 with self.session.learning():
                     for question in self.questions[:warmup_questions]:
                         self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
         for question in self.questions[:warmup_questions]:
-            for arm in self.arms:
+            for arm in arms:
                 self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
         total = runs * len(self.questions)
         with tqdm(total=total, initial=total - len(wanted), desc="measure", unit="question") as progress:
             for run, index, question in wanted:
-                log.append([self._record(run, index, question)])
+                log.append([self._record(arms, run, index, question)])
                 progress.update()
 
-    def _record(self, run: int, index: int, question: Question) -> dict[str, Any]:
+    def _record(self, arms: list[Arm], run: int, index: int, question: Question) -> dict[str, Any]:
         """All arms on one question. Which goes first rotates, so that none always finds the caches warm."""
-        shift = (run + index) % len(self.arms)
+        shift = (run + index) % len(arms)
         answers = {}
-        for arm in self.arms[shift:] + self.arms[:shift]:
+        for arm in arms[shift:] + arms[:shift]:
             answers[arm.key] = self.answer(arm, question, run)
         return {
             "run": run,
             "question_id": question.question_id,
             "category": question.category,
             "tstamp": time.time(),
-            "answers": {arm.key: answers[arm.key] for arm in self.arms},
+            "answers": {arm.key: answers[arm.key] for arm in arms},
         }
 
     def answer(self, arm: Arm, question: Question, run: int = 0) -> dict[str, Any]:

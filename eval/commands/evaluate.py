@@ -8,25 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions, questions_file
+from draftsmith.eval.bench.arms import drafter_folder, drafter_folders, load_models, make_arms
 from draftsmith.eval.bench.fair_clock import check_complete
 from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import JsonlLog
-from draftsmith.eval.bench.spec_bench import Arm, SpecBench, check_settings, write_answers
-from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.methods.registry import MethodSetting, make_method
+from draftsmith.eval.bench.spec_bench import SpecBench, check_settings, write_answers
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.report import print_table, proof_sentence, write_report
 from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
-from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import Compilable, Drafter, load_drafter
-from draftsmith.models.target.loading import load_target
-from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
@@ -49,24 +41,22 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     """
     recipe = with_tuned_trees(recipe)
     folder = RunFolder(recipe)
-    for drafter_folder in _drafter_folders(recipe):
-        if not (drafter_folder / "config.json").is_file():
-            raise UserError(f"no trained drafter in {drafter_folder}: run `draftsmith train` with its recipe first")
+    for trained in drafter_folders(recipe):
+        if not (trained / "config.json").is_file():
+            raise UserError(f"no trained drafter in {trained}: run `draftsmith train` with its recipe first")
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
     check_settings(folder.eval / SETTINGS, _settings(recipe))
     log = JsonlLog(folder.eval / "records.jsonl")
     check_complete(list(log))
     target, tokenizer, drafters = load_models(recipe)
     choices = recipe.eval
-    bench = SpecBench(
-        target, tokenizer, [], questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile
-    )
-    bench.arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
+    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
     try:
-        bench.run(log, recipe.eval.runs, recipe.eval.warmup_questions)
-        if recipe.eval.untimed_questions and _untimed(recipe) is None:
-            arms = measure_untimed(bench, recipe.eval.untimed_questions)
-            untimed = {"questions": recipe.eval.untimed_questions, "arms": arms}
+        arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
+        bench.run(arms, log, choices.runs, choices.warmup_questions)
+        if choices.untimed_questions and _untimed(recipe) is None:
+            figures = measure_untimed(bench, arms, choices.untimed_questions)
+            untimed = {"questions": choices.untimed_questions, "arms": figures}
             write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
     finally:
         bench.session.close()
@@ -113,73 +103,9 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     return summary
 
 
-def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafter]]:
-    """The target, its tokenizer and the recipe's trained drafters by folder, ready to decode.
-
-    Raises:
-        UserError: One of them cannot be loaded.
-    """
-    target, tokenizer = load_target(recipe.target)
-    vocab_size = target.config.get_text_config().vocab_size
-    pack_heads(target, vocab_size)  # before drafters borrow the head
-    drafters = load_drafters(recipe, target)
-    for drafter in drafters.values():
-        pack_heads(drafter, vocab_size)
-    return target, tokenizer, drafters
-
-
-def load_drafters(recipe: Recipe, target: PreTrainedModel) -> dict[Path, Drafter]:
-    """The drafters that the recipe's methods use, by folder.
-
-    Raises:
-        UserError: One of several drafters changes the target, which the others were not made for.
-    """
-    drafters = {folder: load_drafter(folder, target) for folder in _drafter_folders(recipe)}
-    for folder, drafter in drafters.items():
-        if drafter.target_change and len(drafters) > 1:
-            raise UserError(f"{folder} changes the target: measure it in a run of its own, not beside other drafters")
-    return drafters
-
-
-def make_arms(
-    recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
-) -> list[Arm]:
-    """The baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
-
-    Raises:
-        UserError: Two methods have one name, or a method's kind or options are wrong.
-    """
-    decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
-    for decoder in decoders.values():
-        if recipe.eval.compile and isinstance(decoder, Compilable):
-            decoder.compile()
-    arms = []
-    for temperature in recipe.eval.temperatures:
-        sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
-        arms.append(Arm(Autoregressive(), sampling, torch.Generator(target.device)))
-        for method in recipe.eval.methods:
-            generator = torch.Generator(target.device)
-            if method.kind != DRAFTER_KIND:
-                tokens_folder = _drafter_folder(recipe, method).parent / "data" / "tokens"
-                setting = MethodSetting(
-                    method, target, tokenizer, tokens_folder, max_length_tokens, sampling, generator
-                )
-                arms.append(Arm(make_method(setting), sampling, generator, lenience=method.lenience))
-                continue
-            folder = _drafter_folder(recipe, method)
-            decoder = decoders[folder]
-            drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
-            arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
-    keys = [arm.key for arm in arms]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"eval.methods and eval.temperatures give {key} twice: each method needs a name of its own")
-    return arms
-
-
 def with_tuned_trees(recipe: Recipe) -> Recipe:
     """The recipe with every `tree: tuned` replaced by the tree that its drafter was tuned to."""
-    methods = [resolve_tuned(method, _drafter_folder(recipe, method)) for method in recipe.eval.methods]
+    methods = [resolve_tuned(method, drafter_folder(recipe, method)) for method in recipe.eval.methods]
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
 
 
@@ -190,17 +116,6 @@ def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
     file = drafter_folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return method.model_copy(update=config.get(TUNED_TREE, {"tree": "best_first"}))
-
-
-def _drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
-    """Where the method's drafter lies: the run's own, unless it names another."""
-    return RunFolder(recipe).drafter if method.drafter is None else Path(method.drafter).expanduser()
-
-
-def _drafter_folders(recipe: Recipe) -> list[Path]:
-    """Each once, in the order of the methods."""
-    drafted = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND)
-    return list(dict.fromkeys(_drafter_folder(recipe, method) for method in drafted))
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -229,7 +144,7 @@ def _as_measured(recipe: Recipe) -> Recipe:
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:
     """SHA-256 of the weights of the drafters that are measured."""
-    files = [folder / WEIGHTS for folder in _drafter_folders(recipe)]
+    files = [folder / WEIGHTS for folder in drafter_folders(recipe)]
     return [sha256_of(file) if file.is_file() else None for file in files]
 
 

@@ -30,12 +30,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
-from draftsmith.eval.bench.spec_bench import Arm, first_turn_prompts
+from draftsmith.eval.bench.arms import Arm, load_models, make_arms
+from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.evaluate import (
     PROOF,
     drafter_weights,
-    load_models,
-    make_arms,
     update_card,
     with_tuned_trees,
 )

@@ -29,8 +29,9 @@ from tqdm import tqdm
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.eval.bench.arms import load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.evaluate import TUNED_TREE, load_models, resolve_tuned
+from draftsmith.eval.commands.evaluate import TUNED_TREE, resolve_tuned
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
 from draftsmith.eval.methods.drafter import DrafterMethod

@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.eval.bench import spec_bench
+from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.record_log import JsonlLog
-from draftsmith.eval.bench.spec_bench import Arm, SpecBench, check_settings, request_seed, write_answers
+from draftsmith.eval.bench.spec_bench import SpecBench, check_settings, request_seed, write_answers
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.stop_strings import StopStrings
@@ -76,13 +77,18 @@ def target() -> LlamaForCausalLM:
 def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBench:
     monkeypatch.setattr(spec_bench, "prompt_token_ids", letters)
     monkeypatch.setattr(spec_bench, "answer_end_ids", lambda *_: [0])
+    return SpecBench(target, LetterTokenizer(), QUESTIONS, max_new_tokens=12, seed=3)
+
+
+@pytest.fixture
+def arms() -> list[Arm]:
     arms = []
     for temperature in (0.0, 1.0):
         sampling, generator = Sampling(temperature), torch.Generator()
         arms.append(Arm(Autoregressive(), sampling, torch.Generator()))
         for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
             arms.append(Arm(DrafterMethod(name, FixedDecoder(), builder, sampling, generator), sampling, generator))
-    return SpecBench(target, LetterTokenizer(), arms, QUESTIONS, max_new_tokens=12, seed=3)
+    return arms
 
 
 def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> None:
@@ -100,18 +106,18 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
             widths[self._name].add(features.shape[-1])
 
     greedy = Sampling()
-    bench.arms = [
+    arms = [
         Arm(Autoregressive(), greedy, torch.Generator()),
         Arm(DrafterMethod("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)),
         Arm(DrafterMethod("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
     ]
-    bench.run(JsonlLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
+    bench.run(arms, JsonlLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
     assert widths == {"deep": {3 * 16}, "plain": {16}}
 
 
-def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
+def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "records.jsonl")
-    bench.run(log, runs=2, warmup_questions=1)
+    bench.run(arms, log, runs=2, warmup_questions=1)
     records = list(log)
     assert [(record["run"], record["question_id"]) for record in records] == [
         (run, question.question_id) for run in range(2) for question in QUESTIONS
@@ -144,32 +150,32 @@ def test_the_whole_harness(bench: SpecBench, tmp_path: Path) -> None:
         assert answer["sequential"] is False
 
 
-def test_finished_questions_are_not_asked_again(bench: SpecBench, tmp_path: Path) -> None:
+def test_finished_questions_are_not_asked_again(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Interrupted after two of three questions; the resumed run asks the third only, and its samples are the same."""
     whole = JsonlLog(tmp_path / "whole.jsonl")
-    bench.run(whole, runs=1, warmup_questions=0)
+    bench.run(arms, whole, runs=1, warmup_questions=0)
     lines = whole.file.read_text().splitlines(keepends=True)
     cut = tmp_path / "cut.jsonl"
     cut.write_text("".join(lines[:2]) + lines[2][:40])
     log = JsonlLog(cut)
-    bench.run(log, runs=1, warmup_questions=0)
+    bench.run(arms, log, runs=1, warmup_questions=0)
     assert cut.read_text().splitlines(keepends=True)[:2] == lines[:2]
     for before, after in zip(whole, log, strict=True):
         for key, answer in before["answers"].items():
             assert answer["token_ids"] == after["answers"][key]["token_ids"]
 
 
-def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, tmp_path: Path) -> None:
+def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Asked in another order, by arms in another order, and alone: every arm samples the same answer."""
-    bench.run(JsonlLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
+    bench.run(arms, JsonlLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
     wanted = {(r["run"], r["question_id"]): r["answers"] for r in JsonlLog(tmp_path / "all.jsonl")}
     assert wanted[0, 1]["chain@1"]["token_ids"] != wanted[1, 1]["chain@1"]["token_ids"]
     assert len({str(wanted[run, 1]["autoregressive@1"]["token_ids"]) for run in (0, 1)}) == 2
-    bench.arms.reverse()
+    arms.reverse()
     for name, questions in (("reversed", QUESTIONS[::-1]), ("alone", QUESTIONS[2:])):
         bench.questions = questions
         log = JsonlLog(tmp_path / f"{name}.jsonl")
-        bench.run(log, runs=2, warmup_questions=0)
+        bench.run(arms, log, runs=2, warmup_questions=0)
         for record in log:
             for key, answer in record["answers"].items():
                 assert answer["token_ids"] == wanted[record["run"], record["question_id"]][key]["token_ids"], key
@@ -182,14 +188,14 @@ def test_every_request_has_a_seed_of_its_own() -> None:
     assert seeds[0] == request_seed(0, 0, 1, 0, "a@1")
 
 
-def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, tmp_path: Path) -> None:
+def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Every arm alike; the conversation goes on with the text before the stop string."""
     free = JsonlLog(tmp_path / "free.jsonl")
-    bench.run(free, runs=1, warmup_questions=0)
+    bench.run(arms, free, runs=1, warmup_questions=0)
     text = next(iter(free))["answers"]["autoregressive@0"]["turns"][0]
     bench._stop = StopStrings((text[4],), LetterTokenizer())
     log = JsonlLog(tmp_path / "stopped.jsonl")
-    bench.run(log, runs=1, warmup_questions=0)
+    bench.run(arms, log, runs=1, warmup_questions=0)
     answers = next(iter(log))["answers"]
     for key in ("autoregressive@0", "chain@0", "tree@0"):
         assert answers[key]["token_ids"] == answers["autoregressive@0"]["token_ids"]
@@ -197,12 +203,12 @@ def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, tmp_
         assert answers[key]["new_tokens"][0] == text.index(text[4]) + 1
 
 
-def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, tmp_path: Path) -> None:
+def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Almost everything is accepted; the answer is not the target's; nobody claims that it is."""
     greedy = Sampling()
-    bench.arms = [bench.arms[0], Arm(bench.arms[1].method, greedy, torch.Generator(), lenience=1e-9)]
+    lenient = [arms[0], Arm(arms[1].method, greedy, torch.Generator(), lenience=1e-9)]
     log = JsonlLog(tmp_path / "records.jsonl")
-    bench.run(log, runs=1, warmup_questions=0)
+    bench.run(lenient, log, runs=1, warmup_questions=0)
     answers = next(iter(log))["answers"]
     assert answers["chain@0"]["token_ids"] != answers["autoregressive@0"]["token_ids"]
     row = summarize(list(log))[-1]
@@ -210,7 +216,9 @@ def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, tmp_path: Pat
     assert row["tau"] > 2.5
 
 
-def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_methods_take_turns_in_going_first(
+    bench: SpecBench, arms: list[Arm], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[str] = []
     ask = bench._ask
 
@@ -219,14 +227,14 @@ def test_methods_take_turns_in_going_first(bench: SpecBench, monkeypatch: pytest
         return ask(arm, *rest)
 
     monkeypatch.setattr(bench, "_ask", note)
-    bench.run(JsonlLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
+    bench.run(arms, JsonlLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
     assert asked[::6] == ["autoregressive@0", "chain@0", "tree@0"]
 
 
-def test_answers_can_be_read_by_spec_bench(bench: SpecBench, tmp_path: Path) -> None:
+def test_answers_can_be_read_by_spec_bench(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
     log = JsonlLog(tmp_path / "records.jsonl")
-    bench.run(log, runs=1, warmup_questions=0)
+    bench.run(arms, log, runs=1, warmup_questions=0)
     files = {file.name: file for file in write_answers(log, tmp_path / "answers", "demo")}
     assert sorted(files) == sorted(
         f"demo-{method}-temp-{temperature}-run-1.jsonl"
@@ -250,15 +258,15 @@ def test_answers_can_be_read_by_spec_bench(bench: SpecBench, tmp_path: Path) -> 
     assert sum(accept_lengths) / len(accept_lengths) == pytest.approx(overall["tau"])
 
 
-def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: SpecBench) -> None:
+def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: SpecBench, arms: list[Arm]) -> None:
     long = Question(9, "math", ("a" * 90,))
-    assert SpecBench(target, LetterTokenizer(), bench.arms, [*QUESTIONS, long], 12).left_out == 1
+    assert SpecBench(target, LetterTokenizer(), [*QUESTIONS, long], 12).left_out == 1
     with pytest.raises(
         UserError, match="none of the 1 questions leaves room for an answer in the target's 96 positions"
     ):
-        SpecBench(target, LetterTokenizer(), bench.arms, [long], 12)
+        SpecBench(target, LetterTokenizer(), [long], 12)
     later = Question(10, "math", ("a" * 70, "b" * 20))
-    answer = SpecBench(target, LetterTokenizer(), bench.arms, [later], 12)._ask(bench.arms[0], later, 12)
+    answer = SpecBench(target, LetterTokenizer(), [later], 12)._ask(arms[0], later, 12)
     assert (len(answer["turns"]), answer["turns_left_out"]) == (1, 1)
 
 
@@ -349,13 +357,12 @@ def test_spec_bench_questions() -> None:
     assert len({question.category for question in questions}) == 13
 
 
-def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, tmp_path: Path) -> None:
+def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """The same answers; every size of tree is known and compiled before anything is measured."""
     plain, fast = JsonlLog(tmp_path / "plain.jsonl"), JsonlLog(tmp_path / "fast.jsonl")
-    greedy = [arm for arm in bench.arms if arm.sampling.greedy]
-    bench.arms = greedy
-    bench.run(plain, runs=1, warmup_questions=0)
-    compiled = SpecBench(target, LetterTokenizer(), greedy, QUESTIONS, 12, seed=3, compiles=True)
+    greedy = [arm for arm in arms if arm.sampling.greedy]
+    bench.run(greedy, plain, runs=1, warmup_questions=0)
+    compiled = SpecBench(target, LetterTokenizer(), QUESTIONS, 12, seed=3, compiles=True)
     compiled.session.close()
     session = CompiledSession(target, compiled.session.max_length_tokens, backend="eager")
     compiled.session = session
@@ -367,7 +374,7 @@ def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, tmp_path: Pa
 
     fast.append = frozen_append  # type: ignore[method-assign]
     try:
-        compiled.run(fast, runs=1, warmup_questions=0)
+        compiled.run(greedy, fast, runs=1, warmup_questions=0)
     finally:
         torch.compiler.set_stance("default")
         torch._dynamo.reset()

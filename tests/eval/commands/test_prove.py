@@ -8,7 +8,7 @@ from rich.console import Console
 from support.tiny_models import tiny_target
 from torch import Tensor
 
-from draftsmith.eval.bench.spec_bench import Arm
+from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.commands.prove import (
     DistributionProof,
     Divergence,

@@ -1,0 +1,112 @@
+"""What a recipe compares: its target, its drafters, and an arm for each method at each temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.registry import MethodSetting, make_method
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import Compilable, Drafter, load_drafter
+from draftsmith.models.target.loading import FINAL_FEATURES, load_target
+from draftsmith.models.target.packed_head import pack_heads
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+
+
+@dataclass
+class Arm:
+    """One method at one temperature: one row of the table.
+
+    feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
+    """
+
+    method: Method
+    sampling: Sampling
+    generator: torch.Generator
+    feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    lenience: float = 1.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.method.name}@{self.sampling.temperature:g}"
+
+
+def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafter]]:
+    """The target, its tokenizer and the recipe's trained drafters by folder, ready to decode.
+
+    Raises:
+        UserError: One of them cannot be loaded.
+    """
+    target, tokenizer = load_target(recipe.target)
+    vocab_size = target.config.get_text_config().vocab_size
+    pack_heads(target, vocab_size)  # before drafters borrow the head
+    drafters = load_drafters(recipe, target)
+    for drafter in drafters.values():
+        pack_heads(drafter, vocab_size)
+    return target, tokenizer, drafters
+
+
+def load_drafters(recipe: Recipe, target: PreTrainedModel) -> dict[Path, Drafter]:
+    """The drafters that the recipe's methods use, by folder.
+
+    Raises:
+        UserError: One of several drafters changes the target, which the others were not made for.
+    """
+    drafters = {folder: load_drafter(folder, target) for folder in drafter_folders(recipe)}
+    for folder, drafter in drafters.items():
+        if drafter.target_change and len(drafters) > 1:
+            raise UserError(f"{folder} changes the target: measure it in a run of its own, not beside other drafters")
+    return drafters
+
+
+def make_arms(
+    recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
+) -> list[Arm]:
+    """The baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
+
+    Raises:
+        UserError: Two methods have one name, or a method's kind or options are wrong.
+    """
+    decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
+    for decoder in decoders.values():
+        if recipe.eval.compile and isinstance(decoder, Compilable):
+            decoder.compile()
+    arms = []
+    for temperature in recipe.eval.temperatures:
+        sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
+        arms.append(Arm(Autoregressive(), sampling, torch.Generator(target.device)))
+        for method in recipe.eval.methods:
+            generator, folder = torch.Generator(target.device), drafter_folder(recipe, method)
+            if method.kind == DRAFTER_KIND:
+                decoder = decoders[folder]
+                drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
+                arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
+            else:
+                tokens = folder.parent / "data" / "tokens"
+                setting = MethodSetting(method, target, tokenizer, tokens, max_length_tokens, sampling, generator)
+                arms.append(Arm(make_method(setting), sampling, generator, lenience=method.lenience))
+    keys = [arm.key for arm in arms]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"eval.methods and eval.temperatures give {key} twice: each method needs a name of its own")
+    return arms
+
+
+def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
+    """Where the method's drafter lies: the run's own, unless it names another."""
+    return RunFolder(recipe).drafter if method.drafter is None else Path(method.drafter).expanduser()
+
+
+def drafter_folders(recipe: Recipe) -> list[Path]:
+    """Each once, in the order of the methods."""
+    drafted = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND)
+    return list(dict.fromkeys(drafter_folder(recipe, method) for method in drafted))
