@@ -18,7 +18,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup vllm-env quickstart embedded table ablations test test-vllm lint format unit target bench bench-vllm clean
+.PHONY: help setup vllm-env quickstart embedded table ablations test test-vllm lint format hooks unit target bench bench-vllm clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -29,6 +29,8 @@ help:
 	@echo "make unit         the fast tests only"
 	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (2.5 GB, made by make vllm-env)"
 	@echo "make lint         ruff and mypy"
+	@echo "make format       what ruff can put right by itself"
+	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into benchmarks/results/"
 	@echo "make bench-vllm   what our vllm engine costs against LLM.generate"
@@ -80,6 +82,9 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+hooks: $(READY)
+	$(BIN)/pre-commit install
 
 target: $(READY)
 	$(BIN)/python train/train_target.py recipes/target.yaml
