@@ -18,9 +18,7 @@ from support.half_right import (
     greedy_reference,
 )
 from support.places import MATERIAL
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
@@ -115,10 +113,17 @@ def test_real_targets(name: str) -> None:
 def test_parallel_drafter(inputs: str) -> None:
     """An untrained drafter with its real cache: mostly wrong, never visible in the output."""
     torch.manual_seed(0)
-    if (MODELS / "stories260K").is_dir():
-        target = AutoModelForCausalLM.from_pretrained(MODELS / "stories260K", dtype=torch.float32).eval()
-    else:
-        target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
+    check_untrained(AutoModelForCausalLM.from_config(TINY["llama"]).eval(), inputs)
+
+
+@pytest.mark.skipif(not (MODELS / "stories260K").is_dir(), reason="../shared/material is not there")
+@pytest.mark.parametrize("inputs", ["embedding", "hidden", "both"])
+def test_parallel_drafter_of_a_real_target(inputs: str) -> None:
+    torch.manual_seed(0)
+    check_untrained(AutoModelForCausalLM.from_pretrained(MODELS / "stories260K", dtype=torch.float32).eval(), inputs)
+
+
+def check_untrained(target: Any, inputs: str) -> None:
     drafter = load_drafter_class("parallel").from_target(target, {"num_masks": 3, "inputs": inputs}).eval()
     prompt, new_tokens = [1, 40, 50, 60], 40
     wanted = greedy_reference(target, prompt, new_tokens)
