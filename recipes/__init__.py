@@ -1,1 +1,5 @@
-"""The recipe: one YAML file that drives every stage."""
+"""The recipe: one YAML file that drives every stage.
+
+Read `schema` (every key), `loading` (a file and its overrides), `run_folder` (where the stages write). A shipped recipe
+is one more file here. Imports nothing else of draftsmith.
+"""

@@ -7,9 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.places import ROOT
-
-PACKAGES = ("data", "models", "train", "eval", "recipes")
+from support.places import PACKAGES, ROOT
 
 
 def source_files() -> list[str]:

@@ -3,4 +3,5 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("data", "models", "train", "eval", "recipes")
 MATERIAL = ROOT.parent / "shared" / "material"
