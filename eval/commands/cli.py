@@ -1,30 +1,20 @@
 """The `draftsmith` command: each stage of a recipe on its own, or all of them.
 
-It lives in the last subpackage because it calls all the others.
+It lives in the last subpackage because it calls all the others. A command imports what it needs when its recipe is
+read, so that `--help` and a mistyped recipe answer at once.
 """
 
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from draftsmith.eval.commands.pipeline import (
-    console,
-    run_all,
-    run_compare,
-    run_distill,
-    run_doctor,
-    run_eval,
-    run_features,
-    run_plan,
-    run_prove,
-    run_report,
-    run_train,
-    run_tune,
-)
-from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.eval.commands.stages import console, make_drafter, run_distill, run_eval, run_features, run_train
+from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 
 app = typer.Typer(
@@ -94,7 +84,9 @@ def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Write the tables, the pictures and the report again from what `eval` recorded."""
     loaded = load_recipe(recipe, overrides)
-    run_report(loaded)
+    from draftsmith.eval.commands.evaluate import report_again
+
+    report_again(loaded)
     _where_to_go_next(loaded)
 
 
@@ -103,7 +95,8 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Distil, train and measure; stages that are already done are not done again."""
     loaded = load_recipe(recipe, overrides)
-    run_all(loaded)
+    make_drafter(loaded)
+    run_eval(loaded)
     _where_to_go_next(loaded)
 
 
@@ -117,7 +110,13 @@ def doctor(
 ) -> None:
     """Check data, target and drafter before any training; exits with 1 on any defect."""
     loaded = load_recipe(recipe, overrides)
-    if not run_doctor(loaded, rows, json_file):
+    from draftsmith.eval.commands.doctor import examine
+
+    console.rule(f"[bold]doctor[/bold]  {loaded.name}")
+    diagnosis = examine(loaded)
+    diagnosis.show(console, rows)
+    _write_json(json_file, diagnosis.as_json())
+    if not diagnosis.healthy:
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
     _next(f"draftsmith {'train' if is_distilled else 'distill'} {_again(recipe, overrides)}")
@@ -135,7 +134,12 @@ def tune(
 ) -> None:
     """Find the draft tree that pays best with this drafter on this machine; `tree: tuned` uses it afterwards."""
     loaded = load_recipe(recipe, overrides)
-    run_tune(loaded, json_file, questions=questions, new_tokens=new_tokens, turns=turns)
+    from draftsmith.eval.commands.tune import tune as find_tree
+
+    console.rule(f"[bold]tune[/bold]  {loaded.name}: {loaded.target.model}")
+    tuned = find_tree(loaded, questions, new_tokens, turns)
+    tuned.show(console)
+    _write_json(json_file, tuned.as_json())
 
 
 @app.command()
@@ -150,7 +154,13 @@ def prove(
 ) -> None:
     """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
     loaded = load_recipe(recipe, overrides)
-    if not run_prove(loaded, json_file, prompts=prompts, samples=samples, new_tokens=new_tokens):
+    from draftsmith.eval.commands.prove import prove as collect_evidence
+
+    console.rule(f"[bold]prove[/bold]  {loaded.name}: {loaded.target.model}")
+    proof = collect_evidence(loaded, prompts, samples, new_tokens)
+    proof.show(console)
+    _write_json(json_file, proof.as_json())
+    if not proof.holds:
         raise typer.Exit(1)
 
 
@@ -171,14 +181,13 @@ def plan(
 ) -> None:
     """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
     loaded = load_recipe(recipe, overrides)
-    run_plan(
-        loaded,
-        json_file,
-        memory_gib=memory_gib,
-        peak_tflops=peak_tflops,
-        utilisation=utilisation,
-        labelled_share=labelled_share,
-    )
+    from draftsmith.train.plan.plan import PlanOptions, make_plan
+    from draftsmith.train.plan.table import show_plan
+
+    console.rule(f"[bold]plan[/bold]  {loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
+    planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share))
+    show_plan(planned, console)
+    _write_json(json_file, asdict(planned))
     _next(f"draftsmith doctor {_again(recipe, overrides)}")
 
 
@@ -198,8 +207,19 @@ def compare(
     """Train several drafters on the same data and measure them side by side in one process."""
     files = [argument for argument in recipes if "=" not in argument]
     overrides = [argument for argument in recipes if "=" in argument]
-    loaded = run_compare(files, overrides, vary, name, json_file)
-    _where_to_go_next(loaded)
+    if vary is not None and len(files) != 1:
+        raise UserError(f"--vary needs exactly one recipe, not {len(files)}")
+    if not files:
+        raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
+    loaded = [load_recipe(file, overrides) for file in files]
+    from draftsmith.eval.commands.compare import compare as measure_together
+    from draftsmith.eval.commands.compare import expand_variants, joint_recipe
+
+    if vary is not None:
+        loaded = expand_variants(files[0], overrides, vary)
+    rows = measure_together(loaded, name)
+    _write_json(json_file, rows)
+    _where_to_go_next(joint_recipe(loaded, name))
 
 
 def _where_to_go_next(recipe: Recipe) -> None:
@@ -210,6 +230,11 @@ def _where_to_go_next(recipe: Recipe) -> None:
     if recipe.target.model == "embedded":
         console.print("\nNext: `draftsmith run embedded` trains longer on the same target; for your own target copy")
         console.print("recipes/llama3-8b-parallel.yaml, set target.model, then `draftsmith run yours.yaml`.")
+
+
+def _write_json(file: Path | None, values: Any) -> None:
+    if file is not None:
+        write_atomically(file, json.dumps(values, indent=2) + "\n")
 
 
 def _next(command: str) -> None:

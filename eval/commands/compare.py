@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.commands.pipeline import console, run_distill, run_eval, run_features, run_train
+from draftsmith.eval.commands.stages import console, make_drafter, run_eval
 from draftsmith.models.base.drafter import Drafter, load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
@@ -55,10 +55,7 @@ def compare(recipes: list[Recipe], name: str) -> list[dict[str, Any]]:
     _check_comparable(recipes)
     for recipe in recipes:
         _reuse_data(recipe, recipes)
-        run_distill(recipe)
-        if recipe.data.features.source == "offline":
-            run_features(recipe)
-        run_train(recipe)
+        make_drafter(recipe)
     together = [recipe for recipe in recipes if not _changes_target(recipe)]
     rows: list[dict[str, Any]] = []
     if together:

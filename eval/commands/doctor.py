@@ -4,10 +4,8 @@ The data (`draftsmith.data.checks`), the target (can it run draft trees?) and th
 asked for in decoding? `draftsmith.train.drafter.parity`).
 """
 
-import json
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter.parity import check_parity
@@ -68,11 +66,10 @@ class Diagnosis:
         counts = [sum(finding.severity == severity for finding in self.findings) for severity in ("defect", "warning")]
         console.print(f"\n{counts[0]} defects, {counts[1]} warnings", style="bold red" if counts[0] else "bold green")
 
-    def write_json(self, file: Path) -> None:
+    def as_json(self) -> dict[str, Any]:
         """All findings, with their figures."""
         findings = [{"part": part.heading, **asdict(finding)} for part in self.parts for finding in part.findings]
-        values = {"recipe": self.recipe_name, "healthy": self.healthy, "findings": findings}
-        write_atomically(file, json.dumps(values, indent=2, allow_nan=False) + "\n")
+        return {"recipe": self.recipe_name, "healthy": self.healthy, "findings": findings}
 
 
 def examine(recipe: Recipe) -> Diagnosis:

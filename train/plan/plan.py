@@ -6,10 +6,8 @@ throughput from the FLOPs and a rate, given or measured. Every line says how it 
 Shapes: B batch, S sequence, F features.
 """
 
-import json
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from transformers import TrainingArguments
 
 from draftsmith.models.target.loading import target_device
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.drafter.trainer import layers_read
@@ -64,10 +62,6 @@ class Plan:
     throughput: list[Line]
     verdict: Verdict | None
     notes: list[str]
-
-    def write_json(self, file: Path) -> None:
-        """For machines: bytes, FLOPs and seconds, without rounding."""
-        write_atomically(file, json.dumps(asdict(self), indent=2) + "\n")
 
 
 @dataclass(frozen=True)

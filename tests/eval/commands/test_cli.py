@@ -48,3 +48,15 @@ def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, str(script), str(recipe)], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.strip().endswith(f"error: {recipe}: unknown key `evall`: did you mean `eval`?")
+
+
+def test_help_and_a_mistyped_recipe_wait_for_no_library() -> None:
+    """They answer in half a second; torch and transformers alone take several."""
+    code = (
+        "import sys; from typer.testing import CliRunner; from draftsmith.eval.commands.cli import app\n"
+        "for arguments in (['--help'], ['run', 'quikstart'], ['compare', 'quickstart', 'embeded']):\n"
+        "    CliRunner().invoke(app, arguments)\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

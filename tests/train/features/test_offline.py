@@ -15,7 +15,7 @@ from support.tiny_runs import LENGTHS, save_target, tiny_run, token_rows
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands import cli, pipeline
+from draftsmith.eval.commands import cli, stages
 from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -93,9 +93,9 @@ def test_nothing_is_written_before_the_size_is_accepted(tmp_path: Path, monkeypa
         f"error: nothing was written to {folder}: accept its size with `draftsmith features ... --yes`\n"
     )
     assert not folder.exists()
-    monkeypatch.setattr(pipeline, "sys", type("Terminal", (), {"stdin": type("In", (), {"isatty": lambda: True})}))
+    monkeypatch.setattr(stages, "sys", type("Terminal", (), {"stdin": type("In", (), {"isatty": lambda: True})}))
     for answer in (False, True):
-        monkeypatch.setattr(pipeline.Confirm, "ask", lambda *_, answer=answer, **__: answer)
+        monkeypatch.setattr(stages.Confirm, "ask", lambda *_, answer=answer, **__: answer)
         asked = command(recipe)
         assert asked.exit_code == (0 if answer else 2)
         assert folder.exists() == answer
@@ -338,6 +338,6 @@ def test_drafters_that_need_the_target_say_so(tmp_path: Path) -> None:
 
 
 def test_run_asks_for_the_size_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "run_distill", lambda _: None)
+    monkeypatch.setattr(stages, "run_distill", lambda _: None)
     with pytest.raises(UserError, match="accept its size with `draftsmith features"):
-        pipeline.run_all(tiny_run(tmp_path, data=OFFLINE))
+        stages.make_drafter(tiny_run(tmp_path, data=OFFLINE))

@@ -1,0 +1,110 @@
+"""The stages that several commands run, in their order. Each can be run again; what is done is not done twice.
+
+Each imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
+"""
+
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.prompt import Confirm
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from draftsmith.data.engines.engine import Engine
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
+    """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
+    from draftsmith.data.card.card import CARD, write_card_of_run
+    from draftsmith.data.distill.distill import distill
+    from draftsmith.data.distill.token_dataset import build_token_dataset
+    from draftsmith.data.engines.engine import EngineSetting, open_engine
+    from draftsmith.data.tokens.end_ids import end_ids_of
+    from draftsmith.models.target.loading import (
+        load_generation_config,
+        load_target,
+        load_tokenizer,
+        target_location,
+        weights_hash,
+    )
+
+    sources = ", ".join(source.label for source in recipe.data.conversations.sources)
+    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {sources}")
+    tokenizer = load_tokenizer(recipe.target)
+    folder = RunFolder(recipe)
+
+    def opened() -> "AbstractContextManager[Engine]":
+        end_ids = tuple(end_ids_of(load_generation_config(recipe.target), tokenizer))
+        location = target_location(recipe.target)
+        return open_engine(
+            EngineSetting(recipe, tokenizer, location, end_ids, load_target=lambda: load_target(recipe.target)[0])
+        )
+
+    open_or_none = None if recipe.data.distill.engine == "none" else opened
+    weights = weights_hash(recipe.target)
+    report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed)
+    console.print(report.sentence())
+    tokens = build_token_dataset(recipe, tokenizer, folder)
+    console.print(tokens.sentence())
+    if not tokens.reused or not (folder.data / CARD).exists():
+        write_card_of_run(folder.data, recipe, report.sources, tokenizer, weights)
+    folder.record("distill")
+
+
+def run_features(recipe: Recipe, confirmed: bool = False) -> None:
+    """Write the target's hidden states to `features/`, after their size was said and accepted.
+
+    Args:
+        confirmed: Accepted already; otherwise the terminal is asked.
+    """
+    from draftsmith.train.features.write import project_features, write_features
+
+    console.rule(f"[bold]features[/bold]  of {recipe.target.model} for a {recipe.drafter.kind} drafter")
+    projection = project_features(recipe)
+    console.print(projection.sentence())
+    if not projection.missing:
+        return
+    projection.refuse_what_does_not_fit()
+    if not confirmed and not sys.stdin.isatty():
+        raise UserError(
+            f"nothing was written to {projection.folder}: accept its size with `draftsmith features ... --yes`"
+        )
+    try:
+        accepted = confirmed or Confirm.ask("Write them?", console=console)
+    except EOFError:
+        accepted = False
+    if not accepted:
+        raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
+    console.print(write_features(recipe, projection).sentence())
+    RunFolder(recipe).record("features")
+
+
+def run_train(recipe: Recipe) -> None:
+    """Train the drafter on the token dataset: `drafter/`."""
+    from draftsmith.train.drafter.stage import train_drafter
+
+    console.rule(f"[bold]2 train[/bold]  {recipe.drafter.kind} drafter")
+    console.print(train_drafter(recipe).sentence())
+
+
+def make_drafter(recipe: Recipe) -> None:
+    """Every stage before the measurement; features only where they come from disk."""
+    run_distill(recipe)
+    if recipe.data.features.source == "offline":
+        run_features(recipe)
+    run_train(recipe)
+
+
+def run_eval(recipe: Recipe) -> None:
+    """Measure the drafter against the autoregressive loop: `eval/`, `report.{md,html}`."""
+    from draftsmith.eval.commands.evaluate import evaluate
+
+    console.rule(f"[bold]3 measure[/bold]  {recipe.eval.runs} runs, each question beside the autoregressive baseline")
+    evaluate(recipe)
