@@ -29,7 +29,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import load_drafter
+from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import exit_with_one_sentence

@@ -29,12 +29,13 @@ from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import Generation
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Autoregressive, Method
-from draftsmith.eval.decoding.session import longest_sequence_tokens
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import Drafter, SequenceDecoder, load_drafter
-from draftsmith.models.target.loading import load_target
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.decoding.protocols import SequenceDecoder
+from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe

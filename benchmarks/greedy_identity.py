@@ -16,7 +16,8 @@ from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import load_models, make_arms
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import write_atomically

@@ -19,7 +19,7 @@ from draftsmith.eval.bench.arms import load_models, make_arms
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.report.summary import summarize_timing
-from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.recipes.errors import exit_with_one_sentence

@@ -25,17 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.train.batches.collate import collate_right_padded
-from draftsmith.train.drafter.trainer import layers_read, split_features, training_features
-from draftsmith.train.features.cache import (
-    ROWS_COLUMN,
-    FeatureCache,
-    FeatureCollator,
-    FeatureIndex,
-    cut_into_shards,
-    write_shard,
-)
+from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
+from draftsmith.train.features.cache import FeatureCache, FeatureCollator, FeatureIndex, cut_into_shards, write_shard
 from draftsmith.train.features.engine import TransformersFeatures
+from draftsmith.train.features.online import training_features
 from draftsmith.train.features.write import shard_features
 
 BATCH_SIZE = 4
@@ -55,7 +48,7 @@ class TrainingSteps:
         ids = torch.randint(0, config.vocab_size, (NUM_ROWS, length)).tolist()
         mask = [0] * (length // 2) + [1] * (length - length // 2)
         self._rows = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": mask} for row in ids])
-        layers = layers_read(self._drafter)
+        layers = self._drafter.layers_read
         index = FeatureIndex(layers, config.hidden_size, {"data.features.dtype": dtype}, [])
         self.bytes_per_token = index.bytes_per_token
         index.shards.extend(cut_into_shards([length] * NUM_ROWS, index.bytes_per_token))
@@ -73,7 +66,7 @@ class TrainingSteps:
         begin_s = time.perf_counter()
         batch: dict[str, Tensor] = (self._offline if offline else collate_right_padded)(rows)
         if offline:
-            features = split_features(self._drafter, batch["features"].to(self._target.dtype))
+            features = self._drafter.split_features(batch["features"].to(self._target.dtype))
         else:
             features = training_features(self._drafter, self._target, batch["input_ids"])
         loss = self._drafter(batch["input_ids"], features[0], batch["loss_mask"], teacher_features=features[1]).loss

@@ -21,7 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.models.target.loading import EMBEDDED_TARGET, target_features
+from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import EMBEDDED_TARGET
 
 BACKENDS = ("folded", "dense")
 

@@ -28,12 +28,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from draftsmith.models.base.drafter import DrafterOutput
+from transformers.utils import ModelOutput
 
 CHUNK_ELEMENTS = 1 << 22
 # The LK paper's setting.
 LK_ETA = 3.0
+
+
+@dataclass
+class DrafterOutput(ModelOutput):
+    """The loss that is trained on, and sums per depth that add up over batches and processes."""
+
+    loss: Tensor | None = None
+    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over labels
+    depth_correct: Tensor | None = None  # [G] labels that are the argmax
+    depth_count: Tensor | None = None  # [G] labels
+
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----
 

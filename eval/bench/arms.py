@@ -14,8 +14,11 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import Compilable, Drafter, load_drafter
-from draftsmith.models.target.loading import FINAL_FEATURES, load_target
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.decoding.protocols import Compilable
+from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder

@@ -33,7 +33,7 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, root_only
-from draftsmith.models.base.drafter import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
 
 Path = tuple[int, ...]  # drafted tokens from the root down
 

@@ -27,9 +27,10 @@ from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import is_sequential
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.commands.stages import console, make_drafter, run_eval
-from draftsmith.models.base.drafter import Drafter, load_drafter_class
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder

@@ -40,10 +40,11 @@ from draftsmith.eval.commands.evaluate import (
 )
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import root_only
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe

@@ -33,12 +33,13 @@ from draftsmith.eval.bench.arms import load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.evaluate import TUNED_TREE, resolve_tuned
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.base.drafter import SequenceDecoder
+from draftsmith.models.decoding.protocols import SequenceDecoder
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe

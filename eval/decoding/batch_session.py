@@ -17,10 +17,10 @@ from torch import Tensor
 
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.decoding.attention import STATIC_ROPE_TYPES
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
-from draftsmith.models.groups.layers import STATIC_ROPE_TYPES
 from draftsmith.models.target.batch_tree_cache import BatchTreeCache
-from draftsmith.models.target.loading import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.recipes.errors import UserError
 
 
@@ -31,7 +31,7 @@ class BatchSession:
         target: The model, in eval mode.
         max_length_tokens: Prompt and answer of each row together must fit.
         batch_size: Rows at most; memory for all of them is allocated once.
-        feature_layers: What the drafter reads; see `draftsmith.models.target.loading.FeatureTap`.
+        feature_layers: What the drafter reads; see `draftsmith.models.target.features.FeatureTap`.
 
     Raises:
         UserError: As `TargetSession`; or the target's rotation of a row depends on the other rows' lengths.

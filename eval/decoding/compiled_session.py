@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.target.loading import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.static_tree_cache import StaticTreeCache
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
-from draftsmith.models.target.loading import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.tree_cache import TreeCache
 from draftsmith.recipes.errors import UserError
 
@@ -47,7 +48,7 @@ class TargetSession:
     Args:
         target: The model, in eval mode.
         max_length_tokens: Prompt and answer together must fit; memory for them is allocated once.
-        feature_layers: What the drafter reads; see `draftsmith.models.target.loading.FeatureTap`.
+        feature_layers: What the drafter reads; see `draftsmith.models.target.features.FeatureTap`.
 
     Raises:
         UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
@@ -218,18 +219,3 @@ class TargetSession:
         """The last logits [V] of a plain forward without a cache."""
         output = self._target(input_ids=torch.tensor([token_ids], device=self.device), use_cache=False)
         return output.logits[0, -1]
-
-
-def longest_sequence_tokens(target: Any) -> int | None:
-    """How many tokens the target can hold: its positions, or the window of its sliding layers if that is smaller.
-
-    Within the window sliding attention is full attention; beyond it a 4-D mask would make it look too far back.
-    """
-    config = target.config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None)]
-    layer_types = getattr(config, "layer_types", None) or []
-    slides = any("sliding" in kind or "chunked" in kind for kind in layer_types)
-    if slides or (not layer_types and getattr(config, "use_sliding_window", True)):
-        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
-    known = [limit for limit in limits if isinstance(limit, int)]
-    return min(known) if known else None

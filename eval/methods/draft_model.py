@@ -17,12 +17,11 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from draftsmith.eval.decoding.session import longest_sequence_tokens
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
-from draftsmith.models.target.loading import read_pretrained
+from draftsmith.models.target.loading import longest_sequence_tokens, read_pretrained
 from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.models.target.tree_cache import TreeCache
 from draftsmith.recipes.errors import UserError
@@ -30,7 +29,7 @@ from draftsmith.recipes.schema import Section
 
 
 class DraftModelDecoder:
-    """A language model at work on a sequence, see `draftsmith.models.base.drafter.StepwiseDecoder`.
+    """A language model at work on a sequence, see `draftsmith.models.decoding.protocols.StepwiseDecoder`.
 
     Args:
         model: In eval mode.

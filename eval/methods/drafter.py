@@ -12,7 +12,7 @@ from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.builders import MarginalBuilder, TreeBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.base.drafter import SequenceDecoder
+from draftsmith.models.decoding.protocols import SequenceDecoder
 
 
 class DrafterMethod:

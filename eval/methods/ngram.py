@@ -80,7 +80,7 @@ class NgramModel:
 
 
 class NgramDecoder:
-    """The model at work on a sequence, see `draftsmith.models.base.drafter.StepwiseDecoder`."""
+    """The model at work on a sequence, see `draftsmith.models.decoding.protocols.StepwiseDecoder`."""
 
     def __init__(self, model: NgramModel, num_depths: int, device: torch.device) -> None:
         self.num_depths = num_depths

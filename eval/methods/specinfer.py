@@ -27,8 +27,10 @@ from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.candidates import draw_independently
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, StepwiseDecoder, load_drafter
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section

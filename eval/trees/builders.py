@@ -26,7 +26,7 @@ from draftsmith.eval.trees.candidates import StaticPaths, draw_without_replaceme
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.base.drafter import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftsmith.eval.trees.candidates import StaticPaths, draw_without_replacement, most_likely, without_blanks
 from draftsmith.eval.trees.sampling import Sampling, draw
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.base.drafter import StepwiseDecoder
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 
 
 class ChainGrower:

@@ -13,8 +13,9 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from draftsmith.models.base.drafter import IGNORED_LABEL, Drafter, DrafterOutput
-from draftsmith.models.losses import depth_loss
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.groups.alignment import IGNORED_LABEL
+from draftsmith.models.losses import DrafterOutput, depth_loss
 from draftsmith.recipes.errors import UserError
 
 ROWS_AT_ONCE = 1000

@@ -1,39 +1,28 @@
 """What every drafter q is: a `PreTrainedModel` that borrows the target's embedding and LM head.
 
-A drafter is one file in this folder, named by its recipe key (`drafter.kind`), with a module attribute `DRAFTER`.
+A kind of drafter is a file of `models/drafters/` with an attribute `DRAFTER`; `drafter.kind` in a recipe is its name.
+What a depth predicts, and from what, is the same for all of them: `models/groups/alignment.py`.
 
-Alignment, the same for every drafter: group t is "x_t is the newest committed token". It predicts x_{t+1} (depth 1) to
-x_{t+G} (depth G). Available then: the embedding of x_t and the target's feature h_{t-1}, the one that *predicted* x_t;
-h_t does not exist yet, because the target has not processed x_t.
-
-A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa);
-one that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE).
-
-Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary, P prompt,
-n newly committed tokens, W tree nodes of one call.
+Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary.
 """
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
-from draftsmith.models.compiling import BACKEND
-from draftsmith.models.target.loading import FINAL_FEATURES
+from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
 MODEL_TYPE_PREFIX = "draftsmith-"
-IGNORED_LABEL = -100
 # What a drafter's target must have in common with the one that it was made for.
 MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
 
@@ -54,56 +43,6 @@ class DrafterConfig(PreTrainedConfig):
         super().__init__(**kwargs)
         self.target_config = target_config or {}
         self.target_name_or_path = target_name_or_path
-
-
-@dataclass
-class DrafterOutput(ModelOutput):
-    """The loss that is trained on, and sums per depth that add up over batches and processes."""
-
-    loss: Tensor | None = None
-    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over labels
-    depth_correct: Tensor | None = None  # [G] labels that are the argmax
-    depth_count: Tensor | None = None  # [G] labels
-
-
-class SequenceDecoder(Protocol):
-    """A drafter at work on one sequence. `start` and `observe` only queue."""
-
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i."""
-
-    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Tokens that are final. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
-
-
-class DrafterDecoder(SequenceDecoder, Protocol):
-    """All depths from one forward: what a depth drafts does not depend on the tokens drafted before it."""
-
-    def draft(self) -> Tensor:
-        """fp32 logits [G, V] of depths 1..G after the newest committed token; one forward."""
-
-
-class StepwiseDecoder(SequenceDecoder, Protocol):
-    """A tree level by level: what a node's children are depends on the tokens of the path to it."""
-
-    num_depths: int  # the longest path worth drafting
-
-    def begin(self) -> Tensor:
-        """Read what is queued. fp32 logits [1, V] of the children of node 0, the newest committed token."""
-
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """Add W nodes below `parents`; fp32 logits [W, V] of their children.
-
-        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`.
-        """
-
-
-@runtime_checkable
-class Compilable(Protocol):
-    """A decoder whose rounds `torch.compile` can run."""
-
-    def compile(self, backend: str = BACKEND) -> None:
-        """Before the first sequence."""
 
 
 @dataclass
@@ -130,6 +69,20 @@ class Drafter(PreTrainedModel):
     def feature_layers(self) -> tuple[int, ...]:
         """What it reads of the target, concatenated in this order: ids of `FeatureTap`."""
         return (FINAL_FEATURES,)
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """The layers that a training step reads: `feature_layers`, then the final one if only the loss needs it."""
+        layers = self.feature_layers
+        return (*layers, FINAL_FEATURES) if self.needs_teacher and FINAL_FEATURES not in layers else layers
+
+    def split_features(self, read: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[B, S, F] for the drafter and [B, S, D] for its teacher, if it has one, from those of `layers_read`."""
+        if not self.needs_teacher:
+            return read, None
+        parts = read.chunk(len(self.layers_read), dim=-1)
+        final = parts[self.layers_read.index(FINAL_FEATURES)]
+        return torch.cat(parts[: len(self.feature_layers)], dim=-1), final
 
     @property
     def needs_teacher(self) -> bool:
@@ -236,70 +189,3 @@ class Drafter(PreTrainedModel):
     def freeze(self) -> "Drafter":
         """Trained: from now on it only drafts, in eval mode and without gradients."""
         return self.eval().requires_grad_(False)
-
-
-def load_drafter_class(kind: str) -> type[Drafter]:
-    """The class that `drafter.kind` names: the attribute `DRAFTER` of `models/drafters/<kind>.py`.
-
-    Raises:
-        UserError: There is no such drafter; lists those that there are.
-    """
-    kinds = drafter_kinds()
-    if kind not in kinds:
-        raise UserError(f"drafter.kind `{kind}` does not exist: use one of {', '.join(kinds)}")
-    return importlib.import_module(f"draftsmith.models.drafters.{kind}").DRAFTER
-
-
-def drafter_kinds() -> list[str]:
-    """Files of `models/drafters/` that define a `DRAFTER`."""
-    files = sorted((Path(__file__).parents[1] / "drafters").glob("*.py"))
-    return [file.stem for file in files if "\nDRAFTER = " in file.read_text(encoding="utf-8")]
-
-
-def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
-    """A trained drafter from a folder or the Hub, in the target's dtype, on its device, attached, in eval mode."""
-    folder = str(folder)
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(folder)
-    except (OSError, ValueError):
-        values = {}
-    model_type = str(values.get("model_type", ""))
-    if not model_type.startswith(MODEL_TYPE_PREFIX):
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
-    drafter_class = load_drafter_class(model_type.removeprefix(MODEL_TYPE_PREFIX))
-    drafter = drafter_class.from_pretrained(folder, dtype=target.dtype).to(target.device)
-    drafter.attach(target)
-    return drafter.freeze()
-
-
-def document_starts(position_ids_bs: Tensor) -> Tensor:
-    """[B, S] bool: the first token of each document of packed rows, where position ids do not go on counting.
-
-    The same rule by which transformers keeps packed documents apart in the target's attention.
-    """
-    first_b1 = torch.ones_like(position_ids_bs[:, :1], dtype=torch.bool)
-    return torch.cat([first_b1, position_ids_bs.diff(dim=1) != 1], dim=1)
-
-
-def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """[B, S, F]: h_{t-1} at t, the feature that predicted x_t; zeros for a document's first token."""
-    previous_bsf = torch.cat([torch.zeros_like(features_bsf[:, :1]), features_bsf[:, :-1]], dim=1)
-    if position_ids is None:
-        return previous_bsf
-    starts_bs = document_starts(position_ids.expand(features_bsf.shape[:2]))
-    return previous_bsf.masked_fill(starts_bs.unsqueeze(-1), 0.0)
-
-
-def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:
-    """[B, G, S]: label of depth j+1 at t is x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
-
-    A run of ones in the mask is one assistant turn, so no label crosses the end of a turn.
-    """
-    batch, length = input_ids_bs.shape
-    labels = input_ids_bs.new_full((batch, num_depths, length), IGNORED_LABEL)
-    valid = torch.ones_like(input_ids_bs, dtype=torch.bool)
-    for j in range(min(num_depths, length - 1)):
-        shift = j + 1
-        valid = valid[:, : length - shift] & loss_mask_bs[:, shift:].bool()
-        labels[:, j, : length - shift] = torch.where(valid, input_ids_bs[:, shift:], IGNORED_LABEL)
-    return labels

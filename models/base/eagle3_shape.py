@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
-from draftsmith.models.base.drafter import DrafterOutput
 from draftsmith.models.base.options import layer_numbers, whole_number
 from draftsmith.models.drafters.parallel import ParallelDrafter, ParallelDrafterConfig
 from draftsmith.models.groups.layers import build_target_layers, layers_config
+from draftsmith.models.losses import DrafterOutput
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")

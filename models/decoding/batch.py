@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.models.decoding.batch_attention import BatchAttention
+from draftsmith.models.decoding.attention import STATIC_ROPE_TYPES, BatchAttention
 from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS
-from draftsmith.models.groups.layers import STATIC_ROPE_TYPES
 
 
 class BatchDecoder(ABC):
@@ -55,7 +54,7 @@ class BatchDecoder(ABC):
 
 
 class BatchRow:
-    """One row, as `draftsmith.models.base.drafter.DrafterDecoder`."""
+    """One row, as `protocols.DrafterDecoder`."""
 
     def __init__(self, batch: BatchDecoder, row: int) -> None:
         self._batch, self._row = batch, row

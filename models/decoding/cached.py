@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND
+from draftsmith.models.decoding.attention import STATIC_ROPE_TYPES, CachedAttention
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, StaticLayers
-from draftsmith.models.groups.layers import STATIC_ROPE_TYPES, CachedAttention
 
 # Pending tokens up to this many use masks that were made beforehand.
 SMALL_STEP_TOKENS = 16
@@ -109,7 +109,7 @@ class CachedDecoder:
 
 
 class ParallelDecoder(CachedDecoder):
-    """For group-wise drafters; see `draftsmith.models.base.drafter.DrafterDecoder`."""
+    """For group-wise drafters; see `protocols.DrafterDecoder`."""
 
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
@@ -128,7 +128,7 @@ class ParallelDecoder(CachedDecoder):
 
 
 class TreeDecoder(CachedDecoder):
-    """For drafters that read their own output (EAGLE); see `draftsmith.models.base.drafter.StepwiseDecoder`.
+    """For drafters that read their own output (EAGLE); see `protocols.StepwiseDecoder`.
 
     A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
     reads what its parent gave (`feedback_of`, then `drafted_inputs`) in place of the target's feature.

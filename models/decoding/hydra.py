@@ -12,7 +12,7 @@ from draftsmith.models.decoding.cached import CachedDecoder
 
 
 class HydraDecoder:
-    """Hydra at work on a sequence, see `draftsmith.models.base.drafter.StepwiseDecoder`.
+    """Hydra at work on a sequence, see `protocols.StepwiseDecoder`.
 
     A node's row is the state and the embeddings along its path, just as the head reads it: no attention in the tree.
     """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.models.compiling import compiled
-from draftsmith.models.groups.layers import CachedAttention
+from draftsmith.models.decoding.attention import CachedAttention
 
 LONGEST_STATIC_ROWS = 32
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, DrafterOutput
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import number, one_of, whole_number
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.groups.attention import BACKENDS
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import LOSSES, depth_loss, smooth_l1
-from draftsmith.models.target.loading import FINAL_FEATURES
+from draftsmith.models.losses import LOSSES, DrafterOutput, depth_loss, smooth_l1
+from draftsmith.models.target.features import FINAL_FEATURES
 
 
 class EagleLayerConfig(DrafterConfig):

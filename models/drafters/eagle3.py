@@ -1,9 +1,9 @@
 """EAGLE-3: fused features, and training on what it will read when it drafts (arXiv 2503.01840, sections 3.1 and 3.2).
 
-The layer (`eagle3_layer.py`) reads x_t and g_{t-1} and predicts x_{t+1}. Its output stands in for g_t when the next
+The layer (`eagle3_shape.py`) reads x_t and g_{t-1} and predicts x_{t+1}. Its output stands in for g_t when the next
 token is drafted. No loss ties that output to a feature: instead training drafts too ("training-time test"). Step j of
 group t reads e(x_{t+j}) and the output of step j-1, stands at position t+j, and sees the real tokens up to x_t and
-steps 1..j of its own group. That is group attention (`group_attention.py`) whose stream j is computed after stream j-1,
+steps 1..j of its own group. That is group attention (`attention.py`) whose stream j is computed after stream j-1,
 so groups, rows, labels and loss are those of the parallel drafter.
 
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, StepwiseDecoder, previous_features
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeConfig
 from draftsmith.models.base.options import whole_number
 from draftsmith.models.decoding.cached import TreeDecoder
+from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.groups.alignment import previous_features
 from draftsmith.models.groups.attention import group_attention
 from draftsmith.models.groups.rows import GroupRows
 

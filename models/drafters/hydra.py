@@ -21,21 +21,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import (
-    IGNORED_LABEL,
-    MODEL_TYPE_PREFIX,
-    Drafter,
-    DrafterConfig,
-    DrafterOutput,
-    depth_labels,
-    previous_features,
-)
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.options import normalized_weights, one_of, whole_number
 from draftsmith.models.decoding.hydra import HydraDecoder
+from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
 from draftsmith.models.groups.attention import BACKENDS
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import LOSSES, head_loss
+from draftsmith.models.losses import LOSSES, DrafterOutput, head_loss
 from draftsmith.recipes.errors import UserError
 
 
@@ -141,7 +134,7 @@ class PrefixAttention(nn.Module):
         return rotary(hidden, position_ids)
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """[1, N, D] features to [1, N, D] states; `attention` as in `target_layers`."""
+        """[1, N, D] features to [1, N, D] states; `attention` as in `groups/layers.py`."""
         return self.norm(self.layer(hidden, position_embeddings=rotary, **attention))
 
 

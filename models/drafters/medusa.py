@@ -20,20 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import (
-    IGNORED_LABEL,
-    MODEL_TYPE_PREFIX,
-    Drafter,
-    DrafterConfig,
-    DrafterOutput,
-    SequenceDecoder,
-    depth_labels,
-    previous_features,
-)
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.options import normalized_weights, one_of, whole_number
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.batch import BatchDecoder
-from draftsmith.models.losses import LOSSES, head_loss
+from draftsmith.models.decoding.protocols import SequenceDecoder
+from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
+from draftsmith.models.losses import LOSSES, DrafterOutput, head_loss
 from draftsmith.recipes.errors import UserError
 
 LM_HEADS = ("separate", "shared")
@@ -203,7 +196,7 @@ class MedusaDrafter(Drafter):
 
 
 class MedusaDecoder:
-    """Keeps h_{t-1} and nothing else; see `draftsmith.models.base.drafter.DrafterDecoder`."""
+    """Keeps h_{t-1} and nothing else; see `draftsmith.models.decoding.protocols.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
         self._drafter, self._logits_of = drafter, drafter.logits_of

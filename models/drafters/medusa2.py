@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import IGNORED_LABEL, MODEL_TYPE_PREFIX, DrafterConfig, DrafterOutput, depth_labels
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import number, one_of, whole_number
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
-from draftsmith.models.losses import head_loss
+from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
+from draftsmith.models.losses import DrafterOutput, head_loss
 from draftsmith.models.target.adapter import (
     ALL_LINEAR,
     LoraPair,

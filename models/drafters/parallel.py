@@ -1,8 +1,8 @@
 """ParallelSpec's parallel drafter, Medusa flavour (arXiv 2410.05589, section 4).
 
 One decoder layer of the target's own kind reads the newest token and K trainable [MASK] vectors and predicts, in one
-forward, the next K+1 tokens. Trained with group attention (`group_attention.py`) over the rows that carry a label
-(`group_rows.py`), decoded with plain causal attention over its own KV cache (`cached_decoder.py`).
+forward, the next K+1 tokens. Trained with group attention (`groups/attention.py`) over the rows that carry a label
+(`groups/rows.py`), decoded with plain causal attention over its own KV cache (`decoding/cached.py`).
 
 Where we decide what the paper leaves open:
 * `inputs`: the paper does not say whether this flavour reads the target's hidden states. `embedding` = e(x_t);
@@ -20,26 +20,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import (
-    IGNORED_LABEL,
-    MODEL_TYPE_PREFIX,
-    Drafter,
-    DrafterConfig,
-    DrafterDecoder,
-    DrafterOutput,
-    SequenceDecoder,
-    StepwiseDecoder,
-    depth_labels,
-    previous_features,
-)
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.options import layer_numbers, normalized_weights, number, one_of, whole_number
 from draftsmith.models.decoding.batch import BatchParallelDecoder
 from draftsmith.models.decoding.cached import ParallelDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
 from draftsmith.models.groups.attention import BACKENDS
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, depth_loss
-from draftsmith.models.target.loading import FINAL_FEATURES
+from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, DrafterOutput, depth_loss
+from draftsmith.models.target.features import FINAL_FEATURES
 
 INPUTS = ("embedding", "hidden", "both")
 INITS = ("target", "random")
@@ -267,7 +258,7 @@ class ParallelDrafter(Drafter):
         return self.masks
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """[1, N, E] to [1, N, D]; `attention` says how the layers attend, see `target_layers`."""
+        """[1, N, E] to [1, N, D]; `attention` says how the layers attend, see `groups/layers.py`."""
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=rotary, **attention)
         return hidden

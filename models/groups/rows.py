@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.models.base.drafter import IGNORED_LABEL, document_starts
+from draftsmith.models.groups.alignment import IGNORED_LABEL, document_starts
 
 
 @dataclass(frozen=True)

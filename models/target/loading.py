@@ -1,15 +1,10 @@
-"""The target model p: loaded once, frozen, and asked for the features that drafters read.
+"""The target model p: loaded once, and frozen."""
 
-Shapes: B batch, S sequence, D hidden, F = D times the number of layers asked for.
-"""
-
-import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,8 +19,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
-# The id of the hidden states after the final norm, among the ids of layers.
-FINAL_FEATURES = -1
 # Of a weights file: a retrained model differs everywhere.
 HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
@@ -162,111 +155,19 @@ def target_device(recipe: TargetRecipe) -> torch.device:
     return device
 
 
-def target_features(
-    target: PreTrainedModel,
-    input_ids_bs: Tensor,
-    attention_mask_bs: Tensor | None = None,
-    position_ids_bs: Tensor | None = None,
-    layers: tuple[int, ...] = (FINAL_FEATURES,),
-    with_gradient: bool = False,
-) -> Tensor:
-    """[B, S, F]: what the drafter reads of the target. One forward, no logits, no KV cache, no layer too many."""
-    with torch.set_grad_enabled(with_gradient), FeatureTap(target, layers, stop_early=True) as tap:
-        with contextlib.suppress(_AllTapped):
-            target.base_model(
-                input_ids=input_ids_bs, attention_mask=attention_mask_bs, position_ids=position_ids_bs, use_cache=False
-            )
-        return tap.take()
+def longest_sequence_tokens(target: Any) -> int | None:
+    """How many tokens the target can hold: its positions, or the window of its sliding layers if that is smaller.
 
-
-class _AllTapped(Exception):
-    """Thrown out of the target's forward when every layer that is wanted has run."""
-
-
-class FeatureTap:
-    """Catches hidden states of a target while it runs.
-
-    Args:
-        target: A causal language model.
-        layers: Which, in the order they are concatenated: k >= 0 is the residual stream after k layers (0 the
-            embeddings; vLLM's `eagle_aux_hidden_state_layer_ids`), `FINAL_FEATURES` what the LM head reads.
-        stop_early: End the forward as soon as the last of them is there, by `_AllTapped`.
-
-    Raises:
-        UserError: A layer id is too large, or the target's layers cannot be found.
+    Within the window sliding attention is full attention; beyond it a 4-D mask would make it look too far back.
     """
-
-    def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], stop_early: bool = False) -> None:
-        self._layers = layers
-        self._caught: dict[int, Tensor] = {}
-        self._stop_after = None if not stop_early or FINAL_FEATURES in layers else max(layers)
-        self._hooks = []
-        residual = sorted({layer for layer in layers if layer != FINAL_FEATURES})
-        blocks = decoder_layers(target) if residual else nn.ModuleList()
-        if residual and (residual[0] < 0 or residual[-1] > len(blocks)):
-            raise UserError(f"feature layers {list(layers)} do not exist: the target has layers 0 to {len(blocks)}")
-        if FINAL_FEATURES in layers:
-            self._hooks.append(target.base_model.register_forward_hook(self._catch_output(FINAL_FEATURES)))
-        for layer in residual:
-            if layer == 0:
-                self._hooks.append(blocks[0].register_forward_pre_hook(self._catch_input, with_kwargs=True))
-            else:
-                self._hooks.append(blocks[layer - 1].register_forward_hook(self._catch_output(layer)))
-
-    def __enter__(self) -> "FeatureTap":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Take the hooks off the target again."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def take(self) -> Tensor:
-        """[B, S, F] of the last forward, F = len(layers) * D."""
-        parts = [self._caught[layer] for layer in self._layers]
-        self._caught.clear()
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def _catch_output(self, layer: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._caught[layer] = output if isinstance(output, Tensor) else output[0]
-            if layer == self._stop_after:
-                raise _AllTapped
-
-        return hook
-
-    def _catch_input(self, _module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._caught[0] = inputs[0] if inputs else kwargs["hidden_states"]
-        if self._stop_after == 0:
-            raise _AllTapped
-
-
-def drop_decoder_layers(target: PreTrainedModel) -> None:
-    """Leave the embedding, the final norm and the LM head: all that training on features from disk asks for.
-
-    A target whose layers are kept under a name that is not known here stays whole.
-    """
-    with contextlib.suppress(UserError):
-        del decoder_layers(target)[:]
-
-
-def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """The target's decoder layers, first to last.
-
-    Raises:
-        UserError: They are kept under a name that is not known here.
-    """
-    for name in ("layers", "h", "blocks"):
-        blocks = getattr(target.base_model, name, None)
-        if isinstance(blocks, nn.ModuleList) and len(blocks) == target.config.get_text_config().num_hidden_layers:
-            return blocks
-    raise UserError(
-        f"the decoder layers of {type(target).__name__} cannot be found, which features of inner layers need: use a "
-        "drafter that reads the final features only (parallel, medusa, hydra, eagle)"
-    )
+    config = target.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    layer_types = getattr(config, "layer_types", None) or []
+    slides = any("sliding" in kind or "chunked" in kind for kind in layer_types)
+    if slides or (not layer_types and getattr(config, "use_sliding_window", True)):
+        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
+    known = [limit for limit in limits if isinstance(limit, int)]
+    return min(known) if known else None
 
 
 def _looks_like_a_path(model: str) -> bool:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.drafter.training_arguments import training_arguments

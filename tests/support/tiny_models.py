@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.base.drafter import Drafter, load_drafter_class
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.models.target.loading import target_features
-from draftsmith.train.drafter.trainer import training_features
+from draftsmith.models.target.features import target_features
+from draftsmith.train.features.online import training_features
 
 VOCABULARY, LENGTH = 61, 14
 MASKS = 3

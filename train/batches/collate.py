@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+# The column of a dataset that says which rows of the cache, one behind the other, its row is made of.
+ROWS_COLUMN = "feature_rows"
+
 
 def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """`input_ids`, `loss_mask` and `attention_mask`, each [B, S] with S the longest row; of packed rows `position_ids`.

@@ -16,9 +16,9 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import row_lengths
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.features.cache import ROWS_COLUMN
+from draftsmith.train.batches.collate import ROWS_COLUMN
 
 PROBE_LENGTHS = (5, 9, 3)
 # Of the features' size. Half precision rounds, by some multiple of its own unit.

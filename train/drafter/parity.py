@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.checks.finding import Finding
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation
-from draftsmith.models.base.drafter import Drafter, DrafterDecoder, StepwiseDecoder, load_drafter_class
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.target.features import target_features
 
 TOLERANCE = 1e-4  # of the logits' standard deviation, in fp32
 SHORTEST_ROW_TOKENS = 8

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
-from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically

@@ -1,6 +1,6 @@
 """`transformers.Trainer` with a frozen target in the same step, and the loss and accuracy of every depth in the log.
 
-Or, offline, with the target's features from disk (`feature_cache.py`).
+Or, offline, with the target's features from disk (`features/cache.py`).
 
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
@@ -23,11 +23,12 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from draftsmith.models.base.drafter import Drafter, DrafterOutput
-from draftsmith.models.target.loading import FINAL_FEATURES, target_features
-from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.losses import DrafterOutput
+from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 from draftsmith.train.batches.packing import PackedRows
-from draftsmith.train.features.cache import ROWS_COLUMN, FeatureCache, FeatureCollator
+from draftsmith.train.features.cache import FeatureCache, FeatureCollator
+from draftsmith.train.features.online import training_features
 
 
 class LogLastStep(TrainerCallback):
@@ -83,7 +84,7 @@ class DrafterTrainer(Trainer):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
             positions = inputs.get("position_ids")
             if "features" in inputs:
-                features, teacher_features = split_features(self._drafter, inputs["features"].to(self._target.dtype))
+                features, teacher_features = self._drafter.split_features(inputs["features"].to(self._target.dtype))
             else:
                 features, teacher_features = training_features(self._drafter, self._target, ids, positions)
         output: DrafterOutput = model(
@@ -132,35 +133,6 @@ class DrafterTrainer(Trainer):
         depth_logs["tokens_per_s"] = round(all_tokens / (now_s - self._last_log_s), 1)
         self._last_log_s = now_s
         return depth_logs
-
-
-def training_features(
-    drafter: Drafter, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """[B, S, F] for the drafter and, if its loss has a teacher, [B, S, D] final ones: from one forward if possible."""
-    if drafter.trains_target:
-        teacher_features = None
-        if drafter.needs_teacher:
-            with drafter.original_target():
-                teacher_features = target_features(target, ids_bs, None, positions_bs)
-        layers = drafter.feature_layers
-        return target_features(target, ids_bs, None, positions_bs, layers, with_gradient=True), teacher_features
-    return split_features(drafter, target_features(target, ids_bs, None, positions_bs, layers_read(drafter)))
-
-
-def layers_read(drafter: Drafter) -> tuple[int, ...]:
-    """The target's layers that a training step reads: the drafter's, then the final one if only the loss needs it."""
-    layers = drafter.feature_layers
-    return (*layers, FINAL_FEATURES) if drafter.needs_teacher and FINAL_FEATURES not in layers else layers
-
-
-def split_features(drafter: Drafter, read: Tensor) -> tuple[Tensor, Tensor | None]:
-    """[B, S, F] for the drafter and [B, S, D] for its teacher, if it has one, from those of `layers_read`."""
-    if not drafter.needs_teacher:
-        return read, None
-    layers, wanted = drafter.feature_layers, layers_read(drafter)
-    parts = read.chunk(len(wanted), dim=-1)
-    return torch.cat(parts[: len(layers)], dim=-1), parts[wanted.index(FINAL_FEATURES)]
 
 
 def apply_learning_rate_factors(optimizer: torch.optim.Optimizer, drafter: Drafter) -> None:

@@ -25,13 +25,11 @@ from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
-from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
 SHARD_BYTES = 256 << 20
-# The column of a dataset that says which rows of the cache, one behind the other, its row is made of.
-ROWS_COLUMN = "feature_rows"
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class FeatureIndex:
     """What `index.json` says.
 
     Args:
-        layers: Ids of `draftsmith.models.target.loading.FeatureTap`.
+        layers: Ids of `draftsmith.models.target.features.FeatureTap`.
         hidden_size: D.
         settings: What the numbers depend on, by recipe key.
         shards: All of them, in the order of the dataset.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
 
@@ -27,7 +27,7 @@ class TransformersFeatures:
 
     Args:
         target: Any.
-        layers: Ids of `draftsmith.models.target.loading.FeatureTap`.
+        layers: Ids of `draftsmith.models.target.features.FeatureTap`.
         batch_size: B; rows of like length share a forward.
     """
 

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import Drafter, load_drafter_class
-from draftsmith.models.target.loading import drop_decoder_layers, weights_hash
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.features import drop_decoder_layers
+from draftsmith.models.target.loading import weights_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.trainer import layers_read
 from draftsmith.train.features.cache import FeatureCache, FeatureIndex
 
 
@@ -54,7 +55,7 @@ def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> Feature
             f"{folder} holds no features, which data.features.source=offline trains on: run `draftsmith features` with "
             f"recipe `{recipe.name}` first, or set data.features.source=online"
         )
-    layers = layers_read(drafter)
+    layers = drafter.layers_read
     index.refuse_others(folder, feature_settings(recipe, tokens_hash), layers)
     return FeatureCache(folder, index, layers)
 

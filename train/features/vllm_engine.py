@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.target.loading import FINAL_FEATURES, target_location
+from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.target.loading import target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
@@ -53,7 +54,7 @@ class VllmFeatures:
     Args:
         recipe: What vLLM loads, onto its own device.
         target: The same model, on the CPU: for its dtype and its final norm.
-        layers: Ids of `draftsmith.models.target.loading.FeatureTap`.
+        layers: Ids of `draftsmith.models.target.features.FeatureTap`.
         longest_tokens: Of all rows.
         folder: Where vLLM may put its files, each for a moment.
 

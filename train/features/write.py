@@ -17,14 +17,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
-from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text, free_bytes_at
-from draftsmith.train.drafter.trainer import layers_read
 from draftsmith.train.features.cache import SHARD_BYTES, FeatureIndex, Shard, cut_into_shards, write_shard
 from draftsmith.train.features.engine import FeatureEngine, TransformersFeatures
 from draftsmith.train.features.offline import feature_settings, refuse_obstacle
@@ -111,7 +110,7 @@ def project_features(recipe: Recipe) -> Projection:
     with FakeRun().building():
         target = target_without_weights(recipe.target)
         drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-        layers, hidden_size = layers_read(drafter), target.config.get_text_config().hidden_size
+        layers, hidden_size = drafter.layers_read, target.config.get_text_config().hidden_size
     index = FeatureIndex.read(run.features)
     if index is None:
         index = FeatureIndex(layers, hidden_size, settings, [])

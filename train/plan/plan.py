@@ -18,7 +18,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text, free_bytes_at
-from draftsmith.train.drafter.trainer import layers_read
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import Batch, TrainingData, training_data
 from draftsmith.train.plan.step_cost import FakeTraining, StepCost
@@ -183,7 +182,7 @@ def _cache(recipe: Recipe, training: FakeTraining, data: TrainingData) -> Line:
     obstacle = training.drafter.offline_obstacle
     if obstacle is not None:
         return Line("offline feature cache", 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
-    layers, size = layers_read(training.drafter), training.target.config.get_text_config().hidden_size
+    layers, size = training.drafter.layers_read, training.target.config.get_text_config().hidden_size
     number_bytes = getattr(torch, chosen.dtype).itemsize
     bytes_per_token = len(layers) * size * number_bytes
     how = (

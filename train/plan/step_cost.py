@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun, Phase
-from draftsmith.models.target.loading import drop_decoder_layers, target_without_weights
+from draftsmith.models.target.features import drop_decoder_layers
+from draftsmith.models.target.loading import target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.trainer import layers_read, split_features, training_features
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing
 from draftsmith.train.features.offline import refuse_obstacle
+from draftsmith.train.features.online import training_features
 
 # A drafter that warms up is planned as it is afterwards.
 LATE_STEP = 1 << 40
@@ -98,7 +99,7 @@ class FakeTraining:
             if from_disk is None:
                 features = training_features(self.drafter, self.target, ids, positions)
             else:
-                features = split_features(self.drafter, from_disk[0].to(self.target.dtype))
+                features = self.drafter.split_features(from_disk[0].to(self.target.dtype))
             run.count_as("features", features)
         with run.phase("drafter forward"), self._autocast():
             loss = self.drafter(ids, features[0], loss_mask, position_ids=positions, teacher_features=features[1]).loss
@@ -116,7 +117,7 @@ class FakeTraining:
         """[A, B, S, F] if features come from there: the Trainer fetches all A batches of a step before it begins."""
         if self._features.source == "online":
             return None
-        width = len(layers_read(self.drafter)) * self.target.config.get_text_config().hidden_size
+        width = len(self.drafter.layers_read) * self.target.config.get_text_config().hidden_size
         shape = (self._args.gradient_accumulation_steps, *ids_bs.shape, width)
         batches = torch.zeros(shape, dtype=getattr(torch, self._features.dtype))
         self._run.count_as("features", batches)

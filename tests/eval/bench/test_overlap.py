@@ -17,7 +17,7 @@ from draftsmith.eval.report.theory_table import theory_row
 from draftsmith.eval.trees.builders import ChainBuilder, tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.base.drafter import drafter_kinds
+from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.target.packed_head import PackedLinear
 from draftsmith.recipes.schema import MethodRecipe
 

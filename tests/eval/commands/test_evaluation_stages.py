@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import tune
-from draftsmith.models.base.drafter import load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe

@@ -20,7 +20,7 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.models.base.drafter import Compilable
+from draftsmith.models.decoding.protocols import Compilable
 from draftsmith.models.target.packed_head import PackedLinear, pack_heads
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe

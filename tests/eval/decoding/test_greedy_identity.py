@@ -30,7 +30,8 @@ from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import TreeBuilder
-from draftsmith.models.base.drafter import StepwiseDecoder, load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 
 MODELS = MATERIAL / "models"
 

@@ -22,7 +22,7 @@ from draftsmith.eval.trees.builders import (
 )
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import StepwiseDecoder
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()

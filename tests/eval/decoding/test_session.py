@@ -17,9 +17,10 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from draftsmith.eval.decoding import session as session_module
-from draftsmith.eval.decoding.session import TargetSession, longest_sequence_tokens
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.target.loading import FINAL_FEATURES
+from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 
 V = 61

@@ -22,7 +22,7 @@ from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.base.drafter import StepwiseDecoder
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

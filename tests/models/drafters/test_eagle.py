@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.drafters.eagle import EagleDrafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
 # Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.

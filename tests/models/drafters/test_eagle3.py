@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.eagle3_shape import default_feature_layers
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
 STEPS, TARGET_LAYERS, REDUCED = 3, 4, 40

@@ -25,15 +25,17 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import Drafter, drafter_kinds, load_drafter
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import drafter_kinds, load_drafter
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.batches.packing import pack_documents
-from draftsmith.train.drafter.trainer import DrafterTrainer, layers_read, training_features
+from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
 from draftsmith.train.features.engine import TransformersFeatures
+from draftsmith.train.features.online import training_features
 from draftsmith.train.features.write import shard_features
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
@@ -193,7 +195,7 @@ def cached(
     target: PreTrainedModel, drafter: Drafter, tokens: datasets.Dataset, dtype: str, folder: Path
 ) -> FeatureCache:
     """All rows' features on disk, a few rows to a shard."""
-    layers, lengths = layers_read(drafter), [len(ids) for ids in tokens["input_ids"]]
+    layers, lengths = drafter.layers_read, [len(ids) for ids in tokens["input_ids"]]
     hidden_size = target.config.hidden_size
     index = FeatureIndex(layers, hidden_size, {"data.features.dtype": dtype}, cut_into_shards(lengths, 1 << 23))
     engine = TransformersFeatures(target, layers, batch_size=3)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.drafters.hydra import HydraDrafter
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
 HEADS, HIDDEN = 3, 32

@@ -16,9 +16,9 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import BestFirstBuilder, tree_builder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import load_drafter
+from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa import MedusaDrafter
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -17,16 +17,18 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.eval.commands.evaluate import evaluate, report_again
-from draftsmith.models.base.drafter import depth_labels, load_drafter
+from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa2 import Medusa2Drafter
+from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.target.adapter import adapted_layers, remove
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterRecipe, EvalRecipe, Recipe
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trainer import DrafterTrainer, training_features
+from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.features.online import training_features
 
 Q_AND_DOWN = ["q_proj", "down_proj"]
 

@@ -9,11 +9,12 @@ from safetensors import safe_open
 from support.tiny_models import LENGTH, MASKS, VOCABULARY, random_batch, tiny_parallel, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.models.base.drafter import depth_labels, load_drafter, load_drafter_class
+from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.groups.attention import BACKENDS
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
 CPU_BACKENDS = tuple(backend for backend in BACKENDS if backend != "flex")

@@ -15,8 +15,9 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import depth_labels, load_drafter
+from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.pass_embeddings import PassEmbeddingsDrafter
+from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.recipes.errors import UserError
 

@@ -3,7 +3,7 @@
 import torch
 from support.tiny_models import MASKS, random_batch, tiny_parallel, tiny_target
 
-from draftsmith.models.base.drafter import depth_labels
+from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.groups.rows import GroupRows
 
 

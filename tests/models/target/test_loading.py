@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 
 from draftsmith.models.target import loading as target_module
-from draftsmith.models.target.loading import load_target, target_features
+from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 

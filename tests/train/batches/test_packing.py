@@ -12,7 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.models.drafters.parallel import DRAFTER
-from draftsmith.models.target.loading import target_features
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.batches.packing import PackedRows, check_packing, pack_by_length, pack_documents

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from draftsmith.models.base.drafter import drafter_kinds
+from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

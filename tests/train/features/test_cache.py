@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.train.batches.collate import ROWS_COLUMN
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features.cache import (
-    ROWS_COLUMN,
     FeatureCache,
     FeatureCollator,
     FeatureIndex,

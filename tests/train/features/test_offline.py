@@ -16,14 +16,15 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli, stages
-from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter import stage, trainer
+from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.features import cache as feature_cache
+from draftsmith.train.features import online as online_features
 from draftsmith.train.features import write as features
 from draftsmith.train.features.engine import TransformersFeatures
 from draftsmith.train.features.write import project_features, write_features
@@ -239,7 +240,7 @@ def test_offline_training_is_online_training(tmp_path: Path, monkeypatch: pytest
         raise AssertionError("the target ran")
 
     monkeypatch.setattr(stage, "DrafterTrainer", Watched)
-    monkeypatch.setattr(trainer, "target_features", no_target)
+    monkeypatch.setattr(online_features, "target_features", no_target)
     report = train_drafter(offline)
     assert len(seen[0].base_model.layers) == 0
     assert report.loss == pytest.approx(online_report.loss, rel=1e-5)

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_target
 from support.tiny_runs import save_target
 
-from draftsmith.models.target.loading import load_target, target_features
+from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 from draftsmith.train.features import vllm_engine as vllm_features

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.target.loading import FINAL_FEATURES, FeatureTap, decoder_layers, target_features
+from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap, decoder_layers, target_features
 from draftsmith.recipes.errors import UserError
 
 LAYERS = 3

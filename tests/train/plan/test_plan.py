@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.eval.commands import cli
-from draftsmith.models.base.drafter import drafter_kinds, load_drafter_class
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.loading import load_target, target_without_weights

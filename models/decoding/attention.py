@@ -1,0 +1,146 @@
+"""Attention over cached keys and values, of one sequence and of several: `RememberedAttention` for `groups.layers`.
+
+Shapes: B rows of a batch, A of them in a step, H heads, Hkv key-value heads, R rows of a decode step, S columns, Dh
+head size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+# RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
+    """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers remember."""
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return (config.num_hidden_layers, 2, batch_size, num_kv_heads, capacity, head_size)
+
+
+class CachedAttention:
+    """Keys and values of one sequence for all layers, and the mask of the step at work.
+
+    A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written behind the
+    `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
+    exactly group attention here, since the masks of the newest group come after every real token.
+    A tree step (`begin_tree_step`) adds R nodes of a draft tree behind the `length` tokens and the nodes before them.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, capacity: int, max_rows: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
+        self.capacity, self.length = capacity, 0
+        self._begin = 0  # where the rows of the step at work are written
+        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
+        # Row r may see columns <= length + r. One band holds this mask for every length: slices of it, not new masks.
+        band = torch.full((max_rows, 2 * capacity), float("-inf"), device=device, dtype=dtype)
+        self._band = band.triu(capacity + 1)
+        self._mask: Tensor | None = None
+        self._places: Tensor | None = None
+
+    def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
+        """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
+
+        For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
+        """
+        self._places, self._mask = places, mask
+
+    def end_static_step(self) -> None:
+        """The step is done."""
+        self._places = self._mask = None
+
+    def begin_step(self, num_rows: int) -> None:
+        """Prepare the causal mask that all layers of this step share."""
+        self._begin = self.length
+        end = self.length + num_rows
+        if self.length == 0:
+            self._mask = None
+            return
+        if num_rows <= self._band.shape[0]:
+            mask = self._band[:num_rows, self.capacity - self.length : self.capacity + num_rows]
+        else:
+            mask = torch.full((num_rows, end), float("-inf"), device=self._band.device, dtype=self._band.dtype)
+            mask = mask.triu(self.length + 1)
+        self._mask = mask
+
+    def begin_tree_step(self, ancestors: Tensor) -> None:
+        """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
+
+        The last R of the M nodes are the step's own; all real tokens are seen by every node.
+        """
+        num_rows, num_nodes = ancestors.shape
+        self._begin = self.length + num_nodes - num_rows
+        mask = self._keys_values.new_zeros(num_rows, self.length + num_nodes)
+        mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
+        self._mask = mask
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
+        keys, values = self._keys_values[layer_index]
+        if self._places is None:
+            begin, end = self._begin, self._begin + q_bhrd.shape[2]
+            keys[:, :, begin:end] = k_bhrd
+            values[:, :, begin:end] = v_bhrd
+        else:
+            end = self.capacity
+            keys.index_copy_(2, self._places, k_bhrd)
+            values.index_copy_(2, self._places, v_bhrd)
+        if self._mask is None:
+            out = F.scaled_dot_product_attention(
+                q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
+            )
+            return out.transpose(1, 2)
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        if self._repeats == 1:
+            return F.scaled_dot_product_attention(q_bhrd, keys, values, self._mask, scale=scale).transpose(1, 2)
+        # Key heads as the batch and the query heads that share one as its heads: no key is copied.
+        q_grouped = q_bhrd[0].unflatten(0, (-1, self._repeats))
+        keys, values = (part[0].unsqueeze(1).expand(-1, self._repeats, -1, -1) for part in (keys, values))
+        out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
+        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+
+class BatchAttention:
+    """Keys and values of B sequences for all layers; the caller moves `lengths` on.
+
+    A step writes R new tokens behind each row's own `lengths`, in causal order.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, batch_size: int, capacity: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._keys_values = torch.zeros(cache_shape(config, batch_size, capacity), device=device, dtype=dtype)
+        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
+        self.lengths = [0] * batch_size
+        self._columns = torch.arange(capacity, device=device)
+
+    def begin_step(self, rows: list[int], num_new: int) -> Tensor:
+        """Prepare a step of R tokens in each of A different, ascending rows; their places [A, R] in their sequences."""
+        lengths = [self.lengths[row] for row in rows]
+        starts = torch.tensor(lengths, device=self._columns.device)
+        self._places = starts[:, None] + self._columns[:num_new]
+        self._row_ids = torch.tensor(rows, device=starts.device)
+        # Neighbours are read where they lie; others are copied together.
+        together = rows[-1] - rows[0] + 1 == len(rows)
+        self._read: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else self._row_ids
+        self._end = max(lengths) + num_new
+        hidden = self._columns[: self._end] > self._places[..., None]
+        mask = self._keys_values.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        # The query heads that share a key head stand one after the other as its rows.
+        self._mask = mask[:, None].repeat(1, 1, self._repeats, 1)
+        return self._places
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[A, R, H, Dh] for queries [A, H, R, Dh]; stores the new keys and values [A, Hkv, R, Dh]."""
+        keys_values = self._keys_values[layer_index]
+        for room, new in zip(keys_values, (k_bhrd, v_bhrd), strict=True):
+            room[self._row_ids[:, None], :, self._places] = new.transpose(1, 2)
+        keys, values = keys_values[:, self._read, :, : self._end]
+        q_grouped = q_bhrd.unflatten(1, (-1, self._repeats)).flatten(2, 3)
+        out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
+        return out.unflatten(2, (self._repeats, -1)).flatten(1, 2).transpose(1, 2)
