@@ -15,7 +15,8 @@ Three backends compute the same thing:
 * `folded`: (a) folds the streams into the head axis, as grouped-query heads over the stream-0 keys, and calls the flash
   kernel once; (b) is an M x K product per position; the two merge by their log-sum-exp. The backward of (a) is the
   flash backward called with the *merged* output and log-sum-exp (as in ring attention, arXiv 2310.01889), because
-  dS = P * (dP - rowsum(dO * O)) only needs P normalised by the merged sum. Exact; memory linear in S.
+  dS = P * (dP - rowsum(dO * O)) only needs P normalised by the merged sum. Exact; memory linear in S. In half
+  precision (b) is computed in fp32 both ways, under autocast too.
 * `flex`: FlexAttention with a block mask, CUDA only (torch has no FlexAttention backward on CPU).
 
 Shapes: B batch, H query heads, Hkv key/value heads (H = Hkv * R), G streams, Q <= G streams with queries, K = G-1
@@ -137,7 +138,8 @@ class _FoldedGroupAttention(torch.autograd.Function):
         if num_masks > 0:
             masks = slice(-min(query_streams, num_masks), None)
             q, out, lse = (part.unflatten(1, (-1, query_streams)) for part in (q_folded, out_folded, lse_folded))
-            _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale)
+            with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
+                _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale)
         ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved)
         ctx.scale, ctx.query_streams = scale, query_streams
         return out_folded.unflatten(1, (-1, query_streams))
@@ -167,9 +169,10 @@ class _FoldedGroupAttention(torch.autograd.Function):
             part.unflatten(1, (-1, query_streams))[:, :, masks] for part in (q_folded, out_folded, lse_folded)
         )
         grad_out = grad_out_bhqsd[:, :, masks]
-        grad_q[:, :, masks] += _own_group_backward(
-            grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, grad_k[:, :, 1:], grad_v[:, :, 1:]
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            grad_q[:, :, masks] += _own_group_backward(
+                grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, grad_k[:, :, 1:], grad_v[:, :, 1:]
+            )
         return grad_q, grad_k, grad_v, None
 
 
