@@ -128,7 +128,8 @@ def head_loss(
 ) -> HeadLoss:
     """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
 
-    Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on).
+    Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on). In
+    fp16 the row weights meet the gradient only where the loss scale does, so that neither rounds it to zero.
 
     Args:
         hidden_nd: [N, D].
@@ -235,9 +236,14 @@ class _HeadLoss(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_nd = torch.empty_like(hidden_nd) if wants_hidden else None
+        # Of the unweighted losses: a weight is 1 / N or less, and beside it fp16 needs the loss scale of the backward.
+        grad_nd = torch.empty_like(hidden_nd, dtype=dtype) if wants_hidden else None
         # A sum over chunks, so in fp32 at least.
         grad_vd = torch.zeros_like(weight_vd, dtype=_softmax_dtype(weight_vd.dtype)) if wants_weight else None
+        # What the weights are divided by before they enter a product in fp16.
+        unit = weights_n.new_ones(())
+        if dtype == torch.float16:
+            unit = (weights_n.abs().sum() / max(1, len(weights_n))).clamp(min=torch.finfo(torch.float32).tiny)
         losses_n = torch.empty(len(labels_n), dtype=_softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
         cross_entropy_n = torch.empty_like(losses_n)
         correct_n = torch.empty_like(losses_n, dtype=torch.bool)
@@ -259,19 +265,24 @@ class _HeadLoss(torch.autograd.Function):
             if grad_logits is None:
                 continue
             # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
-            grad_logits, weights = grad_logits.to(dtype), weights_n[rows, None]
+            grad_logits = grad_logits.to(dtype)
             if grad_nd is not None:
-                grad_nd[rows] = (grad_logits @ head_vd * weights).to(grad_nd.dtype)
+                torch.mm(grad_logits, head_vd, out=grad_nd[rows])
             if grad_vd is not None:
-                grad_vd += grad_logits.t() @ (hidden * weights).to(dtype)
-        ctx.save_for_backward(grad_nd, None if grad_vd is None else grad_vd.to(weight_vd.dtype))
+                grad_vd += grad_logits.t() @ (hidden * (weights_n[rows, None] / unit)).to(dtype)
+        ctx.save_for_backward(grad_nd, grad_vd, weights_n, unit)
+        ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
         ctx.mark_non_differentiable(losses_n, correct_n, cross_entropy_n)
         return (losses_n * weights_n).sum(), losses_n, correct_n, cross_entropy_n
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
-        grad_nd, grad_vd = (None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors)
+        grad_nd, grad_vd, weights_n, unit = ctx.saved_tensors
+        if grad_nd is not None:
+            grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=grad_nd.new_empty(0, dtype=ctx.dtypes[0]))
+        if grad_vd is not None:
+            grad_vd = torch.mul(grad_vd, unit * scale, out=grad_vd.new_empty(0, dtype=ctx.dtypes[1]))
         return grad_nd, grad_vd, None, None, None, None, None, None
 
 

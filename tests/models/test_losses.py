@@ -303,6 +303,41 @@ def test_dtypes(name: str) -> None:
     assert small[1].abs().max() > 0.01
 
 
+@pytest.mark.parametrize("name", ["ce", "lk_lambda"])
+@pytest.mark.parametrize("master", [True, False])
+def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool) -> None:
+    """A mean over a million labels, scaled as a GradScaler does: no gradient is zero that fp32 does not have at zero."""
+    setting, scale = Setting(reduced=False), 65536.0
+    hidden_nd, teacher_nd = setting.hidden_nd.detach().half(), setting.teacher_nd.half()
+    weights_n = 2.0**-20 * torch.tensor([2.0**-row for row in range(N)])
+
+    def grads(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, ...]:
+        head.load_state_dict(setting.head.half().state_dict())
+        head.bias.requires_grad_(False)
+        hidden = hidden.clone().requires_grad_()
+        loss = head_loss(hidden, head, setting.labels_n, weights_n, name, teacher_nd.to(hidden.dtype)).loss
+        return torch.autograd.grad(scale * loss, (hidden, head.weight))
+
+    expected = grads(hidden_nd.float(), nn.Linear(D, V))
+    with torch.autocast("cpu", torch.float16, enabled=master):
+        found = grads(hidden_nd, nn.Linear(D, V) if master else nn.Linear(D, V).half())
+    assert [grad.dtype for grad in found] == [torch.float16, torch.float32 if master else torch.float16]
+    for grad, wanted in zip(found, expected, strict=True):
+        assert ((grad == 0) <= (wanted == 0)).all()
+        assert (grad.float() - wanted).norm() < 2e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_fp16_without_rows_or_weights(weight: float) -> None:
+    head = nn.Linear(D, V).half()
+    head.bias.requires_grad_(False)
+    num_rows = 0 if weight else N
+    hidden_nd = torch.randn(num_rows, D).half().requires_grad_()
+    result = head_loss(hidden_nd, head, torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), weight))
+    for grad in torch.autograd.grad(result.loss, (hidden_nd, head.weight)):
+        assert (grad == 0).all()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
