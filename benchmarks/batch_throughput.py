@@ -47,7 +47,7 @@ Measured = tuple[list[Generation], float]
 
 
 def measure(target: Any, drafter: Drafter, recipes: list[MethodRecipe], batch_size: int, job: dict[str, Any]) -> Any:
-    """Rows of the table for one batch size. job: prompts, new_tokens, eos_ids, runs."""
+    """Rows of the table for one batch size. job: prompts, new_tokens, end_ids, runs."""
     length = max(map(len, job["prompts"])) + job["new_tokens"]
     decoders = drafter.batch_decoders(length, batch_size)
     sides: dict[str, Callable[[], list[Method]]] = {AUTOREGRESSIVE: lambda: [Autoregressive() for _ in decoders]}
@@ -85,7 +85,7 @@ def drafting(recipe: MethodRecipe, decoders: Sequence[SequenceDecoder]) -> list[
 def timed(session: BatchSession, methods: list[Method], job: dict[str, Any]) -> Measured:
     session.synchronize()
     began = time.perf_counter()
-    outs = generate_batch(session, methods, job["prompts"], GREEDY, job["new_tokens"], job["eos_ids"])
+    outs = generate_batch(session, methods, job["prompts"], GREEDY, job["new_tokens"], job["end_ids"])
     session.synchronize()
     return outs, time.perf_counter() - began
 
@@ -129,7 +129,7 @@ def main() -> None:
     job = {
         "prompts": [ids for _, ids in prompts],
         "new_tokens": arguments.new_tokens,
-        "eos_ids": frozenset(answer_end_ids(target, tokenizer)),
+        "end_ids": frozenset(answer_end_ids(target, tokenizer)),
         "runs": arguments.runs,
     }
     rows = []

@@ -39,13 +39,13 @@ def main() -> None:
     asked = first_turn_prompts(tokenizer, questions, options.prompts, options.new_tokens, limit)
     prompts = [ids for _, ids in asked]
     longest = max(map(len, prompts)) + options.new_tokens
-    eos_ids = frozenset(answer_end_ids(target, tokenizer))
+    end_ids = frozenset(answer_end_ids(target, tokenizer))
     expected: list[list[int]] = []  # the first arm is the baseline
     result = {}
     with TargetSession(target, longest) as session:
         for arm in make_arms(recipe, drafters, target, tokenizer, longest):
             session.read_layers(arm.feature_layers)
-            outs = [generate(session, arm.method, ids, arm.sampling, options.new_tokens, eos_ids) for ids in prompts]
+            outs = [generate(session, arm.method, ids, arm.sampling, options.new_tokens, end_ids) for ids in prompts]
             answers = [out.ids for out in outs]
             expected = expected or answers
             different = sum(answer != other for answer, other in zip(answers, expected, strict=True))

@@ -86,10 +86,10 @@ class OverlapMeter:
     Args:
         method: What drafts.
         sampling: Of the target, applied to the drafter's logits too.
-        eos_ids: An answer ends there; what was drafted behind counts nowhere.
+        end_ids: An answer ends there; what was drafted behind counts nowhere.
     """
 
-    def __init__(self, method: Method, sampling: Sampling, eos_ids: Collection[int] = ()) -> None:
+    def __init__(self, method: Method, sampling: Sampling, end_ids: Collection[int] = ()) -> None:
         self.name = method.name
         self.overlap: list[float] = []
         self.drafter: list[float] = []
@@ -99,7 +99,7 @@ class OverlapMeter:
         self.nodes: list[int] = []
         self.kept_tokens = 0
         self._counting = False
-        self._sampling, self._eos_ids = sampling, eos_ids
+        self._sampling, self._end_ids = sampling, end_ids
         self._heard: _HeardAtOnce | _HeardStepwise | None = None
         if isinstance(method, DrafterMethod):
             decoder: Any = method.decoder
@@ -138,7 +138,7 @@ class OverlapMeter:
             self.kept_tokens += self._counting
             if node is not None and tree.children(node):
                 self._measure(tree, node, path, self._sampling.probabilities(logits[node]))
-            if token in self._eos_ids:
+            if token in self._end_ids:
                 break
             children = () if node is None else tree.children(node)
             node = next((child for child in children if tree.tokens[child] == token), None)
@@ -178,7 +178,7 @@ def measure_untimed(bench: SpecBench, arms: list[Arm], questions: int) -> dict[s
     for arm in arms:
         if arm.method.name == AUTOREGRESSIVE:
             continue
-        meter = OverlapMeter(arm.method, arm.sampling, bench.eos_ids)
+        meter = OverlapMeter(arm.method, arm.sampling, bench.end_ids)
         for question in asked:
             bench.answer(replace(arm, method=meter), question)
         target_step = LinearOperations()

@@ -66,7 +66,7 @@ class SpecBench:
         compiles: bool = False,
     ) -> None:
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
-        self.eos_ids = frozenset(answer_end_ids(target, tokenizer))
+        self.end_ids = frozenset(answer_end_ids(target, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         self._of_target = target_settings(target)
         limit = longest_sequence_tokens(target)
@@ -162,7 +162,7 @@ class SpecBench:
                 prompt_ids,
                 arm.sampling,
                 wanted,
-                self.eos_ids,
+                self.end_ids,
                 arm.generator,
                 self._stop,
                 arm.lenience,

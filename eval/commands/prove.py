@@ -184,7 +184,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
     asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
-    eos_ids = frozenset(answer_end_ids(target, tokenizer))
+    end_ids = frozenset(answer_end_ids(target, tokenizer))
     length = max(len(ids) for _, ids in asked) + new_tokens
     temperatures = [t for t in recipe.eval.temperatures if t > 0] or [DEFAULT_TEMPERATURE]
     evaluation = recipe.eval.model_copy(update={"temperatures": [0.0, *temperatures]})
@@ -197,14 +197,14 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
             session.read_layers(arm.feature_layers)
             arm.generator.manual_seed(recipe.seed)
             if arm.sampling.greedy:
-                answers = {q: _answer(session, arm, ids, new_tokens, eos_ids) for q, ids in asked}
+                answers = {q: _answer(session, arm, ids, new_tokens, end_ids) for q, ids in asked}
                 if arm.method.name == AUTOREGRESSIVE:
                     reference = answers
                 else:
                     greedy.append(_compare(target, session, arm.method.name, asked, reference, answers))
             else:
                 drawn = (
-                    (ids, _answer(session, arm, ids, new_tokens, eos_ids)) for _, ids in asked for _ in range(samples)
+                    (ids, _answer(session, arm, ids, new_tokens, end_ids)) for _, ids in asked for _ in range(samples)
                 )
                 distribution.append(_test(target, arm, drawn))
             progress.update()
@@ -225,8 +225,8 @@ def _lossless_only(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
 
 
-def _answer(session: TargetSession, arm: Arm, prompt: list[int], new_tokens: int, eos_ids: frozenset[int]) -> list[int]:
-    return generate(session, arm.method, prompt, arm.sampling, new_tokens, eos_ids, arm.generator).ids
+def _answer(session: TargetSession, arm: Arm, prompt: list[int], new_tokens: int, end_ids: frozenset[int]) -> list[int]:
+    return generate(session, arm.method, prompt, arm.sampling, new_tokens, end_ids, arm.generator).ids
 
 
 def _compare(

@@ -231,7 +231,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     limit = longest_sequence_tokens(target)
     asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), questions, new_tokens, limit)
     prompts = [ids for _, ids in asked]
-    eos_ids = frozenset(answer_end_ids(target, tokenizer))
+    end_ids = frozenset(answer_end_ids(target, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     decoder = drafter.decoder(length)
     with TargetSession(target, length, drafter.feature_layers) as session:
@@ -239,7 +239,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         tracing, chaining = (_Tracing(_method(traced, decoder)) for traced in (large, MethodRecipe(name="chain")))
         for prompt in tqdm(prompts, desc="trace", unit="question"):
             for method in (tracing, chaining):
-                generate(session, method, prompt, GREEDY, new_tokens, eos_ids)
+                generate(session, method, prompt, GREEDY, new_tokens, end_ids)
         if not any(tracing.trace):
             raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
@@ -252,7 +252,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
             known = [shape_of(method) for method in finalists]
             if len(finalists) <= FINALISTS and shape_of(candidate.method) not in known:
                 finalists.append(candidate.method)
-        measured = _measure(session, decoder, finalists, prompts, new_tokens, eos_ids, turns)
+        measured = _measure(session, decoder, finalists, prompts, new_tokens, end_ids, turns)
     chosen = max(measured, key=lambda pair: pair[1])[0]
     tuned = Tuned(default, chosen, measured, promised, curve)
     write_tuned(folder, chosen)
@@ -300,7 +300,7 @@ def _measure(
     finalists: list[MethodRecipe],
     prompts: list[list[int]],
     new_tokens: int,
-    eos_ids: frozenset[int],
+    end_ids: frozenset[int],
     turns: int,
 ) -> list[tuple[MethodRecipe, float]]:
     """Median tokens per second of each, question by question in turns, the prefill left out."""
@@ -311,7 +311,7 @@ def _measure(
         for index, prompt in enumerate(prompts):
             shift = (turn + index) % len(methods)
             for place in [*range(shift, len(methods)), *range(shift)]:
-                out = generate(session, methods[place], prompt, GREEDY, new_tokens, eos_ids)
+                out = generate(session, methods[place], prompt, GREEDY, new_tokens, end_ids)
                 tokens[place] += sum(out.accept_lengths)
                 seconds[place] += out.wall_time_s - out.prefill_s
         if turn > 0:  # the first warms up

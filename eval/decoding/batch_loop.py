@@ -42,9 +42,9 @@ class _Row:
     began: float
     watch: StopWatch | None
 
-    def keep(self, committed: list[int], eos_ids: Collection[int], max_new_tokens: int) -> tuple[int, bool]:
+    def keep(self, committed: list[int], end_ids: Collection[int], max_new_tokens: int) -> tuple[int, bool]:
         """Add to the answer what belongs to it: how many tokens, and whether it ends with them."""
-        kept, ended = kept_tokens(committed[: max_new_tokens - len(self.out.ids)], eos_ids, self.watch)
+        kept, ended = kept_tokens(committed[: max_new_tokens - len(self.out.ids)], end_ids, self.watch)
         self.out.ids += committed[:kept]
         if self.watch is not None:
             self.out.text_before_stop = self.watch.text_before
@@ -58,7 +58,7 @@ def generate_batch(
     prompts: Sequence[list[int]],
     sampling: Sampling,
     max_new_tokens: int,
-    eos_ids: Collection[int] = (),
+    end_ids: Collection[int] = (),
     generators: Sequence[torch.Generator] | None = None,
     seeds: Sequence[int] | None = None,
     stop: StopStrings | None = None,
@@ -103,7 +103,7 @@ def generate_batch(
             seed = None if seeds is None else seeds[number]
             row, first = _begin(session, free.pop(), number, prompts[number], sampling, seed, stop)
             rows.append(row)
-            if row.keep([first], eos_ids, max_new_tokens)[1]:
+            if row.keep([first], end_ids, max_new_tokens)[1]:
                 _leave(session, rows, len(rows) - 1, free, answers)
         if not rows:
             continue
@@ -123,7 +123,7 @@ def generate_batch(
             row.out.draft_s += drafted - started
             row.out.verify_s += verified - drafted
             logits, features = step.logits[index, : len(tree)], step.features[index]
-            if _take(row, tree, verdict, TargetStep(logits, features), max_new_tokens, eos_ids):
+            if _take(row, tree, verdict, TargetStep(logits, features), max_new_tokens, end_ids):
                 ended.append(index)
         # 5. Who has ended leaves; from the end, since the last row takes the place of the one that left.
         for index in reversed(ended):
@@ -164,14 +164,14 @@ def _verdicts(trees: list[DraftTree], step: TargetStep, sampling: Sampling, rows
 
 
 def _take(
-    row: _Row, tree: DraftTree, verdict: Verdict, step: TargetStep, max_new_tokens: int, eos_ids: Collection[int]
+    row: _Row, tree: DraftTree, verdict: Verdict, step: TargetStep, max_new_tokens: int, end_ids: Collection[int]
 ) -> bool:
     """Write down what a row has committed; whether its answer has ended. step: of its own nodes."""
     method, out, path = row.place.method, row.out, verdict.path
     if isinstance(method, ReadsLogits):
         method.read_logits(tree, step.logits)
     committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
-    kept, ended = row.keep(committed, eos_ids, max_new_tokens)
+    kept, ended = row.keep(committed, end_ids, max_new_tokens)
     out.accept_lengths.append(kept)
     out.draft_lengths.append(min(kept, len(path) - 1))
     if not ended:

@@ -52,7 +52,7 @@ def beam_search(
     prompt_ids: list[int],
     num_beams: int,
     max_new_tokens: int,
-    eos_ids: Collection[int] = (),
+    end_ids: Collection[int] = (),
     draft_model: Any = None,
     draft_beams: int | None = None,
     gamma: int = 4,
@@ -64,7 +64,7 @@ def beam_search(
     Args:
         target: A causal language model in eval mode, one that draft trees run on.
         num_beams: w, at least 2.
-        eos_ids: End tokens.
+        end_ids: End tokens.
         draft_model: A causal language model with the target's tokens; None: the plain search, a forward a step.
         draft_beams: u, the draft model's width, by default w.
         gamma: Steps that are drafted in a round.
@@ -89,7 +89,7 @@ def beam_search(
     capacity = len(prompt_ids) + num_beams * max_new_tokens + draft_beams * (gamma + 1)
     scored = Continuations(target, prompt_ids, capacity)
     drafted = None if draft_model is None else Continuations(draft_model, prompt_ids, capacity)
-    search = _Search(num_beams, max_new_tokens, sorted(eos_ids), length_penalty, early_stopping, target.device)
+    search = _Search(num_beams, max_new_tokens, sorted(end_ids), length_penalty, early_stopping, target.device)
     while True:
         # 3. All that the logits at hand are good for.
         while not search.done and all(beam in scored for beam in search.living):
@@ -102,7 +102,7 @@ def beam_search(
             # 1. What would be longer than the longest answer but one needs no logits.
             steps = min(gamma, max_new_tokens - 1 - search.steps)
             drafted.keep(search.living)
-            ahead = _draft(drafted, search.living, search.scores, draft_beams, steps, search.eos_ids, vocabulary)
+            ahead = _draft(drafted, search.living, search.scores, draft_beams, steps, search.end_ids, vocabulary)
         # 2. The living beams themselves come first: at least one step a round.
         scored.run([*search.living, *ahead])
 
@@ -113,14 +113,14 @@ def _draft(
     scores: Tensor,
     width: int,
     steps: int,
-    eos_ids: list[int],
+    end_ids: list[int],
     vocabulary: int,
 ) -> list[Continuation]:
     """All that a beam search of the draft model keeps, from these beams on, with the target's scores [W] of them."""
     found: list[Continuation] = []
     for _ in range(steps):
         log_q = model.logits(living)[:, :vocabulary].log_softmax(-1)
-        log_q[:, [token for token in eos_ids if token < log_q.shape[1]]] = -torch.inf  # ended beams need no logits
+        log_q[:, [token for token in end_ids if token < log_q.shape[1]]] = -torch.inf  # ended beams need no logits
         total = (log_q + scores[:, None]).flatten()
         scores, best = total.topk(min(width, len(total)))
         size = log_q.shape[1]
@@ -139,12 +139,12 @@ class _Search:
         self,
         num_beams: int,
         max_new_tokens: int,
-        eos_ids: list[int],
+        end_ids: list[int],
         length_penalty: float,
         early_stopping: bool | Literal["never"],
         device: torch.device,
     ) -> None:
-        self.eos_ids = eos_ids
+        self.end_ids = end_ids
         self._width, self._max_new_tokens = num_beams, max_new_tokens
         self._length_penalty, self._early_stopping = length_penalty, early_stopping
         self.steps, self.done = 0, False
@@ -165,12 +165,12 @@ class _Search:
         """One token more, from the target's logits [W, V] after the living beams."""
         total = logits.log_softmax(-1) + self.scores[:, None]
         vocabulary = total.shape[1]
-        count = max(2, 1 + len(self.eos_ids)) * self._width
+        count = max(2, 1 + len(self.end_ids)) * self._width
         scores, places = total.flatten().topk(min(count, total.numel()))
         candidates = [(*self.living[place // vocabulary], place % vocabulary) for place in places.tolist()]
         self.steps += 1
         at_limit = self.steps == self._max_new_tokens
-        ends = torch.tensor([at_limit or c[-1] in self.eos_ids for c in candidates], device=scores.device)
+        ends = torch.tensor([at_limit or c[-1] in self.end_ids for c in candidates], device=scores.device)
         # The beams that go on.
         running = scores + ends.float() * IMPOSSIBLE
         alive = running.topk(self._width).indices

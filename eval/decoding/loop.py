@@ -68,7 +68,7 @@ def generate(
     prompt_ids: list[int],
     sampling: Sampling,
     max_new_tokens: int,
-    eos_ids: Collection[int] = (),
+    end_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
     stop: StopStrings | None = None,
     lenience: float = 1.0,
@@ -97,7 +97,7 @@ def generate(
     out.prefill_s = started - began
     reader = method if isinstance(method, ReadsLogits) else None
     watch = None if stop is None else stop.watch()
-    _, ended = kept_tokens([newest], eos_ids, watch)
+    _, ended = kept_tokens([newest], end_ids, watch)
     while len(out.ids) < max_new_tokens and not ended:
         # 1. Draft. What is deeper than the tokens that are still wanted could not be kept.
         tree = method.propose().cut_to_depth(max_new_tokens - len(out.ids) - 1)
@@ -115,7 +115,7 @@ def generate(
         session.commit(path)
         committed = [tree.tokens[node] for node in path[1:]]
         committed.append(verdict.next_token)
-        kept, ended = kept_tokens(committed[: max_new_tokens - len(out.ids)], eos_ids, watch)
+        kept, ended = kept_tokens(committed[: max_new_tokens - len(out.ids)], end_ids, watch)
         out.ids += committed[:kept]
         out.accept_lengths.append(kept)
         out.draft_lengths.append(min(kept, len(path) - 1))
@@ -137,9 +137,9 @@ def generate(
     return out
 
 
-def kept_tokens(committed: list[int], eos_ids: Collection[int], watch: StopWatch | None) -> tuple[int, bool]:
+def kept_tokens(committed: list[int], end_ids: Collection[int], watch: StopWatch | None) -> tuple[int, bool]:
     """How many of the committed tokens belong to the answer, and whether it ends with them."""
     for index, token in enumerate(committed):
-        if token in eos_ids or (watch is not None and watch.completes(token)):
+        if token in end_ids or (watch is not None and watch.completes(token)):
             return index + 1, True
     return len(committed), False

@@ -46,10 +46,10 @@ class Fixed:
 
 
 def metered(
-    tree: DraftTree, committed: list[int], sampling: Sampling, eos_ids: tuple[int, ...] = (), rounds: int = 1
+    tree: DraftTree, committed: list[int], sampling: Sampling, end_ids: tuple[int, ...] = (), rounds: int = 1
 ) -> OverlapMeter:
     """Rounds in which these tokens were committed; the last one is the target's own."""
-    meter = OverlapMeter(Fixed(tree), sampling, eos_ids)
+    meter = OverlapMeter(Fixed(tree), sampling, end_ids)
     meter.start([0], NONE)
     meter.observe([0], NONE)
     for _ in range(rounds):
@@ -66,7 +66,7 @@ def test_sampled_chain_by_hand() -> None:
     assert metered(tree, [2, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
     assert metered(tree, [0], Sampling(1.0)).overlap == pytest.approx([0.6])
     # Nothing counts behind the end of an answer.
-    ended = metered(tree, [2, 0, 1], Sampling(1.0), eos_ids=(2,), rounds=2)
+    ended = metered(tree, [2, 0, 1], Sampling(1.0), end_ids=(2,), rounds=2)
     assert ended.overlap == pytest.approx([0.6, 0.6])
     assert ended.kept_tokens == 1  # of the second round
 

@@ -30,10 +30,10 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTra
     return AutoModelForCausalLM.from_config(TINY[name]).to(dtype).eval()
 
 
-def alone(target: Any, prompts: list[list[int]], new_tokens: int, eos_ids: Any = ()) -> list[list[int]]:
+def alone(target: Any, prompts: list[list[int]], new_tokens: int, end_ids: Any = ()) -> list[list[int]]:
     """Greedy answers, one at a time."""
     with TargetSession(target, 64) as session:
-        return [generate(session, Autoregressive(), ids, GREEDY, new_tokens, eos_ids).ids for ids in prompts]
+        return [generate(session, Autoregressive(), ids, GREEDY, new_tokens, end_ids).ids for ids in prompts]
 
 
 class Knowing:
@@ -89,14 +89,14 @@ def test_end_tokens_and_limits() -> None:
     """Answers of 1 token up to the limit, cut exactly where they are alone, with the same accepted lengths."""
     target = tiny("llama")
     answers = alone(target, PROMPTS, NEW_TOKENS)
-    eos_ids = {answers[0][5], answers[1][0], answers[2][11]}
+    end_ids = {answers[0][5], answers[1][0], answers[2][11]}
     known = {tuple(ids): answer for ids, answer in zip(PROMPTS, answers, strict=True)}
-    wanted = alone(target, PROMPTS, NEW_TOKENS, eos_ids)
+    wanted = alone(target, PROMPTS, NEW_TOKENS, end_ids)
     assert len({len(ids) for ids in wanted}) > 2
     with BatchSession(target, 64, batch_size=4) as session:
         for limit in (NEW_TOKENS, 3, 1):
             methods = [Knowing(known, HalfRightDecoder, BUILDERS["chain"]) for _ in range(4)]
-            outs = generate_batch(session, methods, PROMPTS, GREEDY, limit, eos_ids)
+            outs = generate_batch(session, methods, PROMPTS, GREEDY, limit, end_ids)
             assert [out.ids for out in outs] == [ids[:limit] for ids in wanted]
             assert all(sum(out.accept_lengths) == len(out.ids) - 1 for out in outs)
             assert session.lengths_tokens == []
