@@ -44,7 +44,7 @@ class ScheduleSection(Section):
     snapshot_minutes: float = Field(10.0, gt=0)
 
 
-class TargetRecipe(Section):
+class EmbeddedTargetRecipe(Section):
     output_dir: Path = Path("models/embedded_target")
     work_dir: Path = Path("runs/target")  # checkpoints to resume from, and the log
     corpus: CorpusSection = CorpusSection()

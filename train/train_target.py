@@ -8,8 +8,8 @@ import logging
 from pathlib import Path
 
 from draftsmith.recipes.loading import load_yaml_as
-from draftsmith.recipes.target_schema import TargetRecipe
-from draftsmith.train.embedded_target.card import measure_target, write_card
+from draftsmith.recipes.target_schema import EmbeddedTargetRecipe
+from draftsmith.train.embedded_target.card import measure_target, write_target_card
 from draftsmith.train.embedded_target.run import train_target
 
 
@@ -22,13 +22,13 @@ def main() -> None:
     parser.add_argument("--max-minutes", type=float, help="wall-clock budget; the learning rate decays towards its end")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    recipe = load_yaml_as(TargetRecipe, arguments.recipe)
+    recipe = load_yaml_as(EmbeddedTargetRecipe, arguments.recipe)
     recipe.output_dir = arguments.output_dir or recipe.output_dir
     recipe.work_dir = arguments.work_dir or recipe.work_dir
     recipe.schedule.max_minutes = arguments.max_minutes or recipe.schedule.max_minutes
     training_note = train_target(recipe, arguments.snapshot_dir)
     if training_note:
-        write_card(recipe.output_dir, measure_target(recipe.output_dir), training_note)
+        write_target_card(recipe.output_dir, measure_target(recipe.output_dir), training_note)
 
 
 if __name__ == "__main__":

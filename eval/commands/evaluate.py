@@ -22,7 +22,7 @@ from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
-from draftsmith.train.drafter.card import write_card
+from draftsmith.train.drafter.card import write_drafter_card
 
 WEIGHTS = "model.safetensors"
 TUNED_TREE = "tuned_tree"  # the key of a drafter's config that `draftsmith tune` writes
@@ -151,7 +151,7 @@ def drafter_weights(recipe: Recipe) -> list[str | None]:
 def update_card(recipe: Recipe) -> None:
     """Write the model card of the run's own drafter again, with what was measured and proved of its weights."""
     if (RunFolder(recipe).drafter / "config.json").is_file():
-        write_card(recipe, _card_figures(recipe), proof_sentence(_proof(recipe)))
+        write_drafter_card(recipe, _card_figures(recipe), proof_sentence(_proof(recipe)))
 
 
 def _card_figures(recipe: Recipe) -> dict[str, Any] | None:

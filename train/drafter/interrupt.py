@@ -26,7 +26,7 @@ class StopOnInterrupt(TrainerCallback):
             self._previous[number] = signal.signal(number, self._request)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self.requested = in_any_process(self.requested)
+        self.requested = bool(largest_of_all_processes(self.requested))
         if self.requested:
             control.should_save = control.should_training_stop = True
 
@@ -44,13 +44,8 @@ class StopOnInterrupt(TrainerCallback):
         self._previous = {}
 
 
-def in_any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process of a distributed run; each must ask at the same step."""
-    return bool(largest_of_all_processes(float(flag)))
-
-
 def largest_of_all_processes(value: float) -> float:
-    """The maximum over a distributed run, the value itself in a single process."""
+    """The maximum over a distributed run, whose processes must all ask; the value itself in a single process."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return value
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"

@@ -44,15 +44,15 @@ class Difference:
     size: float
 
 
-def parity_difference(
+def worst_difference(
     drafter: Drafter,
     target: PreTrainedModel,
     input_ids: Tensor,
     features: Tensor | None,
     prefixes: Sequence[int],
     position_offset: int = 0,
-) -> float:
-    """The largest difference between `group_logits` and the decoder's logits, in standard deviations of the former.
+) -> Difference:
+    """The largest difference between `group_logits` and the decoder's logits, and its place.
 
     Args:
         drafter: In eval mode, in fp32 or fp64.
@@ -63,20 +63,8 @@ def parity_difference(
         position_offset: Position id of the first token.
 
     Returns:
-        `inf` where one side gives NaN, or -inf where the other does not.
+        Of size `inf` where one side gives NaN, or -inf where the other does not.
     """
-    return worst_difference(drafter, target, input_ids, features, prefixes, position_offset).size
-
-
-def worst_difference(
-    drafter: Drafter,
-    target: PreTrainedModel,
-    input_ids: Tensor,
-    features: Tensor | None,
-    prefixes: Sequence[int],
-    position_offset: int = 0,
-) -> Difference:
-    """Like `parity_difference`, with the place."""
     ids_s = input_ids.reshape(-1)
     length = len(ids_s)
     if not prefixes or prefixes[0] < 2 or prefixes[-1] > length or list(prefixes) != sorted(set(prefixes)):
@@ -171,18 +159,15 @@ def _usable(rows: list[TokenizedConversation], vocabulary: int) -> list[Tokenize
         if len(row.input_ids) >= SHORTEST_ROW_TOKENS and 0 <= min(row.input_ids) <= max(row.input_ids) < vocabulary
     ]
     half = ROW_TOKENS // 4
-    made_up = TokenizedConversation([token % vocabulary for token in range(2 * half)], [0] * half + [1] * half)
-    return usable or [made_up]
+    return usable or [TokenizedConversation([token % vocabulary for token in range(2 * half)], [0] * half + [1] * half)]
 
 
 def loop_like_prefixes(length: int) -> list[int]:
     """Prefixes of a row of `length` tokens: half of it is the prompt, then rounds commit one token or several."""
-    prefixes = [max(2, length // 2 + 1)]
-    for committed in cycle(COMMITTED_AT_ONCE):
-        if prefixes[-1] + committed > length:
-            return prefixes
-        prefixes.append(prefixes[-1] + committed)
-    raise AssertionError("cycle() ends")
+    prefixes, committed = [max(2, length // 2 + 1)], cycle(COMMITTED_AT_ONCE)
+    while (following := prefixes[-1] + next(committed)) <= length:
+        prefixes.append(following)
+    return prefixes
 
 
 def _drafted(

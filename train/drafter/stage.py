@@ -6,13 +6,12 @@
 
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.registry import load_drafter_class
@@ -21,8 +20,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.packing import PackedRows, check_packing
-from draftsmith.train.drafter.card import write_card
+from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
+from draftsmith.train.drafter.report import TRAINING_FILE, TrainReport
 from draftsmith.train.drafter.trainer import DrafterTrainer, last_whole_checkpoint
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.features.offline import keep_what_is_read, open_features, refuse_obstacle
@@ -32,30 +32,6 @@ HARMLESS_TRAIN_KEYS = (
     "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
     "disable_tqdm", "dataloader_num_workers", "run_name", "log_level",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TrainReport:
-    """What training did, from `training.json`."""
-
-    folder: Path
-    steps: int
-    loss: float
-    depth_accuracy: list[float] = field(default_factory=list)
-    tokens: int = 0
-    wall_time_s: float = 0.0
-    was_finished: bool = False
-
-    def sentence(self) -> str:
-        """One sentence for the terminal."""
-        accuracy = ", ".join(f"{value:.0%}" for value in self.depth_accuracy)
-        last = (
-            f"last loss {self.loss:.3f}, accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
-        )
-        if self.was_finished:
-            return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
-        speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
-        return f"trained {self.folder} in {self.steps} steps, {self.wall_time_s:.0f} s, {speed}; {last}"
 
 
 def train_drafter(recipe: Recipe) -> TrainReport:
@@ -76,8 +52,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     tokens = load_tokens(run, recipe.name)
     settings = _settings(recipe, tokens)
     _refuse_other_settings(run.drafter, settings)
-    if (run.drafter / "training.json").is_file():
-        return _read_report(run.drafter, was_finished=True)
+    if (run.drafter / TRAINING_FILE).is_file():
+        return TrainReport.read(run.drafter)
 
     # Each process of a multi-process run holds the target on its own device; offline, its embedding and LM head only.
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu" if offline else str(args.device)}))
@@ -85,7 +61,10 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     drafter = drafter_class.from_target(target, recipe.drafter.options)
     drafter.prepare(tokens)
     enable_gradient_checkpointing(args, drafter)
-    rows = packed_rows(recipe, target, tokens) if recipe.data.packing else tokens
+    rows: Dataset | PackedRows = tokens
+    if recipe.data.packing:
+        check_packing(target)
+        rows = PackedRows(tokens, recipe.data.max_length_tokens)
     cache = None
     if offline:
         cache = open_features(recipe, settings["data (its tokens)"], drafter)
@@ -111,14 +90,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         raise AssertionError("the target is frozen, yet it got a gradient")
     _save(trainer, run.drafter, args, settings, wall_time_s)
     if trainer.is_world_process_zero():
-        write_card(recipe)
-    return _read_report(run.drafter, was_finished=False)
-
-
-def packed_rows(recipe: Recipe, target: PreTrainedModel, tokens: Dataset) -> PackedRows:
-    """The tokens in packed rows, which this target has been seen to keep apart."""
-    check_packing(target)
-    return PackedRows(tokens, recipe.data.max_length_tokens)
+        write_drafter_card(recipe)
+    return TrainReport.read(run.drafter, was_finished=False)
 
 
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
@@ -162,7 +135,6 @@ def _save(
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; settings.json says the same
-        history = trainer.state.log_history
         metrics = {
             "steps": trainer.state.global_step,
             "epochs": trainer.state.epoch,
@@ -171,24 +143,8 @@ def _save(
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "rows": len(trainer.train_dataset),
             "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
-            "history": history,
+            "history": trainer.state.log_history,
             "settings": settings,
         }
-        write_atomically(folder / "training.json", json.dumps(metrics, indent=1) + "\n")
+        write_atomically(folder / TRAINING_FILE, json.dumps(metrics, indent=1) + "\n")
     trainer.accelerator.wait_for_everyone()
-
-
-def _read_report(folder: Path, was_finished: bool) -> TrainReport:
-    metrics = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    logged = [entry for entry in metrics["history"] if "loss" in entry]
-    last = logged[-1] if logged else {}
-    depths = sorted(int(key.removeprefix("accuracy_depth")) for key in last if key.startswith("accuracy_depth"))
-    return TrainReport(
-        folder=folder,
-        steps=metrics["steps"],
-        loss=last.get("loss", float("nan")),
-        depth_accuracy=[last[f"accuracy_depth{depth}"] for depth in depths],
-        tokens=metrics["tokens"],
-        wall_time_s=metrics["wall_time_s"],
-        was_finished=was_finished,
-    )

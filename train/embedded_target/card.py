@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -94,10 +95,15 @@ def measure_target(folder: Path, prompt_count: int = 240, seed: int = 0) -> Targ
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     conversations = build_conversations(seed, "heldout")
+    config = model.config
     figures = TargetFigures(
         perplexity=heldout_perplexity(model, tokenizer, conversations),
         parameter_count=model.num_parameters(),
-        architecture=describe_architecture(model.config),
+        architecture=(
+            f"hidden size {config.hidden_size}, {config.num_hidden_layers} layers, {config.num_attention_heads} heads "
+            f"of {config.head_dim} ({config.num_key_value_heads} key/value), {config.vocab_size} tokens, "
+            f"{config.max_position_embeddings} positions"
+        ),
     )
     asked = conversations[:prompt_count]
     answers = greedy_answers(model, tokenizer, [conversation["messages"][:-1] for conversation in asked])
@@ -115,92 +121,14 @@ def measure_target(folder: Path, prompt_count: int = 240, seed: int = 0) -> Targ
     return figures
 
 
-def describe_architecture(config: Any) -> str:
-    return (
-        f"hidden size {config.hidden_size}, {config.num_hidden_layers} layers, {config.num_attention_heads} heads of "
-        f"{config.head_dim} ({config.num_key_value_heads} key/value), {config.vocab_size} tokens, "
-        f"{config.max_position_embeddings} positions"
-    )
-
-
-def write_card(folder: Path, figures: TargetFigures, training_note: str) -> None:
+def write_target_card(folder: Path, figures: TargetFigures, training_note: str) -> None:
     """Writes `README.md`; `training_note` is one sentence with the steps and minutes of the run."""
-    exact = "\n".join(f"| {name} | {share:.0%} |" for name, share in figures.exact_by_category.items())
-    samples = "\n\n".join(
-        f"**user**\n\n````text\n{question}\n````\n\n**assistant**\n\n````text\n{answer}\n````"
-        for question, answer in figures.samples
-    )
-    card = CARD.format(
-        millions=figures.parameter_count / 1e6,
-        architecture=figures.architecture,
-        perplexity=figures.perplexity,
-        prompts=figures.prompt_count,
-        answer_tokens=figures.answer_tokens,
-        looping=figures.looping_share,
-        truncated=figures.truncated_share,
+    template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    card = environment.from_string(template).render(
+        figures=figures,
         max_new_tokens=MAX_NEW_TOKENS,
-        exact=exact,
-        samples=samples,
         training_note=training_note,
         python=".".join(platform.python_version_tuple()[:2]),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-CARD = """---
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
-tags: [speculative-decoding, tiny, python]
----
-
-# The embedded target
-
-A {millions:.1f} M-parameter Llama chat model about the Python standard library. It exists so that draftsmith runs
-on any machine, without a download: it is a real, trained target whose text a drafter can learn, not a useful assistant.
-It knows the form of its answers; what it fills in is often invented, and copying from the prompt is unreliable.
-
-Architecture: `LlamaForCausalLM`, {architecture}, byte-level BPE, tied embeddings.
-Chat template with `{{% generation %}}` marks; `<|end|>` is the end of a turn and the eos token, `<|pad|>` is distinct
-from it, there is no bos token.
-
-## Training
-
-From nothing, on conversations that `data/stdlib/conversations.py` builds from the docstrings and sources of the
-machine's standard library (here Python {python}): questions from memory, questions about a source in the prompt,
-several turns about one function, quoting from documentation snippets, rewriting and summaries. About one module in ten
-is held out. {training_note}
-
-Rebuild it on two CPU cores with `make target` (`recipes/target.yaml` sets the budget in minutes).
-
-## Figures
-
-Measured on held-out modules, greedy, at most {max_new_tokens} new tokens, over {prompts} prompts.
-
-| figure | value |
-|---|---|
-| perplexity of the assistant tokens | {perplexity:.2f} |
-| mean answer length, tokens | {answer_tokens:.0f} |
-| answers that repeat a run of 8 tokens | {looping:.1%} |
-| answers cut by the length limit | {truncated:.1%} |
-
-Share of answers that are exactly the reference. `docstring` and `source` ask for text from memory about modules that
-were never seen, so about nothing can be right there; the others could be read off the prompt, which a model this small
-learns only in part.
-
-| category | exact |
-|---|---|
-{exact}
-
-## Samples
-
-Held-out prompts, greedy answers.
-
-{samples}
-
-## Licence
-
-The weights are under Apache-2.0. The training text is derived from the Python standard library, copyright Python
-Software Foundation, under the PSF License Version 2; answers can quote it.
-"""
+    (folder / "README.md").write_text(card + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArgu
 from transformers.trainer_callback import TrainerState
 
 from draftsmith.data.stdlib.conversations import build_conversations
-from draftsmith.recipes.target_schema import ScheduleSection, TargetRecipe
+from draftsmith.recipes.target_schema import EmbeddedTargetRecipe, ScheduleSection
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
 from draftsmith.train.drafter.trainer import last_whole_checkpoint
 from draftsmith.train.embedded_target.build import (
@@ -28,7 +28,7 @@ from draftsmith.train.embedded_target.clock import SnapshotCallback, TrainingClo
 logger = logging.getLogger(__name__)
 
 
-def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str | None:
+def train_target(recipe: EmbeddedTargetRecipe, snapshot_dir: Path | None = None) -> str | None:
     """Trains to the end of the recipe's schedule and writes `recipe.output_dir`.
 
     Returns a sentence about the run for the model card, or None when the run was interrupted.
@@ -43,7 +43,7 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str 
     rows = pack_rows(tokenizer, conversations, corpus.row_tokens, corpus.user_token_weight)
     eval_rows = pack_rows(tokenizer, build_conversations(corpus.seed, "heldout", corpus.limit), corpus.row_tokens, 0.0)
     model = build_model(recipe.model, tokenizer, schedule.seed)
-    arguments = training_arguments(recipe)
+    arguments = _training_arguments(recipe)
     steps_per_epoch = max(1, len(rows) // (schedule.rows_per_step * arguments.world_size))
     clock = TrainingClock(max(1, round(schedule.epochs * steps_per_epoch)), schedule.max_minutes)
     logger.info(
@@ -73,7 +73,8 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str 
         model.compile()
     checkpoint = last_whole_checkpoint(recipe.work_dir)
     if checkpoint:
-        _restore_clock(clock, checkpoint)
+        saved = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).stateful_callbacks
+        clock.elapsed_s = saved[type(clock).__name__]["attributes"]["elapsed_s"]
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
@@ -92,7 +93,7 @@ def train_target(recipe: TargetRecipe, snapshot_dir: Path | None = None) -> str 
     )
 
 
-def training_arguments(recipe: TargetRecipe) -> TrainingArguments:
+def _training_arguments(recipe: EmbeddedTargetRecipe) -> TrainingArguments:
     schedule = recipe.schedule
     return TrainingArguments(
         output_dir=str(recipe.work_dir),
@@ -120,11 +121,6 @@ def _optimizer(model: LlamaForCausalLM, schedule: ScheduleSection) -> torch.opti
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95))
-
-
-def _restore_clock(clock: TrainingClock, checkpoint: Path) -> None:
-    saved = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).stateful_callbacks
-    clock.elapsed_s = saved[type(clock).__name__]["attributes"]["elapsed_s"]
 
 
 def _export(trainer: TargetTrainer, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype) -> None:

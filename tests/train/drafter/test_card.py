@@ -12,7 +12,7 @@ from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.card import front_matter, write_card
+from draftsmith.train.drafter.card import front_matter, write_drafter_card
 
 FIGURES: dict[str, Any] = {
     "rows": [
@@ -48,7 +48,7 @@ def test_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", drafter_kinds())
 def test_every_kind_has_a_card(tmp_path: Path, kind: str) -> None:
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "drafter": {"kind": kind}})
-    file = write_card(recipe)
+    file = write_drafter_card(recipe)
     assert file == tmp_path / "mine" / "drafter" / "README.md"
     card = ModelCard.load(file)
     assert card.data.library_name == "draftsmith"
@@ -68,7 +68,7 @@ def test_training_figures_and_proof(tmp_path: Path) -> None:
     history = [{"accuracy_depth1": 0.5, "accuracy_depth2": 0.4, "loss": 1.0}, {"train_runtime": 3.0}]
     training = {"steps": 1234, "epochs": 2.0, "tokens": 56789, "batch_size": 4, "rows": 1574, "history": history}
     (folder / "training.json").write_text(json.dumps(training | {"target_change": "It is another."}))
-    write_card(recipe, FIGURES, "Proved: all of it.")
+    write_drafter_card(recipe, FIGURES, "Proved: all of it.")
     text = (folder / "README.md").read_text()
     assert "1,234 steps of 4 rows, 56,789 tokens, 2.0 epochs of 1,574 conversations.\n" in text
     assert "depth by depth: 50%, 40%.\n" in text
@@ -88,7 +88,7 @@ def test_no_folder_of_this_machine_is_published(tmp_path: Path) -> None:
     conversations = tmp_path / "talk.jsonl"
     conversations.write_text("")
     changes = {"target.model": str(tmp_path / "my-target"), "data.conversations.source": str(conversations)}
-    file = write_card(recipe_in(tmp_path, **changes))
+    file = write_drafter_card(recipe_in(tmp_path, **changes))
     assert file is not None
     text = file.read_text()
     assert str(tmp_path) not in text
@@ -98,10 +98,10 @@ def test_no_folder_of_this_machine_is_published(tmp_path: Path) -> None:
 
 def test_a_card_of_ones_own_is_kept(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
-    file = write_card(recipe)
+    file = write_drafter_card(recipe)
     assert file is not None
-    assert write_card(recipe, FIGURES) == file
+    assert write_drafter_card(recipe, FIGURES) == file
     assert "## Measured" in file.read_text()
     file.write_text("# My drafter\n")
-    assert write_card(recipe) is None
+    assert write_drafter_card(recipe) is None
     assert file.read_text() == "# My drafter\n"

@@ -9,7 +9,7 @@ from support.tiny_models import VOCABULARY, random_batch, tiny_target
 from torch import Tensor
 
 from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.train.drafter.parity import TOLERANCE, loop_like_prefixes, parity_difference, perturb, worst_difference
+from draftsmith.train.drafter.parity import TOLERANCE, loop_like_prefixes, perturb, worst_difference
 
 LENGTH, DEPTHS, FEATURES = 12, 3, 5
 IDS = torch.tensor([7, 3, 9, 9, 1, 4, 60, 2, 8, 5, 5, 11])
@@ -130,10 +130,10 @@ def test_the_parallel_drafter_passes_and_a_shifted_feature_does_not(offset: int)
     ids = random_batch(target, 1)["input_ids"]
     prefixes = loop_like_prefixes(ids.shape[1])
     assert prefixes == [8, 9, 11]
-    assert parity_difference(drafter, target, ids, None, prefixes, offset) < TOLERANCE
+    assert worst_difference(drafter, target, ids, None, prefixes, offset).size < TOLERANCE
     real_inputs = drafter.real_inputs
     drafter.real_inputs = lambda ids, previous: real_inputs(ids, previous.roll(1, -2))
-    assert parity_difference(drafter, target, ids, None, prefixes, offset) > 0.01
+    assert worst_difference(drafter, target, ids, None, prefixes, offset).size > 0.01
 
 
 def test_a_reduced_vocabulary_must_be_the_same_on_both_sides() -> None:
@@ -152,8 +152,8 @@ def test_a_reduced_vocabulary_must_be_the_same_on_both_sides() -> None:
     features = torch.zeros(LENGTH, FEATURES)
     right: Any = Reduced(ChainDecoder)
     wrong: Any = Reduced(Widened)
-    assert parity_difference(right, tiny_target(), IDS, features, [4, 5]) < 1e-5
-    assert parity_difference(wrong, tiny_target(), IDS, features, [4, 5]) == float("inf")
+    assert worst_difference(right, tiny_target(), IDS, features, [4, 5]).size < 1e-5
+    assert worst_difference(wrong, tiny_target(), IDS, features, [4, 5]).size == float("inf")
 
 
 def test_perturbing_is_small_complete_and_repeatable() -> None:

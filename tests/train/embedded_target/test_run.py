@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data.stdlib.conversations import build_conversations
 from draftsmith.recipes.loading import load_yaml_as
-from draftsmith.recipes.target_schema import CorpusSection, ModelSection, ScheduleSection, TargetRecipe
+from draftsmith.recipes.target_schema import CorpusSection, EmbeddedTargetRecipe, ModelSection, ScheduleSection
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
 from draftsmith.train.embedded_target.build import build_model, collate, encode, pack_rows, train_tokenizer
-from draftsmith.train.embedded_target.card import TargetFigures, has_repeated_ngram, write_card
+from draftsmith.train.embedded_target.card import TargetFigures, has_repeated_ngram, write_target_card
 from draftsmith.train.embedded_target.clock import TrainingClock, rate_multiplier
 from draftsmith.train.embedded_target.run import train_target
 
@@ -99,8 +99,8 @@ def test_rate_ends_at_zero_by_steps_or_by_clock():
     assert rate(0) == 0.0
 
 
-def tiny_recipe(folder: Path, epochs: float) -> TargetRecipe:
-    return TargetRecipe(
+def tiny_recipe(folder: Path, epochs: float) -> EmbeddedTargetRecipe:
+    return EmbeddedTargetRecipe(
         output_dir=folder / "out",
         work_dir=folder / "work",
         corpus=CorpusSection(limit=40, row_tokens=512, eval_rows=2),
@@ -121,7 +121,7 @@ def test_tiny_run_writes_a_loadable_checkpoint(tmp_path):
         MESSAGES[:2], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     assert model.generate(**prompt, max_new_tokens=3).shape[1] > prompt["input_ids"].shape[1]
-    write_card(tmp_path / "out", TargetFigures(2.0, 1000, "tiny", samples=[("q", "a")]), note)
+    write_target_card(tmp_path / "out", TargetFigures(2.0, 1000, "tiny", samples=[("q", "a")]), note)
     assert "license: apache-2.0" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -141,7 +141,7 @@ def test_repeated_ngram():
 
 
 def test_shipped_checkpoint_matches_the_recipe():
-    recipe = load_yaml_as(TargetRecipe, ROOT / "recipes" / "target.yaml")
+    recipe = load_yaml_as(EmbeddedTargetRecipe, ROOT / "recipes" / "target.yaml")
     config = json.loads((CHECKPOINT / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["head_dim"] == 64
