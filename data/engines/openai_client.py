@@ -40,15 +40,23 @@ class OpenAIClient:
         extensions: Send vLLM's fields too.
         timeout_s: For one answer from the first byte sent to the last one read.
         api_key: Sent as a bearer token.
+        credentials: Of a URL: user and password, where a server asks for them.
     """
 
     def __init__(
-        self, api: Api, end_ids: tuple[int, ...], extensions: bool, timeout_s: float, api_key: str | None
+        self,
+        api: Api,
+        end_ids: tuple[int, ...],
+        extensions: bool,
+        timeout_s: float,
+        api_key: str | None,
+        credentials: Mapping[str, tuple[str, str] | None],
     ) -> None:
         self.api: Api = api
         self.end_ids = end_ids
         self.extensions = extensions
         self.timeout_s = timeout_s
+        self._credentials = credentials
         self._http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx2.Timeout(None, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
@@ -88,7 +96,7 @@ class OpenAIClient:
         """A response with status 200, or 4xx that is about this request alone."""
         try:
             with anyio.fail_after(self.timeout_s):
-                response = await self._http.request(method, url + path, json=body)
+                response = await self._http.request(method, url + path, json=body, auth=self._credentials[url])
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise Unreachable(f"no connection ({_reason(error)})") from None
         except TimeoutError:

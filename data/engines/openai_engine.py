@@ -5,6 +5,8 @@
         engine: openai
         options: {base_urls: ["http://node1:8000/v1", "http://node2:8000/v1"]}
 
+A server behind a password is `https://me:$PASSWORD@host/v1`: the environment holds it, and no file ever does.
+
 An event loop in a thread of its own keeps up to `concurrency_per_server` requests in flight at each server, so that
 nothing that the main thread does (templates, writing) keeps a server waiting. Retries, back-off and servers that come
 and go: `servers.py`.
@@ -17,6 +19,7 @@ import threading
 import time
 from typing import Any
 
+import httpx2
 from pydantic import Field, field_validator
 
 from draftsmith.data.engines.engine import AnswerSampling, EngineSetting, Failure, Outcome, Request
@@ -25,6 +28,7 @@ from draftsmith.data.engines.openai_protocol import OTHER_PROMPT, Api, BadAnswer
 from draftsmith.data.engines.servers import Server, Servers, Throttled, Unreachable, backoff_s
 from draftsmith.data.tokens.chat_tokens import PROBE, prompt_token_ids
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.masking import ENVIRONMENT_VARIABLE, MASK
 from draftsmith.recipes.schema import Section
 
 FIRST_TRIES = 3
@@ -47,10 +51,14 @@ class OpenAIOptions(Section):
     @classmethod
     def _distinct(cls, urls: list[str]) -> list[str]:
         urls = [url.rstrip("/") for url in urls]
-        if len(set(urls)) < len(urls):
-            raise ValueError("a server is named twice")
         if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
             raise ValueError(f"{wrong[0]} does not begin with http:// or https://")
+        try:
+            bare = [str(httpx2.URL(url).copy_with(userinfo=b"")) for url in urls]
+        except httpx2.InvalidURL:  # which names the place, and may quote a password there
+            raise ValueError("a URL is malformed; in a password, write / as %2F and @ as %40") from None
+        if len(set(bare)) < len(bare):
+            raise ValueError("a server is named twice")
         return urls
 
 
@@ -68,10 +76,11 @@ class OpenAIEngine:
         """
         api_key = None
         if options.api_key_env is not None:
-            api_key = os.environ.get(options.api_key_env)
-            if not api_key:
+            api_key = _from_environment(options.api_key_env, "api_key_env").strip()
+            if not api_key.isascii() or not api_key.isprintable():
                 raise UserError(
-                    f"data.distill.options.api_key_env: the environment has no variable {options.api_key_env}"
+                    f"data.distill.options.api_key_env: {options.api_key_env} holds line breaks or other characters "
+                    "that no HTTP header takes: set it to the key alone"
                 )
         if setting.recipe.data.distill.top_k > 0 and not options.extensions:
             raise UserError("data.distill.top_k is not of OpenAI's API: it needs data.distill.options.extensions: true")
@@ -83,7 +92,9 @@ class OpenAIEngine:
             sampling=AnswerSampling(max_new_tokens=1),
             seed=0,
         )
-        client = OpenAIClient(options.api, setting.end_ids, options.extensions, options.timeout_s, api_key)
+        credentials = dict(_split_credentials(url) for url in options.base_urls)
+        options = options.model_copy(update={"base_urls": list(credentials)})
+        client = OpenAIClient(options.api, setting.end_ids, options.extensions, options.timeout_s, api_key, credentials)
         return cls(options, client, trial)
 
     def __init__(self, options: OpenAIOptions, client: OpenAIClient, trial: Request) -> None:
@@ -249,6 +260,31 @@ class OpenAIEngine:
                 return request.key, Failure(reason)
             avoid.add(server)
             await asyncio.sleep(backoff_s(attempts))
+
+
+def _from_environment(name: str, option: str) -> str:
+    """What the variable holds. A name that is none is taken for the secret itself, and not shown."""
+    if not os.environ.get(name):
+        shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
+        raise UserError(f"data.distill.options.{option}: the environment has no variable {shown}")
+    return os.environ[name]
+
+
+def _split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
+    """The URL as it may be shown, and the user and password that stood in it, from the environment if it says so."""
+    address = httpx2.URL(url)
+    if not address.userinfo:
+        return url, None
+    parts = (address.username, address.password)
+    if MASK in parts:
+        raise UserError(
+            "data.distill.options.base_urls: this recipe was written without the passwords of its servers: give the "
+            "URLs on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
+        )
+    user, password = (
+        ENVIRONMENT_VARIABLE.sub(lambda variable: _from_environment(variable[1], "base_urls"), part) for part in parts
+    )
+    return str(address.copy_with(userinfo=b"")), (user, password)
 
 
 ENGINE = OpenAIEngine

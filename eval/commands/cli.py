@@ -14,6 +14,7 @@ import typer
 from draftsmith.eval.commands.stages import console, make_drafter, run_distill, run_eval, run_features, run_train
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.masking import masked
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 
@@ -238,7 +239,7 @@ def _write_json(file: Path | None, values: Any) -> None:
 
 
 def _next(command: str) -> None:
-    console.print(f"Next: {command}")
+    console.print(f"Next: {masked(command)}")
 
 
 def _again(recipe: Path, overrides: list[str] | None) -> str:

@@ -53,6 +53,8 @@ def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> A
     if key not in fields:
         hint = did_you_mean(key, fields, "valid keys are those of transformers.TrainingArguments")
         raise UserError(f"unknown key `train.{key}`: {hint}")
+    if key == "hub_token":  # every checkpoint would hold it
+        raise UserError("key `train.hub_token` does not belong in a recipe: put it into the environment as HF_TOKEN")
     try:
         return TypeAdapter(hints[key]).validate_python(value)
     except ValidationError as error:

@@ -45,6 +45,40 @@ def test_sampling_seed_and_key_are_sent(
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one\x00", "sk-\xfcml", "sk-one\x7f"])
+def test_a_key_that_no_header_takes_is_refused_unseen(
+    start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr("os.environ", {"MY_KEY": key})
+    with pytest.raises(UserError, match=r"api_key_env: MY_KEY holds line breaks or other characters") as caught:
+        start_engine(start_server(), api_key_env="MY_KEY")
+    assert "sk-" not in str(caught.value)
+
+
+def test_a_key_in_place_of_its_variable_is_not_shown(start_server: StartServer, start_engine: StartEngine) -> None:
+    with pytest.raises(UserError, match="give a variable's name, not what it holds") as caught:
+        start_engine(start_server(), api_key_env="sk-proj-1")
+    assert "sk-" not in str(caught.value)
+
+
+def test_the_newline_behind_a_key_is_none_of_it(
+    start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret\r\n")
+    server = start_server()
+    run(start_engine(server, api_key_env="MY_KEY"), requests(1))
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("url", ["me:pw@host/v1", "http://me:p/w@host/v1", "http://me:pw@[host/v1"])
+def test_a_malformed_url_does_not_show_its_password(url: str) -> None:
+    with pytest.raises(UserError) as caught, open_engine(setting(options={"base_urls": [url]})):
+        pass
+    assert "pw" not in str(caught.value)
+    assert "p/w" not in str(caught.value)
+    assert "'p'" not in str(caught.value)
+
+
 def test_chat_and_text_without_token_ids(start_server: StartServer, start_engine: StartEngine) -> None:
     server = start_server(token_ids=False)
     engine = start_engine(server, api="chat")
