@@ -5,7 +5,6 @@
 """
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.packing import PackedRows, check_packing
 from draftsmith.train.drafter.card import write_drafter_card
+from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_whole_checkpoint, set_damaged_aside
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
 from draftsmith.train.drafter.report import TRAINING_FILE, TrainReport
-from draftsmith.train.drafter.trainer import DrafterTrainer, last_whole_checkpoint
+from draftsmith.train.drafter.same_bits import reproducible_where, same_bits_every_time
+from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.features.offline import keep_what_is_read, open_features, refuse_obstacle
 
@@ -74,24 +75,41 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if trainer.is_world_process_zero():
         write_atomically(run.drafter / "settings.json", json.dumps(settings, indent=2) + "\n")
         run.record("train")
-    begin_s = time.perf_counter()
-    checkpoint = last_whole_checkpoint(Path(args.output_dir))
-    if checkpoint is not None and trainer.is_world_process_zero():
-        print(f"going on from {checkpoint}")
+    checkpoint = _checkpoint_to_go_on_from(trainer)
+    if checkpoint is not None:
+        trainer.progress.restore(checkpoint)
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if checkpoint is not None and is_last_checkpoint(checkpoint):
+            trainer.take_over(checkpoint)
+        else:
+            with same_bits_every_time(args):
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stop.restore()
-    if stop.requested:
+    if trainer.state.global_step < trainer.state.max_steps:
         raise KeyboardInterrupt
-    wall_time_s = time.perf_counter() - begin_s
     trained = set(drafter.parameters())  # which may lie inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
-    _save(trainer, run.drafter, args, settings, wall_time_s)
+    _save(trainer, run.drafter, args, settings)
     if trainer.is_world_process_zero():
         write_drafter_card(recipe)
+    if stop.requested:  # in the last step
+        raise KeyboardInterrupt
     return TrainReport.read(run.drafter, was_finished=False)
+
+
+def _checkpoint_to_go_on_from(trainer: DrafterTrainer) -> Path | None:
+    """The same in all processes. Says which it is, and which are damaged."""
+    folder = Path(trainer.args.output_dir)
+    if trainer.is_world_process_zero():
+        for sentence in set_damaged_aside(folder):
+            print(sentence)
+    trainer.accelerator.wait_for_everyone()
+    checkpoint = newest_whole_checkpoint(folder)
+    if checkpoint is not None and trainer.is_world_process_zero():
+        print(f"going on from {checkpoint}")
+    return checkpoint
 
 
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
@@ -129,19 +147,18 @@ def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def _save(
-    trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any], wall_time_s: float
-) -> None:
+def _save(trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any]) -> None:
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; settings.json says the same
         metrics = {
             "steps": trainer.state.global_step,
             "epochs": trainer.state.epoch,
-            "wall_time_s": round(wall_time_s, 1),
-            "tokens": trainer.tokens_trained,
+            "wall_time_s": round(trainer.progress.elapsed_s, 1),
+            "tokens": trainer.progress.tokens,
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "rows": len(trainer.train_dataset),
+            "reproducible": reproducible_where(args),
             "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
             "history": trainer.state.log_history,
             "settings": settings,

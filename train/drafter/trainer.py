@@ -5,8 +5,6 @@ Or, offline, with the target's features from disk (`features/cache.py`).
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
 
-import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,8 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 from draftsmith.train.batches.packing import PackedRows
+from draftsmith.train.drafter.checkpoints import STATE_FILE
+from draftsmith.train.drafter.progress import Progress
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
 from draftsmith.train.features.online import training_features
 
@@ -65,11 +65,11 @@ class DrafterTrainer(Trainer):
         super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collator, **kwargs)
         self.add_callback(LogLastStep())
         self._drafter, self._target = drafter, target
-        # Rows: loss sum, correct, labels of each depth; added up since the last log.
+        # Rows: loss sum, correct, labels of each depth; of this process, since they were last settled.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
-        self.tokens_trained = 0  # by this process group, since it began or went on
-        self._last_log_s = time.perf_counter()
+        self.progress = Progress()
+        self.add_callback(self.progress)
 
     def compute_loss(
         self,
@@ -114,25 +114,26 @@ class DrafterTrainer(Trainer):
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self._depth_sums_3g is not None and self._tokens is not None:
-            logs = {**logs, **self._depth_logs(self._depth_sums_3g, self._tokens)}
-            self._depth_sums_3g = self._tokens = None
+        if "loss" in logs:
+            self._settle()
+            logs = {**logs, **self.progress.take_log()}
         super().log(logs, start_time)
 
-    def _depth_logs(self, sums_3g: Tensor, tokens: Tensor) -> dict[str, float]:
-        """Means over the labels of all batches and processes since the last log."""
-        loss_g, correct_g, count_g = self.accelerator.reduce(sums_3g, reduction="sum").tolist()
-        all_tokens = self.accelerator.reduce(tokens, reduction="sum").item()
-        self.tokens_trained += int(all_tokens)
-        now_s = time.perf_counter()
-        depth_logs: dict[str, float] = {}
-        for depth, (loss, correct, count) in enumerate(zip(loss_g, correct_g, count_g, strict=True), start=1):
-            if count:
-                depth_logs[f"loss_depth{depth}"] = round(loss / count, 4)
-                depth_logs[f"accuracy_depth{depth}"] = round(correct / count, 4)
-        depth_logs["tokens_per_s"] = round(all_tokens / (now_s - self._last_log_s), 1)
-        self._last_log_s = now_s
-        return depth_logs
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._settle()
+        super()._save_checkpoint(model, trial)
+
+    def take_over(self, checkpoint: Path) -> None:
+        """Be where a checkpoint was when all steps were done: the Trainer itself would train one more."""
+        self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+        self._load_from_checkpoint(str(checkpoint))
+
+    def _settle(self) -> None:
+        """Add up over all processes what was counted, for a log or a checkpoint; each must ask at the same step."""
+        if self._depth_sums_3g is not None and self._tokens is not None:
+            sums_3g = self.accelerator.reduce(self._depth_sums_3g, reduction="sum").tolist()
+            self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_3g)
+            self._depth_sums_3g = self._tokens = None
 
 
 def apply_learning_rate_factors(optimizer: torch.optim.Optimizer, drafter: Drafter) -> None:
@@ -151,10 +152,3 @@ def apply_learning_rate_factors(optimizer: torch.optim.Optimizer, drafter: Draft
             {**group, "params": parameters, "lr": group["lr"] * factor} for factor, parameters in by_factor.items()
         ]
     optimizer.param_groups[:] = groups
-
-
-def last_whole_checkpoint(folder: Path) -> Path | None:
-    """The newest `checkpoint-N` that was written to its end: `trainer_state.json` is written last."""
-    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if path.stat().st_size]
-    numbered = {int(match[1]): path for path in found if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
-    return numbered[max(numbered)] if numbered else None

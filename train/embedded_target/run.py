@@ -12,8 +12,8 @@ from transformers.trainer_callback import TrainerState
 
 from draftsmith.data.stdlib.conversations import build_conversations
 from draftsmith.recipes.target_schema import EmbeddedTargetRecipe, ScheduleSection
+from draftsmith.train.drafter.checkpoints import newest_whole_checkpoint
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
-from draftsmith.train.drafter.trainer import last_whole_checkpoint
 from draftsmith.train.embedded_target.build import (
     TargetTrainer,
     build_model,
@@ -71,7 +71,7 @@ def train_target(recipe: EmbeddedTargetRecipe, snapshot_dir: Path | None = None)
         )
     if schedule.compile and has_compiler():
         model.compile()
-    checkpoint = last_whole_checkpoint(recipe.work_dir)
+    checkpoint = newest_whole_checkpoint(recipe.work_dir)
     if checkpoint:
         saved = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).stateful_callbacks
         clock.elapsed_s = saved[type(clock).__name__]["attributes"]["elapsed_s"]

@@ -16,8 +16,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.checkpoints import newest_whole_checkpoint
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trainer import DrafterTrainer, last_whole_checkpoint
+from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import training_data
 from draftsmith.train.plan.step_cost import FakeTraining
@@ -84,7 +85,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
         with pytest.raises(KeyboardInterrupt):
             train_drafter(broken)
     checkpoints = drafter_folder(broken) / "checkpoints"
-    assert last_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
+    assert newest_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
     (checkpoints / "checkpoint-6").mkdir()  # one that was being written when the power went
     assert train_drafter(broken).steps == 7
     expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
@@ -142,7 +143,7 @@ def test_ctrl_c_saves_the_step_at_work(target_folder: Path, monkeypatch: pytest.
             train_drafter(recipe)
     assert signal.getsignal(signal.SIGINT) is handler
     checkpoints = drafter_folder(recipe) / "checkpoints"
-    assert last_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
+    assert newest_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
     assert train_drafter(recipe).steps == 7
 
 

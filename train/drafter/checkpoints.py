@@ -1,0 +1,89 @@
+"""Which checkpoint training goes on from: the newest one that is whole. A damaged one is set aside and named.
+
+Every file is opened: weights by safetensors, which compares the file's size with its header, and what torch wrote (a
+zip archive) by its own checksums.
+"""
+
+import json
+import re
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+STATE_FILE = "trainer_state.json"  # the Trainer writes it last
+DAMAGED = "damaged-"
+# What exact resumption takes beside the weights; without one of them the Trainer would start it anew, silently.
+RESUMED_FILES = ("optimizer.pt", "scheduler.pt")
+
+
+def newest_whole_checkpoint(folder: Path) -> Path | None:
+    """The newest `checkpoint-N` in which no file is missing or damaged. Changes nothing."""
+    return next((checkpoint for checkpoint in _newest_first(folder) if what_is_damaged(checkpoint) is None), None)
+
+
+def is_last_checkpoint(checkpoint: Path) -> bool:
+    """Whether all steps of the training were done when it was written."""
+    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return state["global_step"] >= state["max_steps"]
+
+
+def set_damaged_aside(folder: Path) -> list[str]:
+    """Rename the checkpoints newer than the newest whole one, so that the Trainer counts and rotates without them.
+
+    Returns:
+        A sentence for each.
+    """
+    sentences = []
+    for checkpoint in _newest_first(folder):
+        damage = what_is_damaged(checkpoint)
+        if damage is None:
+            break
+        aside = next(
+            path
+            for number in range(1000)
+            if not (path := folder / f"{DAMAGED}{checkpoint.name}{f'-{number}' if number else ''}").exists()
+        )
+        checkpoint.rename(aside)
+        sentences.append(f"{checkpoint} is damaged ({damage}): set aside as {aside.name}")
+    return sentences
+
+
+def what_is_damaged(checkpoint: Path) -> str | None:
+    """The first damaged file and what is wrong with it; None where all are whole."""
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        steps = [state.get(key) for key in ("global_step", "max_steps")] if isinstance(state, dict) else []
+        if not steps or not all(isinstance(step, int) for step in steps):
+            return f"{STATE_FILE} is no Trainer's state"
+    except FileNotFoundError:
+        return f"{STATE_FILE} is missing, so it was not written to its end"
+    except (OSError, ValueError) as error:
+        return f"{STATE_FILE}: {error}"
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
+    there = {file.name for file in files} & set(RESUMED_FILES)
+    missing = set(RESUMED_FILES) - there
+    if there and missing:  # all of them: the recipe saves weights alone, or a sharded layout has its own
+        return f"{min(missing)} is missing"
+    for file in files:
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt"):
+                    pass
+            elif file.suffix in (".pt", ".pth"):
+                with zipfile.ZipFile(file) as archive:
+                    broken = archive.testzip()
+                if broken is not None:
+                    return f"{file.name}: {broken} has another checksum"
+        except (OSError, SafetensorError, zipfile.BadZipFile) as error:
+            return f"{file.name}: {error}"
+    return None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    numbered = {
+        int(match[1]): path
+        for path in folder.glob("checkpoint-*")
+        if path.is_dir() and (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    }
+    return [numbered[step] for step in sorted(numbered, reverse=True)]
