@@ -306,7 +306,7 @@ def test_dtypes(name: str) -> None:
 @pytest.mark.parametrize("name", ["ce", "lk_lambda"])
 @pytest.mark.parametrize("master", [True, False])
 def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool) -> None:
-    """A mean over a million labels, scaled as a GradScaler does: no gradient is zero that fp32 does not have at zero."""
+    """A mean over a million labels, scaled as a GradScaler does: no gradient is zero that is not zero in fp32."""
     setting, scale = Setting(reduced=False), 65536.0
     hidden_nd, teacher_nd = setting.hidden_nd.detach().half(), setting.teacher_nd.half()
     weights_n = 2.0**-20 * torch.tensor([2.0**-row for row in range(N)])

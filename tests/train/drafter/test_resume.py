@@ -140,7 +140,7 @@ def test_no_whole_checkpoint_at_all(recipes: tuple[Recipe, Recipe], monkeypatch:
 
 
 def test_the_same_bits_with_several_threads(target_folder: Path) -> None:
-    """The backward of indexing adds up in parallel where there is much to add: here 32 rows of 64 tokens and two masks."""
+    """The backward of indexing adds up in parallel where there is much: here 32 rows of 64 tokens and two masks."""
     trained = []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
