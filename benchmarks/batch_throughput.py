@@ -24,7 +24,7 @@ import torch
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.evaluate import resolve_tuned
+from draftsmith.eval.commands.tuned_tree import resolve_tuned
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import Generation

@@ -18,12 +18,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -32,12 +28,10 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import Arm, load_models, make_arms
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.evaluate import (
-    PROOF,
-    drafter_weights,
-    update_card,
-    with_tuned_trees,
-)
+from draftsmith.eval.commands.drafter_card import update_card
+from draftsmith.eval.commands.measurement import drafter_weights
+from draftsmith.eval.commands.proof import BINS, PROOF, DistributionProof, Divergence, GreedyProof, Proof
+from draftsmith.eval.commands.tuned_tree import with_tuned_trees
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
@@ -49,122 +43,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 
-BINS = 20
-SIGNIFICANCE = 1e-3  # of all distribution tests together
-TIE_NOISE = 2.0  # a gap of up to so many times the noise is a tie
-ENUMERATION_TOLERANCE = 1e-9
 DEFAULT_TEMPERATURE = 1.0  # where the recipe only decodes greedily
-
-
-@dataclass
-class Divergence:
-    """Where a greedy answer first differed. `gap`: between the two largest logits; `noise`: see the module."""
-
-    question_id: int | str
-    position: int
-    expected: int
-    found: int
-    gap: float
-    noise: float
-
-    @property
-    def is_tie(self) -> bool:
-        return self.gap <= TIE_NOISE * self.noise
-
-
-@dataclass
-class GreedyProof:
-    method: str
-    prompts: int
-    tokens: int
-    divergences: list[Divergence] = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        return all(divergence.is_tie for divergence in self.divergences)
-
-
-@dataclass
-class DistributionProof:
-    """`impossible`: tokens that the target gives no probability at all."""
-
-    method: str
-    temperature: float
-    tokens: int
-    impossible: int
-    chi_square: float
-    p_value: float
-
-    def holds(self, significance: float) -> bool:
-        return self.impossible == 0 and self.p_value >= significance
-
-
-@dataclass
-class Proof:
-    """All evidence; `holds` is what the exit code says."""
-
-    greedy: list[GreedyProof]
-    distribution: list[DistributionProof]
-    enumeration_error: float
-    drafter_weights: list[str | None]  # SHA-256, of what this is the proof of
-    left_out: list[str] = field(default_factory=list)  # methods with lenience: nobody says that they are lossless
-
-    @property
-    def significance(self) -> float:
-        """Of one distribution test."""
-        return SIGNIFICANCE / max(1, len(self.distribution))
-
-    @property
-    def holds(self) -> bool:
-        return (
-            all(proof.holds for proof in self.greedy)
-            and all(proof.holds(self.significance) for proof in self.distribution)
-            and self.enumeration_error <= ENUMERATION_TOLERANCE
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """With the verdicts beside the figures."""
-        return {
-            "holds": self.holds,
-            "greedy": [
-                {**asdict(proof), "holds": proof.holds, "ties": sum(d.is_tie for d in proof.divergences)}
-                for proof in self.greedy
-            ],
-            "distribution": [{**asdict(proof), "holds": proof.holds(self.significance)} for proof in self.distribution],
-            "significance": self.significance,
-            "enumeration_error": self.enumeration_error,
-            "drafter_weights": self.drafter_weights,
-            "left_out": self.left_out,
-        }
-
-    def show(self, console: Console) -> None:
-        table = Table(title="greedy identity", title_justify="left")
-        for column in ("method", "prompts", "tokens", "different answers", "numerical ties", "holds"):
-            table.add_column(column)
-        for greedy in self.greedy:
-            ties = sum(divergence.is_tie for divergence in greedy.divergences)
-            cells = (greedy.prompts, greedy.tokens, len(greedy.divergences), ties)
-            table.add_row(greedy.method, *map(str, cells), _yes(greedy.holds))
-        console.print(table)
-        for greedy in self.greedy:
-            for found in greedy.divergences:
-                console.print(
-                    f"{greedy.method}, question {found.question_id}, token {found.position}: {found.found} instead of "
-                    f"{found.expected}; the two largest logits are {found.gap:.2e} apart, noise {found.noise:.2e}: "
-                    + ("a tie" if found.is_tie else "[bold red]a bug[/bold red]")
-                )
-        table = Table(title="distribution of sampled tokens", title_justify="left")
-        for column in ("method", "T", "tokens", "impossible", f"chi-square ({BINS - 1} df)", "p-value", "holds"):
-            table.add_column(column)
-        for proof in self.distribution:
-            figures = (f"{proof.temperature:g}", str(proof.tokens), str(proof.impossible), f"{proof.chi_square:.1f}")
-            verdict = _yes(proof.holds(self.significance))
-            table.add_row(proof.method, *figures, f"{proof.p_value:.3f}", verdict)
-        console.print(table)
-        console.print(f"verifier, by enumeration: largest error {self.enumeration_error:.1e}")
-        if self.left_out:
-            console.print(f"not lossless by their lenience, so left out: {', '.join(self.left_out)}", style="bold")
-        console.print("[bold]proved[/bold]" if self.holds else "[bold red]NOT PROVED[/bold red]")
 
 
 def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int = 48) -> Proof:
@@ -305,7 +184,3 @@ def chi_square_uniform(u: Tensor) -> tuple[float, float]:
     statistic = float(((counts - expected) ** 2).sum() / expected) if expected else 0.0
     half_df, half = torch.tensor((BINS - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
     return statistic, float(torch.special.gammaincc(half_df, half))
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "[bold red]NO[/bold red]"

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.evaluate import TUNED_TREE, resolve_tuned
+from draftsmith.eval.commands.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
@@ -198,17 +197,6 @@ class Tuned:
         console.print(f"[bold]{describe(self.chosen)}[/bold] from now on for methods with `tree: tuned`")
 
 
-def shape_of(method: MethodRecipe) -> dict[str, Any]:
-    """What makes the tree, without the row's name."""
-    return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths")}
-
-
-def describe(method: MethodRecipe) -> str:
-    depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
-    size = f" of {method.nodes} nodes" if method.tree == "best_first" else ""
-    return f"{method.tree}{size}{depth}"
-
-
 @torch.inference_mode()
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
     """Find the tree, and write it into the drafter's config.
@@ -318,11 +306,3 @@ def _measure(
             for speed, count, time_s in zip(speeds, tokens, seconds, strict=True):
                 speed.append(count / time_s)
     return [(finalist, statistics.median(speed)) for finalist, speed in zip(finalists, speeds, strict=True)]
-
-
-def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
-    """Note the tree down in the drafter's config, which goes wherever its weights go."""
-    file = drafter_folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config[TUNED_TREE] = shape_of(method)
-    write_atomically(file, json.dumps(config, indent=2, sort_keys=True) + "\n")

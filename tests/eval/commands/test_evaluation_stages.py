@@ -7,15 +7,19 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from draftsmith.eval.commands.evaluate import evaluate
+from draftsmith.eval.commands.drafter_card import update_card
+from draftsmith.eval.commands.evaluate import evaluate, report_again
+from draftsmith.eval.commands.measurement import WEIGHTS
+from draftsmith.eval.commands.proof import PROOF
 from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import tune
+from draftsmith.eval.commands.tuned_tree import write_tuned
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import MethodRecipe, Recipe
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +83,6 @@ def test_one_after_the_other(recipe: Recipe) -> None:
 
 def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     """Not one that was tuned afterwards."""
-    from draftsmith.eval.commands.evaluate import report_again
-    from draftsmith.eval.commands.tune import write_tuned
-    from draftsmith.recipes.schema import MethodRecipe
-
     folder = RunFolder(recipe)
     config = (folder.drafter / "config.json").read_text()
     write_tuned(folder.drafter, MethodRecipe(name="x", tree="best_first", nodes=37, max_depth=2))
@@ -120,8 +120,6 @@ def test_the_cards_example_runs(recipe: Recipe, capsys: pytest.CaptureFixture[st
 
 
 def test_other_weights_inherit_neither_figures_nor_proof(recipe: Recipe) -> None:
-    from draftsmith.eval.commands.evaluate import WEIGHTS, update_card
-
     folder = RunFolder(recipe).drafter
     weights = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(weights + b"\0")
@@ -150,8 +148,6 @@ def test_records_of_an_earlier_version_stop_the_evaluation_at_once(recipe: Recip
 
 
 def test_a_proof_of_another_drafter_is_not_shown(recipe: Recipe) -> None:
-    from draftsmith.eval.commands.evaluate import PROOF, report_again
-
     folder = RunFolder(recipe)
     file = folder.eval / PROOF
     proof = json.loads(file.read_text())

@@ -9,11 +9,8 @@ from support.tiny_models import tiny_target
 from torch import Tensor
 
 from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.commands.proof import DistributionProof, Divergence, GreedyProof, Proof
 from draftsmith.eval.commands.prove import (
-    DistributionProof,
-    Divergence,
-    GreedyProof,
-    Proof,
     _compare,
     _test,
     chi_square_uniform,

@@ -9,17 +9,14 @@ import torch
 from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
-from draftsmith.eval.commands.evaluate import resolve_tuned
 from draftsmith.eval.commands.tune import (
     _on_curve,
     _Tracing,
     candidates,
-    describe,
     expected_tau,
-    shape_of,
     traced_path,
-    write_tuned,
 )
+from draftsmith.eval.commands.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod

@@ -1,0 +1,54 @@
+"""What the records in `runs/<name>/eval/` were made with, and what was measured beside them."""
+
+import json
+from typing import Any
+
+from draftsmith.data.sources.questions import questions_file
+from draftsmith.eval.bench.arms import drafter_folders
+from draftsmith.recipes.run_folder import RunFolder, sha256_of
+from draftsmith.recipes.schema import EvalRecipe, Recipe, TargetRecipe
+
+WEIGHTS = "model.safetensors"
+SETTINGS = "settings.json"
+UNTIMED = "untimed.json"
+# Of the recipe's eval section: may differ from what the records were made with.
+FREE_KEYS = {"runs", "untimed_questions"}
+
+
+def measurement_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a measurement depends on."""
+    return {
+        "eval": recipe.eval.model_dump(exclude=FREE_KEYS),
+        "target": recipe.target.model_dump(),
+        "seed": recipe.seed,
+        "drafter_weights": drafter_weights(recipe),
+        "questions_file": sha256_of(questions_file(recipe.eval.questions)),
+    }
+
+
+def as_measured(recipe: Recipe) -> Recipe:
+    """The recipe with the settings that the records were made with: a tree tuned since then is not theirs."""
+    recorded = json.loads((RunFolder(recipe).eval / SETTINGS).read_text(encoding="utf-8"))
+    free = recipe.eval.model_dump(include=FREE_KEYS)
+    return recipe.model_copy(
+        update={
+            "eval": EvalRecipe.model_validate(recorded["eval"] | free),
+            "target": TargetRecipe.model_validate(recorded["target"]),
+            "seed": recorded["seed"],
+        }
+    )
+
+
+def drafter_weights(recipe: Recipe) -> list[str | None]:
+    """SHA-256 of the weights of the drafters that are measured."""
+    files = [folder / WEIGHTS for folder in drafter_folders(recipe)]
+    return [sha256_of(file) if file.is_file() else None for file in files]
+
+
+def untimed_figures(recipe: Recipe) -> dict[str, Any] | None:
+    """By arm, what was measured off the clock with as many questions as the recipe asks for."""
+    file = RunFolder(recipe).eval / UNTIMED
+    if not file.is_file():
+        return None
+    untimed = json.loads(file.read_text(encoding="utf-8"))
+    return untimed["arms"] if untimed["questions"] == recipe.eval.untimed_questions else None
