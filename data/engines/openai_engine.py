@@ -94,7 +94,15 @@ class OpenAIEngine:
         )
         credentials = dict(_split_credentials(url) for url in options.base_urls)
         options = options.model_copy(update={"base_urls": list(credentials)})
-        client = OpenAIClient(options.api, setting.end_ids, options.extensions, options.timeout_s, api_key, credentials)
+        client = OpenAIClient(
+            options.api,
+            setting.end_ids,
+            max(setting.tokenizer.get_vocab().values()) + 1,
+            options.extensions,
+            options.timeout_s,
+            api_key,
+            credentials,
+        )
         return cls(options, client, trial)
 
     def __init__(self, options: OpenAIOptions, client: OpenAIClient, trial: Request) -> None:

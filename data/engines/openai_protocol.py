@@ -9,12 +9,14 @@ import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import from_json
 
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 
 Api = Literal["completions", "chat"]
 PATHS: dict[Api, str] = {"completions": "/completions", "chat": "/chat/completions"}
 OTHER_PROMPT = "the server's chat template made another prompt"
+TOO_LONG = "malformed answer: longer than was asked for"
 REASON_CHARACTERS = 80
 
 
@@ -74,28 +76,34 @@ def request_body(request: Request, model: str, api: Api, end_ids: tuple[int, ...
     return body
 
 
-def read_models(body: Any) -> list[ModelCard]:
+def longest_answer_bytes(request: Request) -> int:
+    """More than any answer to this request weighs: a token may be 64 box characters, each a JSON escape."""
+    return (1 << 16) + 512 * request.sampling.max_new_tokens + 16 * len(request.prompt_ids)
+
+
+def read_models(body: bytes) -> list[ModelCard]:
     """The models that a server offers.
 
     Raises:
         BadAnswer: The body is no list of models.
     """
     try:
-        return _ModelList.model_validate(body).data
+        return _ModelList.model_validate_json(body).data
     except ValidationError as error:
         raise BadAnswer(_malformed(error)) from None
 
 
-def read_answer(body: Any, request: Request, api: Api, end_ids: tuple[int, ...]) -> Outcome:
+def read_answer(body: bytes, request: Request, api: Api, end_ids: tuple[int, ...], vocabulary_size: int) -> Outcome:
     """The outcome that a body with status 200 holds.
 
     Token ids are cut behind the first end token. Ids of a stopped answer that hold none cannot be used; its text can.
+    pydantic's own parser takes no lone surrogates, no deep nesting and no numbers of thousands of digits.
 
     Raises:
         BadAnswer: The body is not what the API promises, or the server gave the request up.
     """
     try:
-        answer = _Answer.model_validate(body)
+        answer = _Answer.model_validate_json(body)
     except ValidationError as error:
         raise BadAnswer(_malformed(error)) from None
     choice = answer.choices[0]
@@ -104,14 +112,20 @@ def read_answer(body: Any, request: Request, api: Api, end_ids: tuple[int, ...])
     if choice.finish_reason == "abort":
         raise BadAnswer("aborted by the server")
     if choice.finish_reason not in ("stop", "length"):
-        return Failure(f"finish reason {choice.finish_reason}")
+        return Failure(f"finish reason {' '.join(choice.finish_reason.split())[:REASON_CHARACTERS]}")
     token_ids = choice.token_ids
     if token_ids is not None:
         if choice.finish_reason == "stop" and isinstance(choice.stop_reason, int) and choice.stop_reason in end_ids:
             token_ids = [*token_ids, choice.stop_reason]  # cut again below where the server has it already
         end = next((position for position, token_id in enumerate(token_ids) if token_id in end_ids), None)
         if end is not None:
-            return Completion(token_ids[: end + 1], "stop")
+            token_ids = token_ids[: end + 1]
+        if len(token_ids) > request.sampling.max_new_tokens + 1:  # some servers do not count the end token
+            raise BadAnswer(TOO_LONG)
+        if not all(0 <= token_id < vocabulary_size for token_id in token_ids):
+            raise BadAnswer("malformed answer: token ids outside the target's vocabulary")
+        if end is not None:
+            return Completion(token_ids, "stop")
         if choice.finish_reason == "length":
             return Completion(token_ids, "length")
     text = choice.text if api == "completions" else _content(choice.message)
@@ -125,17 +139,23 @@ def _content(message: _Message | None) -> str | None:
     return None if message is None else message.content or ""
 
 
-def refusal_reason(status: int, body: Any) -> str:
+def refusal_reason(status: int, content: bytes | bytearray) -> str:
     """A short reason that counts alike for alike refusals: numbers are left out of the server's message."""
+    try:
+        body = from_json(content)
+    except ValueError:
+        return f"HTTP {status}"
     error = body.get("error", body) if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return f"HTTP {status}"
     code, message = error.get("code"), error.get("message") or error.get("detail")
     text = code if isinstance(code, str) else message if isinstance(message, str) else ""
-    text = re.split(r"\.\s|\n", re.sub(r"\d+", "N", text), maxsplit=1)[0].strip(" .")
+    text = re.split(r"\.\s|[\r\n]", re.sub(r"\d+", "N", text), maxsplit=1)[0].strip(" .")
     return f"HTTP {status}: {text[:REASON_CHARACTERS]}" if text else f"HTTP {status}"
 
 
 def _malformed(error: ValidationError) -> str:
-    key = ".".join(map(str, error.errors()[0]["loc"])) or "body"
-    return f"malformed answer: {key}"
+    first = error.errors(include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return "malformed answer: no JSON"
+    return f"malformed answer: {'.'.join(map(str, first['loc'])) or 'body'}"

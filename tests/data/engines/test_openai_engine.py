@@ -1,11 +1,21 @@
 """What the openai engine sends, what it makes of the answers, and which settings it refuses."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
 from support.fake_openai_server import END_ID, Fault, answer_ids
-from support.openai_setup import StartEngine, StartServer, eventually, requests, right_answers, run, setting
+from support.openai_setup import (
+    TOKENIZER,
+    StartEngine,
+    StartServer,
+    eventually,
+    requests,
+    right_answers,
+    run,
+    setting,
+)
 
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
 from draftsmith.recipes.errors import UserError
@@ -148,6 +158,10 @@ def test_answers_end_with_the_end_token(
     assert run(start_engine(server), requests(1)) == {"c0": outcome}
 
 
+def answer_of(token_ids: list[int], finish_reason: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"finish_reason": finish_reason, "text": "x", "token_ids": token_ids}]}
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -158,6 +172,18 @@ def test_answers_end_with_the_end_token(
         ({"choices": [{"finish_reason": "stop"}]}, "malformed answer: no text"),
         ([], "malformed answer: body"),
         ({"choices": [{"finish_reason": "abort", "text": ""}]}, "aborted by the server"),
+        (answer_of([11, 10**12, END_ID]), "malformed answer: token ids outside the target's vocabulary"),
+        (answer_of([11, len(TOKENIZER), END_ID]), "malformed answer: token ids outside the target's vocabulary"),
+        (answer_of([-1, END_ID]), "malformed answer: token ids outside the target's vocabulary"),
+        (answer_of([11] * 34, "length"), "malformed answer: longer than was asked for"),
+        (
+            {"choices": [{"finish_reason": "stop", "text": "x " * (1 << 24)}]},
+            "malformed answer: longer than was asked for",
+        ),
+        (b'{"choices": [{"finish_reason": "stop", "text": "\\ud800"}]}', "malformed answer: no JSON"),
+        (b"[" * 60_000, "malformed answer: no JSON"),
+        (b'{"choices": ' + b"[" * 60_000, "malformed answer: no JSON"),
+        (b'{"choices": [{"finish_reason": "stop", "token_ids": [' + b"9" * 5000 + b"]}]}", "malformed answer: no JSON"),
     ],
 )
 def test_malformed_answers(start_server: StartServer, start_engine: StartEngine, body: Any, reason: str) -> None:
@@ -172,7 +198,10 @@ def test_malformed_answers(start_server: StartServer, start_engine: StartEngine,
         return None
 
     asked = requests(8)
-    outcomes = run(start_engine(start_server(script), max_attempts=3), asked)
+    engine = start_engine(start_server(script), max_attempts=3)
+    began = time.monotonic()
+    outcomes = run(engine, asked)
+    assert time.monotonic() - began < 10
     assert outcomes == {**right_answers(asked), "c1": Failure(reason)}
 
 
@@ -198,6 +227,26 @@ def test_a_key_that_is_refused_stops_the_run(start_server: StartServer, start_en
         start_engine(server, api_key_env="NO_SUCH_KEY")
     with pytest.raises(UserError, match="HTTP 404: Not Found: check base_urls"):
         start_engine(server, base_urls=[server.url + "x"])
+
+
+@pytest.mark.parametrize("status", [402, 407, 410, 431])
+def test_a_status_that_is_not_about_the_request_costs_no_conversation(
+    start_server: StartServer, start_engine: StartEngine, status: int
+) -> None:
+    server = start_server(lambda body, number: Fault(status, body={"error": {"message": "Pay first"}}))
+    engine = start_engine(server)
+    with pytest.raises(UserError, match=rf"/v1/completions says HTTP {status}: Pay first: check base_urls"):
+        run(engine, requests(3))
+
+
+def test_a_server_that_quotes_the_key(
+    start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-abc-1")
+    server = start_server(lambda body, number: Fault(401, body={"error": {"message": "No key sk-abc-1 here"}}))
+    engine = start_engine(server, api_key_env="MY_KEY")
+    with pytest.raises(UserError, match=r"HTTP 401: No key \*\*\* here: check"):
+        run(engine, requests(1))
 
 
 def test_servers_must_serve_the_same_model(

@@ -103,6 +103,29 @@ def test_a_storm_of_429_costs_no_attempt_and_shrinks_the_concurrency(
     assert 14 <= refused < 120
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 204])
+def test_a_redirect_to_a_login_costs_no_conversation(
+    start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    """The page that it leads to is not asked for; requests wait until the server answers again."""
+    login = Fault(status, {"Location": "/login"}, {"page": "x" * 10**6} if status != 204 else b"")
+
+    def script(body: dict[str, Any], number: int) -> Fault | None:
+        return login if 5 <= number < 12 else Fault(delay_s=0.01)
+
+    server = start_server(script)
+    asked = requests(40)
+    assert run(start_engine(server, max_attempts=1, concurrency_per_server=4), asked) == right_answers(asked)
+    assert capsys.readouterr().err.startswith(f"warning: no server answers ({server.url}: HTTP {status}")
+
+
+def test_a_redirect_at_the_start_is_named(start_server: StartServer, start_engine: StartEngine) -> None:
+    server = start_server()
+    server.check_fault = Fault(307, {"Location": "https://elsewhere/v1"}, {})
+    with pytest.raises(UserError, match=r"no server answers \(.*: HTTP 307, a redirect\).*base_urls"):
+        start_engine(server)
+
+
 @pytest.mark.parametrize("as_date", [False, True])
 def test_retry_after_is_waited_for(start_server: StartServer, start_engine: StartEngine, as_date: bool) -> None:
     # The server's clock is years off: a date counts from its own.
@@ -118,6 +141,8 @@ def test_retry_after_is_waited_for(start_server: StartServer, start_engine: Star
 def test_retry_after_that_makes_no_sense() -> None:
     assert retry_after_s({}) is None
     assert retry_after_s({"retry-after": "soon"}) is None
+    assert retry_after_s({"retry-after": "\xb2"}) is None
+    assert retry_after_s({"retry-after": "Fri, 31 Dec 99999999999 23:59:59 GMT"}) is None
     assert retry_after_s({"retry-after": "Fri, 31 Dec 1999 23:59:59 GMT"}) is None  # no Date to count from
     dates = {"retry-after": "Fri, 31 Dec 1999 23:59:59 GMT", "date": "Sat, 01 Jan 2000 00:00:09 GMT"}
     assert retry_after_s(dates) == 0
