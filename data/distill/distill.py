@@ -34,7 +34,7 @@ from draftsmith.data.distill.report import (
     REWRITTEN,
     DistillReport,
 )
-from draftsmith.data.distill.settings import check_settings
+from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.engines.engine import AnswerSampling, Completion, Engine, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import counted_reasons
@@ -50,6 +50,7 @@ from draftsmith.data.tokens.chat_tokens import (
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.settings import check_settings, write_settings
 
 LOOK_AGAIN_S = 2.0  # at conversations that another process holds
 PASSED_AT_ONCE = 1024
@@ -109,7 +110,10 @@ def distill(
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
     report = DistillReport(folder.data)
     conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
-    check_settings(recipe, weights, tokenizer, folder.data)
+    settings, file = distill_settings(recipe, weights, tokenizer), folder.data / "distill_settings.json"
+    # A smaller length means that more is cut later; a larger one would need answers that were not generated.
+    check_settings(file, settings, "distil again", may_fall=["data.max_length_tokens"])
+    write_settings(file, settings)
     started = time.perf_counter()
     with Ledger(folder.data) as ledger:
         report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0

@@ -1,43 +1,21 @@
-"""What distilled answers depend on, written beside them: one folder never mixes two targets or two samplings."""
+"""What distilled answers depend on: one folder never mixes two targets or two samplings."""
 
 import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import sha256_of, write_atomically
+from draftsmith.recipes.run_folder import sha256_of
 from draftsmith.recipes.schema import Recipe
 
 
-def check_settings(recipe: Recipe, weights: str | None, tokenizer: Any, folder: Path) -> None:
-    """Write the settings, or compare them with those that the folder was begun with.
+def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
+    """By recipe key.
 
-    Raises:
-        UserError: A setting differs; the sentence names the first such key.
+    Args:
+        weights: A hash of the target's.
+        tokenizer: The target's.
     """
-    settings = _settings(recipe, weights, tokenizer)
-    file = folder / "distill_settings.json"
-    if file.exists():
-        try:
-            recorded = json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError:
-            raise UserError(f"{file} is damaged: delete the folder {folder} to distil again") from None
-        for key, value in settings.items():
-            before = recorded.get(key)
-            # A smaller length means that more is cut later; a larger one would need answers that were not generated.
-            compatible = value <= before if key == "data.max_length_tokens" and before is not None else value == before
-            if not compatible:
-                raise UserError(
-                    f"{folder} was distilled with {key} = {before!r}, the recipe now has {value!r}: "
-                    "give the recipe another name, restore the key, or delete that folder to distil again"
-                )
-    write_atomically(file, json.dumps(settings, indent=2) + "\n")
-
-
-def _settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
     settings = recipe.data.distill
     values: dict[str, Any] = {
         **_selection(recipe),

@@ -223,33 +223,6 @@ def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tok
     return longest if limit is None else min(longest, limit)
 
 
-def check_settings(file: Path, settings: dict[str, Any]) -> None:
-    """Refuse to add measurements to records that were made with other settings; note them down the first time.
-
-    Raises:
-        UserError: Names what changed and the way out.
-    """
-    if not file.exists():
-        write_atomically(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        return
-    old = _flat(json.loads(file.read_text(encoding="utf-8")))
-    new = _flat(json.loads(json.dumps(settings)))
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    if changed:
-        raise UserError(
-            f"{file.parent} holds measurements made with other settings ({', '.join(changed)} changed): delete that "
-            "folder to measure again, or give the recipe another name"
-        )
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"eval": {"top_k": 0}} to {"eval.top_k": 0}."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
 def write_answers(records: Iterable[dict[str, Any]], folder: Path, run_name: str) -> list[Path]:
     """Spec-Bench answer files, one for each method, temperature and run, from the harness's records."""
     lines: dict[str, list[str]] = {}

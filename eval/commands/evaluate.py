@@ -13,7 +13,7 @@ from draftsmith.eval.bench.arms import drafter_folders, load_models, make_arms
 from draftsmith.eval.bench.fair_clock import check_complete
 from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import JsonlLog
-from draftsmith.eval.bench.spec_bench import SpecBench, check_settings, write_answers
+from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.commands.drafter_card import update_card
 from draftsmith.eval.commands.measurement import (
     SETTINGS,
@@ -32,6 +32,7 @@ from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.settings import check_settings, write_settings
 
 
 def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
@@ -46,7 +47,9 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
         if not (trained / "config.json").is_file():
             raise UserError(f"no trained drafter in {trained}: run `draftsmith train` with its recipe first")
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
-    check_settings(folder.eval / SETTINGS, measurement_settings(recipe))
+    settings = measurement_settings(recipe)
+    check_settings(folder.eval / SETTINGS, settings, "measure again")
+    write_settings(folder.eval / SETTINGS, settings)
     log = JsonlLog(folder.eval / "records.jsonl")
     check_complete(list(log))
     target, tokenizer, drafters = load_models(recipe)

@@ -15,9 +15,9 @@ from transformers import TrainingArguments
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.settings import check_settings, write_settings
 from draftsmith.train.batches.packing import PackedRows, check_packing
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_whole_checkpoint, set_damaged_aside
@@ -28,6 +28,7 @@ from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.features.offline import keep_what_is_read, open_features, refuse_obstacle
 
+SETTINGS = "settings.json"
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
 HARMLESS_TRAIN_KEYS = (
     "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
@@ -52,7 +53,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
     settings = _settings(recipe, tokens)
-    _refuse_other_settings(run.drafter, settings)
+    check_settings(run.drafter / SETTINGS, settings, "train anew")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
 
@@ -73,7 +74,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     trainer, stop = DrafterTrainer(drafter, target, args, rows, cache), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
-        write_atomically(run.drafter / "settings.json", json.dumps(settings, indent=2) + "\n")
+        write_settings(run.drafter / SETTINGS, settings)
         run.record("train")
     checkpoint = _checkpoint_to_go_on_from(trainer)
     if checkpoint is not None:
@@ -131,20 +132,6 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     if recipe.data.packing:
         settings["data.packing, rows of"] = recipe.data.max_length_tokens
     return settings
-
-
-def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
-    file = folder / "settings.json"
-    if not file.is_file():
-        return
-    earlier = json.loads(file.read_text(encoding="utf-8"))
-    wanted = json.loads(json.dumps(settings))
-    for key in sorted(earlier.keys() | wanted.keys()):
-        if earlier.get(key) != wanted.get(key):
-            raise UserError(
-                f"{folder} was begun with {key} = {earlier.get(key)!r}, the recipe now says {wanted.get(key)!r}: "
-                "give the run another `name`, or delete that folder to train anew"
-            )
 
 
 def _save(trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any]) -> None:

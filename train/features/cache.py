@@ -25,6 +25,7 @@ from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.settings import refuse_other_settings
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 
 FORMAT_VERSION = 1
@@ -88,12 +89,7 @@ class FeatureIndex:
         Raises:
             UserError: They are not; names the first key that differs.
         """
-        for key, value in settings.items():
-            if self.settings.get(key) != value:
-                raise UserError(
-                    f"{folder} was begun with {key} = {self.settings.get(key)!r}, now it is {value!r}: restore "
-                    "the key, give the recipe another `name`, or delete that folder and run `draftsmith features` again"
-                )
+        refuse_other_settings(folder, self.settings, settings, "write the features again")
         if not set(layers) <= set(self.layers):
             raise UserError(
                 f"{folder} holds layers {list(self.layers)} of the target, and drafter.kind with drafter.options now "

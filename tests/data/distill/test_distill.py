@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
 from draftsmith.data.distill.report import DistillReport
-from draftsmith.data.distill.settings import check_settings
+from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.engines.engine import (
     AnswerSampling,
     Completion,
@@ -37,6 +37,7 @@ from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.settings import check_settings, write_settings
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
 
@@ -280,8 +281,8 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ({"seed": 1}, "seed = 0, the recipe now has 1"),
-        ({"target": {"model": "other/model"}}, "target.model = 'embedded', the recipe now has 'other/model'"),
+        ({"seed": 1}, "seed = 0, now it is 1"),
+        ({"target": {"model": "other/model"}}, "target.model = 'embedded', now it is 'other/model'"),
         ({"data": {"distill": {"temperature": 0.5}}}, "data.distill.temperature"),
         ({"data": {"distill": {"max_new_tokens": 9}}}, "data.distill.max_new_tokens"),
         ({"data": {"max_length_tokens": 1024}}, "data.max_length_tokens"),
@@ -301,7 +302,7 @@ def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: dict[s
     with pytest.raises(UserError) as caught:
         run(Recipe.model_validate(values), tmp_path / "out", engine)
     assert key in str(caught.value)
-    assert "give the recipe another name, restore the key, or delete that folder" in str(caught.value)
+    assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +321,14 @@ def test_conversations_chosen_otherwise_are_never_mixed(
     source: Path, tmp_path: Path, keys: dict[str, Any], key: str
 ) -> None:
     recipe = make_recipe(source)
-    check_settings(recipe, None, tiny_tokenizer(templates.CHATML), tmp_path / "out")
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    write_settings(tmp_path / "settings.json", distill_settings(recipe, None, tokenizer))
     values = recipe.model_dump()
     values["data"]["conversations"] |= keys
+    settings = distill_settings(Recipe.model_validate(values), None, tokenizer)
     with pytest.raises(UserError) as caught:
-        check_settings(Recipe.model_validate(values), None, tiny_tokenizer(templates.CHATML), tmp_path / "out")
-    assert f"was distilled with {key}" in str(caught.value)
+        check_settings(tmp_path / "settings.json", settings, "distil again")
+    assert f"was begun with {key}" in str(caught.value)
 
 
 def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:
@@ -500,7 +503,7 @@ def test_distils_end_to_end(tiny_llama: LlamaForCausalLM, source: Path, tmp_path
     for conversation in kept(tmp_path / "out").values():
         assert any(tokenize_conversation(tokenizer, conversation).loss_mask)
     assert run(recipe, tmp_path / "out", engine, weights="a").kept == 0
-    with pytest.raises(UserError, match="distilled with the target's weights"):
+    with pytest.raises(UserError, match="begun with the target's weights"):
         run(recipe, tmp_path / "out", engine, weights="b")
 
 

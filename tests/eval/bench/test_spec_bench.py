@@ -15,7 +15,7 @@ from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.record_log import JsonlLog
-from draftsmith.eval.bench.spec_bench import SpecBench, check_settings, request_seed, write_answers
+from draftsmith.eval.bench.spec_bench import SpecBench, request_seed, write_answers
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.stop_strings import StopStrings
@@ -300,16 +300,6 @@ def test_the_clock_by_hand() -> None:
     row = summarize([made_up(0, 2.0, 4.0)])[-1]
     assert (row["tokens_per_s"], row["first_token_s"]) == (5.0, 0.05)
     assert row["latency_p50_s"] == pytest.approx(0.37 / 3)
-
-
-def test_changed_settings_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "settings.json"
-    settings = {"eval": {"max_new_tokens": 10, "methods": [{"name": "a"}]}, "drafter_weights": "12ab"}
-    check_settings(file, settings)
-    check_settings(file, settings)
-    changed = {"eval": {"max_new_tokens": 20, "methods": [{"name": "a"}]}, "drafter_weights": "34cd"}
-    with pytest.raises(UserError, match=r"\(drafter_weights, eval.max_new_tokens changed\): delete that folder"):
-        check_settings(file, changed)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
     assert "nothing to do" in report.sentence()
     assert (drafter_folder(recipe) / "model.safetensors").stat().st_mtime_ns == before
     changed = recipe.model_copy(update={"train": {**recipe.train, "learning_rate": 2e-2}})
-    with pytest.raises(UserError, match=r"begun with train.learning_rate = 0.01, the recipe now says 0.02: give"):
+    with pytest.raises(UserError, match=r"begun with train.learning_rate = 0.01, now it is 0.02: restore the key"):
         train_drafter(changed)
 
 
@@ -97,7 +97,7 @@ def test_packed_rows_are_another_training(target_folder: Path) -> None:
     """12 documents of 12 to 14 tokens, three to a row of 40."""
     recipe = make_recipe(target_folder, "packed", per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1)
     assert train_drafter(with_packing(recipe)).steps == 1
-    with pytest.raises(UserError, match=r"data\.packing, rows of = 40, the recipe now says None: give"):
+    with pytest.raises(UserError, match=r"data\.packing, rows of = 40, now it is None: restore the key"):
         train_drafter(recipe)
 
 

@@ -120,11 +120,11 @@ def test_what_is_missing_or_damaged_is_one_sentence(tmp_path: Path) -> None:
 
 def test_other_settings_are_told_by_key(tmp_path: Path) -> None:
     index = make_index()
-    index.refuse_others(tmp_path, {"target.model": "x"}, (-1,))
+    index.refuse_others(tmp_path, index.settings, (-1,))
     with pytest.raises(UserError, match=r"was begun with target.model = 'x', now it is 'y': restore the key, give"):
-        index.refuse_others(tmp_path, {"target.model": "y"}, (-1,))
+        index.refuse_others(tmp_path, index.settings | {"target.model": "y"}, (-1,))
     with pytest.raises(UserError, match=r"holds layers \[2, -1\] of the target, and drafter.kind .* read \[1, -1\]"):
-        index.refuse_others(tmp_path, {}, (1, -1))
+        index.refuse_others(tmp_path, index.settings, (1, -1))
 
 
 def test_an_interrupted_shard_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

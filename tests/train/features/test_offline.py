@@ -321,7 +321,7 @@ def test_training_asks_for_complete_features(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_is_online_or_offline_not_both(tmp_path: Path) -> None:
     train_drafter(tiny_run(tmp_path))
-    with pytest.raises(UserError, match=r"data.features.dtype = None, the recipe now says 'float32'"):
+    with pytest.raises(UserError, match=r"features.source = None, now it is 'offline' .*features.dtype changed too"):
         train_drafter(tiny_run(tmp_path, data=OFFLINE))
 
 
