@@ -78,12 +78,12 @@ class FakeRun(TorchDispatchMode):
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            # `vars` also holds what was hidden from torch on purpose.
             places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
             for place in places:
-                waiting.extend(value for value in place.values() if isinstance(value, nn.Module))
                 place.update({name: self._adopted(value) for name, value in place.items() if isinstance(value, Tensor)})
-            waiting.extend(child for child in module._modules.values() if child is not None)
+            # Plain objects hold what torch shall not take for a part of the model.
+            held = [value for plain in vars(module).values() for value in getattr(plain, "__dict__", {}).values()]
+            waiting += [value for value in (*module._modules.values(), *held) if isinstance(value, nn.Module)]
         self.count_as(kind, [*model.parameters(), *model.buffers()])
 
     def _adopted(self, tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.operations import LinearOperations
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod, is_sequential
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, root_only
 from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
@@ -103,7 +103,7 @@ class OverlapMeter:
         self._heard: _HeardAtOnce | _HeardStepwise | None = None
         if isinstance(method, DrafterMethod):
             decoder: Any = method.decoder
-            self._heard = _HeardStepwise(decoder) if method.sequential else _HeardAtOnce(decoder)
+            self._heard = _HeardStepwise(decoder) if is_sequential(method) else _HeardAtOnce(decoder)
             method = method.with_decoder(self._heard)
         self._method = method
         self._verified: tuple[DraftTree, Tensor] | None = None

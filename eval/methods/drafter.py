@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.trees.builders import MarginalBuilder, TreeBuilder
+from draftsmith.eval.trees.builders import TreeBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.protocols import SequenceDecoder
+from draftsmith.models.decoding.protocols import SequenceDecoder, StepwiseDecoder
 
 
 class DrafterMethod:
@@ -38,11 +38,6 @@ class DrafterMethod:
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest = -1
 
-    @property
-    def sequential(self) -> bool:
-        """Whether it drafts token after token, a forward each: Leviathan's gamma c, not ParallelSpec's c."""
-        return not isinstance(self._builder, MarginalBuilder)
-
     def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
         """The same method over another decoder of the same kind."""
         return DrafterMethod(self.name, decoder, self._builder, self._sampling, self._generator)
@@ -59,5 +54,8 @@ class DrafterMethod:
 
 
 def is_sequential(method: Method) -> bool:
-    """What is no drafter (prompt lookup, Lookahead) drafts at once, or nothing."""
-    return isinstance(method, DrafterMethod) and method.sequential
+    """Whether it drafts token after token, a forward each: Leviathan's gamma c, not ParallelSpec's c.
+
+    What is no drafter (prompt lookup, Lookahead) drafts at once, or nothing.
+    """
+    return isinstance(method, DrafterMethod) and isinstance(method.decoder, StepwiseDecoder)

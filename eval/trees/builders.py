@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -139,18 +139,13 @@ class BestFirstBuilder(MarginalBuilder):
         return DraftTree(tokens, TreeShape.of(tuple(parents)), log_confidence=log_confidence)
 
 
-@runtime_checkable
-class _Stepwise(StepwiseDecoder, Protocol):
-    """A `StepwiseDecoder` that `isinstance` recognises."""
-
-
 def tree_builder(method: MethodRecipe, decoder: SequenceDecoder) -> TreeBuilder:
     """What makes the tree that a recipe's method asks for, with a decoder of this kind.
 
     Raises:
         UserError: The static paths are no tree.
     """
-    stepwise = isinstance(decoder, _Stepwise)
+    stepwise = isinstance(decoder, StepwiseDecoder)
     if method.paths is not None:
         return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
     if method.tree == "best_first":

@@ -46,9 +46,10 @@ class DrafterConfig(PreTrainedConfig):
 
 
 @dataclass
-class _Attached:
-    """Borrowed from the target. Held in a plain object so that torch neither registers nor saves it."""
+class Attached:
+    """The target and what is borrowed from it. A plain object: torch takes nothing in it for a part of the drafter."""
 
+    target: PreTrainedModel
     embedding: nn.Module
     lm_head: nn.Module
 
@@ -57,9 +58,7 @@ class Drafter(PreTrainedModel):
     """Base of all drafters: attaches to a target, is built from one, and is saved without the target's weights."""
 
     config_class = DrafterConfig
-    _attached: _Attached | None = None
-    # Drafts a token from the tokens it drafted before (a StepwiseDecoder).
-    stepwise = False
+    _attached: Attached | None = None
     # Why it cannot be trained on features from disk (`data.features.source: offline`), for the user; None if it can.
     offline_obstacle: str | None = None
     # Optimiser steps done; the trainer keeps it up to date.
@@ -121,12 +120,11 @@ class Drafter(PreTrainedModel):
                     f"({self.config.target_name_or_path}), not {getattr(found, key, None)}: use it with that target, "
                     "or train a drafter for this one"
                 )
-        embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        self._attached = _Attached(embedding, lm_head)
+        self._attached = Attached(target, target.get_input_embeddings(), target.get_output_embeddings())
         return self
 
     @property
-    def attached(self) -> _Attached:
+    def attached(self) -> Attached:
         if self._attached is None:
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._attached

@@ -30,6 +30,7 @@ class DrafterDecoder(SequenceDecoder, Protocol):
         """fp32 logits [G, V] of depths 1..G after the newest committed token; one forward."""
 
 
+@runtime_checkable
 class StepwiseDecoder(SequenceDecoder, Protocol):
     """A tree level by level: what a node's children are depends on the tokens of the path to it."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.options import whole_number
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.drafters.parallel import ParallelDrafter, ParallelDrafterConfig
@@ -58,7 +58,7 @@ class DraftModel(ParallelDrafter):
     """The draft model q; see the module's docstring."""
 
     config_class = DraftModelConfig
-    stepwise = True
+    batch_decoders = Drafter.batch_decoders
 
     def build(self, config: ParallelDrafterConfig) -> None:
         super().build(config)

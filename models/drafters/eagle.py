@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.options import number, one_of, whole_number
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.drafters.parallel import ParallelDrafter
@@ -175,7 +175,7 @@ class EagleDrafter(EagleLayer):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleConfig
-    stepwise = True
+    batch_decoders = Drafter.batch_decoders
 
     def feedback_of(self, hidden: Tensor) -> Tensor:
         """[R, D]: the predicted feature as it is."""

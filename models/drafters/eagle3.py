@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeConfig
 from draftsmith.models.base.options import whole_number
 from draftsmith.models.decoding.cached import TreeDecoder
@@ -80,7 +80,7 @@ class Eagle3Drafter(Eagle3Shape):
     """The drafter q; see the module's docstring."""
 
     config_class = Eagle3Config
-    stepwise = True
+    batch_decoders = Drafter.batch_decoders
 
     def rows_hidden(
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None

@@ -26,7 +26,7 @@ from draftsmith.models.base.options import normalized_weights, one_of, whole_num
 from draftsmith.models.decoding.hydra import HydraDecoder
 from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
 from draftsmith.models.groups.attention import BACKENDS
-from draftsmith.models.groups.layers import build_target_layers, layers_config
+from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import LOSSES, DrafterOutput, head_loss
 from draftsmith.recipes.errors import UserError
@@ -112,7 +112,7 @@ class PrefixAttention(nn.Module):
         self.layers_config = layers_config(target_config, num_layers=1)
         built = build_target_layers(self.layers_config)
         self.layer, self.norm = built.layers[0], built.norm
-        self._rotary: nn.Module | None = None
+        self._rotary: Rotary | None = None
 
     @property
     def device(self) -> torch.device:
@@ -123,15 +123,13 @@ class PrefixAttention(nn.Module):
         return next(self.parameters()).dtype
 
     def attach(self, target: PreTrainedModel) -> None:
-        # RoPE has no weights. One of our own, as some kinds remember the longest position; hidden from torch.
-        self.__dict__["_rotary"] = type(target.base_model.rotary_emb)(config=self.layers_config).to(target.device)
+        self._rotary = Rotary(target, self.layers_config)
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, N, Dh] at positions [1, N]."""
-        rotary = self.__dict__["_rotary"]
-        if rotary is None:
+        if self._rotary is None:
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
-        return rotary(hidden, position_ids)
+        return self._rotary(hidden, position_ids)
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
         """[1, N, D] features to [1, N, D] states; `attention` as in `groups/layers.py`."""
@@ -143,7 +141,6 @@ class HydraDrafter(Drafter):
 
     config_class = HydraConfig
     base_model_prefix = "drafter"
-    stepwise = True
     _no_split_modules: list[str] = []  # noqa: RUF012
 
     def __init__(self, config: HydraConfig) -> None:

@@ -120,7 +120,6 @@ class Medusa2Drafter(MedusaDrafter):
                     f"target has {there.get(name, 'no such layer')}: use it with that target, or train one for this"
                 )
         inject(target, self.lora, config.lora_shapes, config.lora_rank, config.lora_alpha)
-        self.__dict__["_target"] = target  # hidden from torch, which would take it for a part of the drafter
         return self
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
@@ -131,12 +130,12 @@ class Medusa2Drafter(MedusaDrafter):
 
     def freeze(self) -> "Medusa2Drafter":
         super().freeze()
-        merge(self.__dict__["_target"])
+        merge(self.attached.target)
         return self
 
     @contextmanager
     def original_target(self) -> Iterator[None]:
-        with switched_off(self.__dict__["_target"]):
+        with switched_off(self.attached.target):
             yield
 
     @property

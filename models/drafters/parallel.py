@@ -27,7 +27,7 @@ from draftsmith.models.decoding.cached import ParallelDecoder
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
 from draftsmith.models.groups.attention import BACKENDS
-from draftsmith.models.groups.layers import build_target_layers, layers_config
+from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, DrafterOutput, depth_loss
 from draftsmith.models.target.features import FINAL_FEATURES
@@ -108,7 +108,7 @@ class ParallelDrafter(Drafter):
 
     def __init__(self, config: ParallelDrafterConfig) -> None:
         super().__init__(config)
-        self._rotary: nn.Module | None = None
+        self._rotary: Rotary | None = None
         self.build(config)
         self.post_init()
 
@@ -136,9 +136,7 @@ class ParallelDrafter(Drafter):
 
     def attach(self, target: PreTrainedModel) -> "ParallelDrafter":
         super().attach(target)
-        # RoPE has no weights. One of our own, as some kinds remember the longest position; hidden from torch.
-        rotary = type(target.base_model.rotary_emb)(config=self.layers_config).to(target.device)
-        self.__dict__["_rotary"] = rotary
+        self._rotary = Rotary(target, self.layers_config)
         return self
 
     @torch.no_grad()
@@ -270,17 +268,14 @@ class ParallelDrafter(Drafter):
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, N, Dh] at positions [1, N]."""
-        rotary = self.__dict__["_rotary"]
-        if rotary is None:
+        if self._rotary is None:
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
-        return rotary(hidden, position_ids)
+        return self._rotary(hidden, position_ids)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         return ParallelDecoder(self, max_length_tokens)
 
     def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
-        if self.stepwise:
-            return super().batch_decoders(max_length_tokens, batch_size)
         return BatchParallelDecoder(self, max_length_tokens, batch_size).rows
 
 

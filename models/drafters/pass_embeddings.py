@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.options import whole_number
 from draftsmith.models.drafters.parallel import ParallelDrafter, ParallelDrafterConfig
-from draftsmith.models.groups.layers import build_target_layers, layers_config
+from draftsmith.models.groups.layers import TargetLayers, build_target_layers, layers_config
 
 # What PaSS does not leave open.
 FIXED_OPTIONS = {"inputs": "embedding", "mask_residual": False, "init": "target"}
@@ -89,11 +89,17 @@ class PassEmbeddingsDrafter(ParallelDrafter):
             layers = build_target_layers(self.layers_config).layers
         for layer, source in zip(layers, target.base_model.layers, strict=True):
             _share_weights(layer, source)
-        # Beside the modules that torch knows, so that they are neither trained nor saved nor moved. In eval mode for
-        # good: the target that is drafted for has no dropout.
-        self.__dict__["layers"] = layers.eval()
-        self.__dict__["norm"] = target.base_model.norm
+        # In eval mode for good: the target that is drafted for has no dropout.
+        self._of_the_target = TargetLayers(layers.eval(), target.base_model.norm)
         return self
+
+    @property
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
+        return self._of_the_target.layers
+
+    @property
+    def norm(self) -> nn.Module:  # type: ignore[override]
+        return self._of_the_target.norm
 
     @torch.no_grad()
     def initialize_from_target(self, target: PreTrainedModel) -> None:

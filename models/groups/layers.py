@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftsmith.models.groups.attention import group_attention
@@ -30,7 +30,10 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", 
 
 @dataclass
 class TargetLayers:
-    """`num_layers` untrained decoder layers and the final norm."""
+    """Decoder layers and the final norm.
+
+    A plain object, so that torch takes nothing that it holds for a part of a drafter.
+    """
 
     layers: nn.ModuleList
     norm: nn.Module
@@ -64,6 +67,20 @@ def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
     skeleton = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.get_default_dtype())
     return TargetLayers(skeleton.layers, skeleton.norm)
+
+
+class Rotary:
+    """cos and sin of positions, as the target's layers take them.
+
+    No module: RoPE has no weights. One for each drafter, as some kinds remember the longest position.
+    """
+
+    def __init__(self, target: PreTrainedModel, config: PreTrainedConfig) -> None:
+        self.module = type(target.base_model.rotary_emb)(config=config).to(target.device)
+
+    def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, N, Dh] at positions [1, N], on the device and in the dtype of `hidden`."""
+        return self.module(hidden, position_ids)
 
 
 class RememberedAttention(Protocol):

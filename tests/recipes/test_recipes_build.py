@@ -11,6 +11,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.drafter.training_arguments import training_arguments
@@ -37,8 +38,9 @@ def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     decoder = drafter.decoder(16)
     decoder.start(torch.tensor([1, 2, 3]), torch.zeros(3, 32 * len(drafter.feature_layers)))
-    drafted = decoder.begin() if drafter.stepwise else decoder.draft()
-    assert drafted.shape == (1 if drafter.stepwise else drafter.config.num_depths, 40)
+    stepwise = isinstance(decoder, StepwiseDecoder)
+    drafted = decoder.begin() if stepwise else decoder.draft()
+    assert drafted.shape == (1 if stepwise else drafter.config.num_depths, 40)
     trees = [tree_builder(method, decoder) for method in recipe.eval.methods]
     assert len(trees) == len(recipe.eval.methods) >= 1
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -175,18 +175,17 @@ def _drafted(
 ) -> Iterator[Tensor]:
     """Logits [V] of depths 1, 2, ...; the deeper ones of a stepwise drafter are given the true tokens that follow."""
     num_depths = drafter.config.num_depths
-    if not drafter.stepwise:
-        drafted_gv = cast(DrafterDecoder, decoder).draft()
+    if not isinstance(decoder, StepwiseDecoder):
+        drafted_gv = decoder.draft()
         if len(drafted_gv) != num_depths:
             raise ValueError(f"draft() gives {len(drafted_gv)} depths, config.num_depths is {num_depths}")
         yield from drafted_gv
         return
-    growing = cast(StepwiseDecoder, decoder)
-    yield growing.begin()[0]
+    yield decoder.begin()[0]
     parent = 0
-    for token in following_s[: min(num_depths, growing.num_depths) - 1].tolist():
+    for token in following_s[: min(num_depths, decoder.num_depths) - 1].tolist():
         # The true token's sibling comes first: it must change nothing for the true one.
-        yield growing.expand([(token + 1) % vocabulary, token], [parent, parent])[1]
+        yield decoder.expand([(token + 1) % vocabulary, token], [parent, parent])[1]
         parent += 2
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.eagle3_shape import default_feature_layers
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.target.features import target_features
@@ -162,7 +163,7 @@ def test_bf16(kind: str) -> None:
     torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
     decoder = drafter.bfloat16().decoder(LENGTH)
     decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
-    drafted = decoder.begin() if drafter.stepwise else decoder.draft()
+    drafted = decoder.begin() if isinstance(decoder, StepwiseDecoder) else decoder.draft()
     assert drafted.dtype == torch.float32
     assert torch.isfinite(drafted).sum(-1).tolist() == [REDUCED] * len(drafted)
 

@@ -27,6 +27,7 @@ from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.batches.collate import collate_right_padded
@@ -63,7 +64,7 @@ def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedMo
 
 def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:
     """[G, V] after the token at `newest`, following the true tokens where the drafter reads drafted ones."""
-    if not drafter.stepwise:
+    if not isinstance(decoder, StepwiseDecoder):
         return decoder.draft()
     rows = [decoder.begin()[0]]
     for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
@@ -108,9 +109,10 @@ def test_no_leak(kind: str, options: dict[str, Any]) -> None:
         before = drafter.group_logits(ids, features)
         token_changed = drafter.group_logits(changed_ids, features)
         feature_changed = drafter.group_logits(ids, changed_features)
+    stepwise = isinstance(drafter.decoder(LENGTH), StepwiseDecoder)
     for j in range(drafter.config.num_depths):
         # Depth j+1 of group t reads tokens up to x_t, and the drafted x_{t+1..t+j} if it reads drafted ones.
-        first_group = u - j if drafter.stepwise else u
+        first_group = u - j if stepwise else u
         assert torch.equal(before[:, j, :first_group], token_changed[:, j, :first_group])
         assert torch.equal(before[:, j, : u + 1], feature_changed[:, j, : u + 1])
     if kind != "pass_embeddings" and getattr(drafter.config, "inputs", "") != "embedding":  # those read no features

@@ -18,7 +18,6 @@ IDS = torch.tensor([7, 3, 9, 9, 1, 4, 60, 2, 8, 5, 5, 11])
 class ChainDrafter:
     """Depth d after x_t: A[newest] + B[the one before it] + C h_{t-1} + the position. Reads its own drafted tokens."""
 
-    stepwise = True
     feature_layers = (-1,)
 
     def __init__(self, decoder_class: type["ChainDecoder"]) -> None:
