@@ -9,7 +9,7 @@ Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, 
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
-from draftsmith.models.target.loading import longest_sequence_tokens, read_pretrained
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.packed_head import pack_heads
 from draftsmith.models.target.tree_cache import TreeCache
+from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -167,9 +168,9 @@ def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) 
 
 @lru_cache(maxsize=8)
 def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
-    read = partial(read_pretrained, "draft model", location)
-    vocabulary = read(lambda: AutoTokenizer.from_pretrained(location)).get_vocab()
-    model = read(lambda: AutoModelForCausalLM.from_pretrained(location, dtype=target.dtype))
+    tokens = read_pretrained("draft model", location, lambda: AutoTokenizer.from_pretrained(location))
+    vocabulary = tokens.get_vocab()
+    model = load_weights("draft model", location, AutoModelForCausalLM, dtype=target.dtype)
     if vocabulary != tokenizer.get_vocab():
         raise UserError(
             f"draft model {location} has another vocabulary than the target: speculative sampling compares tokens, so "

@@ -1,6 +1,5 @@
 """The target model p: loaded once, and frozen."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
-# Of a weights file: a retrained model differs everywhere.
-HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
 
 def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -33,11 +31,9 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     load_target_config(recipe)
     tokenizer = load_tokenizer(recipe)
     dtype = "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    target = _read(
-        location,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            location, dtype=dtype, attn_implementation=recipe.attn_implementation, **where
-        ),
+    implementation = recipe.attn_implementation
+    target = load_weights(
+        "target.model", location, AutoModelForCausalLM, dtype=dtype, attn_implementation=implementation, **where
     )
     return _frozen(recipe, target).to(target_device(recipe)), tokenizer
 
@@ -74,14 +70,7 @@ def weights_hash(recipe: TargetRecipe) -> str | None:
     folder = Path(target_location(recipe))
     if not folder.is_dir():
         return getattr(load_target_config(recipe), "_commit_hash", None)
-    digest = hashlib.sha256()
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with file.open("rb") as stream:
-            for part in range(HASHED_PARTS):
-                stream.seek(file.stat().st_size * part // HASHED_PARTS)
-                digest.update(stream.read(HASHED_BYTES))
-    return digest.hexdigest()[:16]
+    return sampled_hash(folder)
 
 
 def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
@@ -176,21 +165,3 @@ def _looks_like_a_path(model: str) -> bool:
 
 def _read(location: str, load: Any) -> Any:
     return read_pretrained("target.model", location, load)
-
-
-def read_pretrained(what: str, location: str, load: Any) -> Any:
-    """Call a `from_pretrained`, with its failures told in one sentence.
-
-    Args:
-        what: What is loaded, as the user knows it: a key of the recipe, say.
-    """
-    try:
-        return load()
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if len(reason) > 300:
-            reason = reason[:300] + " ..."
-        raise UserError(
-            f"{what} {location} cannot be loaded ({reason}): give a folder with a transformers checkpoint, or a Hub id "
-            "that this machine can reach"
-        ) from None

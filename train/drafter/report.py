@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-TRAINING_FILE = "training.json"
+from draftsmith.models.base.registry import TRAINING_FILE
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
+from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
@@ -146,6 +147,7 @@ def _save(trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settin
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "rows": len(trainer.train_dataset),
             "reproducible": reproducible_where(args),
+            "weights_sha256": weights_sha256(folder),
             "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
             "history": trainer.state.log_history,
             "settings": settings,

@@ -1,0 +1,82 @@
+"""Weights from a checkpoint: all that the architecture has and no others, or none; and their hashes."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import sha256_of
+
+MOST_NAMES = 4  # of tensors, in one sentence
+LONGEST_REASON = 300
+# Of a weights file: a retrained model differs everywhere.
+HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
+
+
+def read_pretrained(what: str, location: str, load: Any) -> Any:
+    """Call a `from_pretrained`, with its failures told in one sentence.
+
+    Args:
+        what: What is loaded, as the user knows it: a key of the recipe, say.
+    """
+    try:
+        return load()
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if len(reason) > LONGEST_REASON:
+            reason = reason[:LONGEST_REASON] + " ..."
+        raise UserError(
+            f"{what} {location} cannot be loaded ({reason}): give a folder with a transformers checkpoint, or a Hub id "
+            "that this machine can reach"
+        ) from None
+
+
+def load_weights(what: str, location: str, model_class: Any, **options: Any) -> Any:
+    """`model_class.from_pretrained(location, **options)`, in which no tensor is left at random and none is left over.
+
+    Raises:
+        UserError: A tensor is missing, not of this architecture or of another shape: names it.
+    """
+    model, info = read_pretrained(
+        what,
+        location,
+        lambda: model_class.from_pretrained(
+            location, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        ),
+    )
+    wrong = {
+        "missing": sorted(info["missing_keys"]),
+        "not of this architecture": sorted(info["unexpected_keys"]),
+        "of another shape": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
+    }
+    said = [f"{_some(names)} {kind}" for kind, names in wrong.items() if names]
+    if said:
+        raise UserError(
+            f"{what} {location} has not the weights that its config.json asks for ({'; '.join(said)}): what is absent "
+            "would be random; restore the files that belong together, or make them anew"
+        )
+    return model
+
+
+def weights_sha256(folder: Path) -> dict[str, str]:
+    """Of each weights file in a folder, by its name."""
+    return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def sampled_hash(folder: Path) -> str:
+    """What changes when another model is put into a folder, read in a moment: its files' sizes and parts of them."""
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as stream:
+            for part in range(HASHED_PARTS):
+                stream.seek(file.stat().st_size * part // HASHED_PARTS)
+                digest.update(stream.read(HASHED_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,94 @@
+"""A model is loaded whole or not at all, and what is not as training wrote it is refused by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_models import tiny_drafter_of, tiny_target
+from support.training_runs import drafter_folder, make_recipe
+from transformers import AutoModelForCausalLM
+
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.target.loading import load_target
+from draftsmith.models.weights import load_weights
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetRecipe
+from draftsmith.train.drafter.stage import train_drafter
+
+Weights = dict[str, torch.Tensor]
+
+
+def drop_one(weights: Weights, name: str) -> None:
+    del weights[name]
+
+
+def add_one(weights: Weights, name: str) -> None:
+    weights["made.up"] = torch.zeros(2)
+
+
+def reshape_one(weights: Weights, name: str) -> None:
+    weights[name] = weights[name][..., :-1].contiguous()
+
+
+CHANGES = [
+    (drop_one, "{name} missing"),
+    (add_one, "made.up not of this architecture"),
+    (reshape_one, "{name} of another shape"),
+]
+
+
+def change(folder: Path, how: Callable[[Weights, str], None], name: str) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    how(weights, name)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("how", "message"), CHANGES)
+@pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle", "draft_model"])
+def test_drafters(tmp_path: Path, kind: str, how: Any, message: str) -> None:
+    target = tiny_target()
+    tiny_drafter_of(kind, target).save_pretrained(tmp_path)
+    name = sorted(load_file(tmp_path / "model.safetensors"))[0]
+    load_drafter(tmp_path, target)
+    change(tmp_path, how, name)
+    with pytest.raises(UserError, match=message.format(name=name)):
+        load_drafter(tmp_path, target)
+
+
+@pytest.mark.parametrize(("how", "message"), CHANGES)
+def test_targets_and_draft_models(tmp_path: Path, target_folder: Path, how: Any, message: str) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    load_target(TargetRecipe(model=str(target_folder), device="cpu"))
+    change(target_folder, how, name)
+    with pytest.raises(UserError, match=message.format(name=name)):
+        load_target(TargetRecipe(model=str(target_folder), device="cpu"))
+    with pytest.raises(UserError, match="draft model .*" + message.format(name=name)):
+        load_weights("draft model", str(target_folder), AutoModelForCausalLM)
+
+
+def test_weights_of_another_training(target_folder: Path) -> None:
+    """Whole, of the right kind and shapes, and yet not what `training.json` is about."""
+    one, other = (make_recipe(target_folder, name, max_steps=steps) for name, steps in (("one", 1), ("other", 2)))
+    target, _ = load_target(one.target)
+    for recipe in (one, other):
+        train_drafter(recipe)
+        load_drafter(drafter_folder(recipe), target)
+    shutil.copy(drafter_folder(other) / "model.safetensors", drafter_folder(one))
+    with pytest.raises(UserError, match="not those that training wrote"):
+        load_drafter(drafter_folder(one), target)
+
+
+def test_another_kind_of_drafter(target_folder: Path) -> None:
+    recipe = make_recipe(target_folder, "one", max_steps=1)
+    train_drafter(recipe)
+    file = drafter_folder(recipe) / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "model_type": "draftsmith-draft_model"}))
+    with pytest.raises(UserError, match="says draft_model, but a parallel drafter was trained"):
+        load_drafter(drafter_folder(recipe), load_target(recipe.target)[0])
