@@ -7,7 +7,6 @@ A drafter that changes its target (Medusa-2) is measured against the changed tar
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,11 @@ def compare(recipes: list[Recipe], name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if together:
         joint = joint_recipe(together, name)
-        run_eval(joint)
-        rows += _summary(joint)
+        rows += run_eval(joint)
     for recipe in recipes:
         if recipe not in together:
             console.print(f"{recipe.name} changes its target: measured in a run of its own")
-            run_eval(recipe)
-            rows += _summary(recipe)
+            rows += run_eval(recipe)
     return rows
 
 
@@ -121,7 +118,3 @@ def _reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
             shutil.copytree(source, partial)
             partial.replace(folder)
             return
-
-
-def _summary(recipe: Recipe) -> list[dict[str, Any]]:
-    return json.loads((RunFolder(recipe).eval / "summary.json").read_text(encoding="utf-8"))

@@ -4,7 +4,14 @@ import json
 from typing import Any
 
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.eval.commands.measurement import SETTINGS, as_measured, drafter_weights
+from draftsmith.eval.commands.measurement import (
+    NOTES,
+    SETTINGS,
+    as_measured,
+    drafter_weights,
+    measured_summary,
+    recorded_notes,
+)
 from draftsmith.eval.commands.proof import recorded_proof
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.report.summary import OVERALL
@@ -21,17 +28,20 @@ def update_card(recipe: Recipe) -> None:
 
 def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
     folder = RunFolder(recipe)
-    if not (folder.eval / "summary.json").is_file():
+    if not (folder.eval / NOTES).is_file():
         return None
     measured = as_measured(recipe)
     settings = json.loads((folder.eval / SETTINGS).read_text(encoding="utf-8"))
     if settings["drafter_weights"] != drafter_weights(measured):
         return None
     own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
-    summary = json.loads((folder.eval / "summary.json").read_text(encoding="utf-8"))
-    notes = json.loads((folder.eval / "notes.json").read_text(encoding="utf-8"))
+    notes = recorded_notes(measured)
     machine = json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"]["machine"]
-    rows = [row for row in summary if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None]
+    rows = [
+        row
+        for row in measured_summary(measured)
+        if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None
+    ]
     if not rows:
         return None
     return {

@@ -16,18 +16,23 @@ from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.commands.drafter_card import update_card
 from draftsmith.eval.commands.measurement import (
+    NOTES,
+    RECORDS,
     SETTINGS,
     UNTIMED,
     WEIGHTS,
     as_measured,
+    measured_records,
+    measured_summary,
     measurement_settings,
+    recorded_notes,
     untimed_figures,
 )
 from draftsmith.eval.commands.proof import recorded_proof
 from draftsmith.eval.commands.tuned_tree import with_tuned_trees
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.report import print_table, write_report
-from draftsmith.eval.report.summary import summarize, summarize_timing
+from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -50,7 +55,7 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     settings = measurement_settings(recipe)
     check_settings(folder.eval / SETTINGS, settings, "measure again")
     write_settings(folder.eval / SETTINGS, settings)
-    log = JsonlLog(folder.eval / "records.jsonl")
+    log = JsonlLog(folder.eval / RECORDS)
     check_complete(list(log))
     target, tokenizer, drafters = load_models(recipe)
     choices = recipe.eval
@@ -70,7 +75,7 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "",
         "target_change": next((d.target_change for d in drafters.values() if d.target_change), None),
     }
-    write_atomically(folder.eval / "notes.json", json.dumps(notes, indent=2) + "\n")
+    write_atomically(folder.eval / NOTES, json.dumps(notes, indent=2) + "\n")
     weights = {str(part): part / WEIGHTS for part in drafters if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(recipe.eval.questions), **weights})
     return report_again(recipe)
@@ -79,13 +84,9 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     """Write tables, pictures and report from the records alone. Returns the summary."""
     folder = RunFolder(recipe)
-    log_file, notes_file = folder.eval / "records.jsonl", folder.eval / "notes.json"
-    if not log_file.is_file() or not notes_file.is_file():
-        raise UserError(f"{folder.eval} holds no finished measurement: run `draftsmith eval` with this recipe first")
+    records = measured_records(recipe)
     recipe = as_measured(recipe)
-    records = [record for record in JsonlLog(log_file) if record["run"] < recipe.eval.runs]
-    notes = {"target_change": None, **json.loads(notes_file.read_text(encoding="utf-8"))}
-    summary = [row | {"target_change": notes["target_change"]} for row in summarize(records)]
+    notes, summary = recorded_notes(recipe), measured_summary(recipe)
     timing = summarize_timing(records, untimed_figures(recipe))
     write_answers(records, folder.eval / "answers", recipe.name)
     write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")

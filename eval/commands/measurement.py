@@ -5,11 +5,16 @@ from typing import Any
 
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.bench.arms import drafter_folders
+from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.report.summary import summarize
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import EvalRecipe, Recipe, TargetRecipe
 
 WEIGHTS = "model.safetensors"
 SETTINGS = "settings.json"
+RECORDS = "records.jsonl"
+NOTES = "notes.json"
 UNTIMED = "untimed.json"
 # Of the recipe's eval section: may differ from what the records were made with.
 FREE_KEYS = {"runs", "untimed_questions"}
@@ -37,6 +42,29 @@ def as_measured(recipe: Recipe) -> Recipe:
             "seed": recorded["seed"],
         }
     )
+
+
+def recorded_notes(recipe: Recipe) -> dict[str, Any]:
+    """What the last evaluation noted beside its records."""
+    return {"target_change": None, **json.loads((RunFolder(recipe).eval / NOTES).read_text(encoding="utf-8"))}
+
+
+def measured_records(recipe: Recipe) -> list[dict[str, Any]]:
+    """The records of the runs that the recipe asks for.
+
+    Raises:
+        UserError: Nothing was measured to its end yet.
+    """
+    folder = RunFolder(recipe).eval
+    if not (folder / RECORDS).is_file() or not (folder / NOTES).is_file():
+        raise UserError(f"{folder} holds no finished measurement: run `draftsmith eval` with this recipe first")
+    return [record for record in JsonlLog(folder / RECORDS) if record["run"] < recipe.eval.runs]
+
+
+def measured_summary(recipe: Recipe) -> list[dict[str, Any]]:
+    """The summary, always from the records: `summary.json` is for others to read."""
+    change = recorded_notes(recipe)["target_change"]
+    return [row | {"target_change": change} for row in summarize(measured_records(recipe))]
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:

@@ -1,7 +1,7 @@
 """What `draftsmith prove` found, on screen and in `runs/<name>/eval/proof.json`."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
@@ -99,6 +99,20 @@ class Proof:
             "left_out": self.left_out,
         }
 
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "Proof":
+        """From the figures alone: verdicts are worked out again."""
+
+        def read(kind: Any, rows: list[dict[str, Any]]) -> list[Any]:
+            return [kind(**{each.name: row[each.name] for each in fields(kind) if each.name in row}) for row in rows]
+
+        greedy = read(GreedyProof, values["greedy"])
+        for proof in greedy:
+            proof.divergences = read(Divergence, proof.divergences)
+        distribution = read(DistributionProof, values["distribution"])
+        left_out = values.get("left_out", [])
+        return Proof(greedy, distribution, values["enumeration_error"], values["drafter_weights"], left_out)
+
     def show(self, console: Console) -> None:
         table = Table(title="greedy identity", title_justify="left")
         for column in ("method", "prompts", "tokens", "different answers", "numerical ties", "holds"):
@@ -134,8 +148,8 @@ def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:
     file = RunFolder(recipe).eval / PROOF
     if not file.is_file():
         return None
-    proof = json.loads(file.read_text(encoding="utf-8"))
-    return proof if proof["drafter_weights"] == drafter_weights(recipe) else None
+    proof = Proof.from_json(json.loads(file.read_text(encoding="utf-8")))
+    return proof.as_json() if proof.drafter_weights == drafter_weights(recipe) else None
 
 
 def _yes(holds: bool) -> str:

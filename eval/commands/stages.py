@@ -5,7 +5,7 @@ Each imports what it needs when it runs, so that `--help` and a mistyped recipe 
 
 import sys
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.prompt import Confirm
@@ -102,9 +102,9 @@ def make_drafter(recipe: Recipe) -> None:
     run_train(recipe)
 
 
-def run_eval(recipe: Recipe) -> None:
-    """Measure the drafter against the autoregressive loop: `eval/`, `report.{md,html}`."""
+def run_eval(recipe: Recipe) -> list[dict[str, Any]]:
+    """Measure the drafter against the autoregressive loop: `eval/`, `report.{md,html}`. Returns the summary."""
     from draftsmith.eval.commands.evaluate import evaluate
 
     console.rule(f"[bold]3 measure[/bold]  {recipe.eval.runs} runs, each question beside the autoregressive baseline")
-    evaluate(recipe)
+    return evaluate(recipe)
