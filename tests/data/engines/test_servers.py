@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from typing import Any
@@ -303,13 +304,27 @@ def test_closing_in_the_middle_is_quick_and_quiet(
     assert capsys.readouterr().err == ""
 
 
+@pytest.fixture
+def _interrupts_raise() -> Iterator[None]:
+    """What starts a process in the background, as shells do, leaves SIGINT ignored in it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
 def test_an_interrupt_while_connecting_leaves_nothing_behind(
     start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = start_server()
     server.check_fault = Fault(delay_s=20)
-    # To the process, as Ctrl-C: it comes to the main thread, which waits.
-    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+    def interrupt() -> None:
+        """To the process, as Ctrl-C: it comes to the main thread, which waits for the server."""
+        eventually(lambda: server.checks > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(KeyboardInterrupt):
