@@ -12,15 +12,18 @@ import datasets
 import pytest
 
 from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.data.sources.questions import questions_file
 from draftsmith.recipes.errors import UserError
 
 CONVERSATIONS = 24
 
 
 def start(runs: Path) -> Any:
+    # Questions of a file: building conversations from the standard library takes longer than answering these.
     keys = [
-        f"runs_dir={runs}", f"data.conversations.limit={CONVERSATIONS}", "data.distill.max_new_tokens=32",
-        "data.distill.options.batch_size=2",
+        f"runs_dir={runs}", f"data.conversations.source={questions_file('embedded')}",
+        "data.conversations.decontaminate=[]", f"data.conversations.limit={CONVERSATIONS}",
+        "data.distill.max_new_tokens=32", "data.distill.options.batch_size=2",
     ]  # fmt: skip
     command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "distill", "quickstart", *keys]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
