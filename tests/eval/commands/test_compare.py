@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.compare import _changes_target, _reuse_data, compare, expand_variants, joint_recipe
 from draftsmith.recipes.errors import UserError
@@ -68,8 +69,10 @@ def test_data_are_reused_unless_they_would_be_others(tmp_path: Path, override: s
 def test_a_whole_comparison(tmp_path: Path) -> None:
     """Two kinds of drafters; the second takes over the first one's conversations."""
     overrides = [
-        f"runs_dir={tmp_path}", "data.conversations.limit=6", "data.distill.max_new_tokens=32", "train.max_steps=2",
-        "eval.limit_per_category=1", "eval.runs=1", "eval.max_new_tokens=16", "eval.warmup_questions=0",
+        f"runs_dir={tmp_path}", f"data.conversations.source={questions_file('embedded')}",
+        "data.conversations.decontaminate=[]", "data.conversations.limit=6", "data.distill.max_new_tokens=32",
+        "train.max_steps=2", "eval.limit_per_category=1", "eval.runs=1", "eval.max_new_tokens=16",
+        "eval.warmup_questions=0",
     ]  # fmt: skip
     command = ["compare", "quickstart", "embedded-medusa", *overrides, "--name", "table"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "rows.json")])
