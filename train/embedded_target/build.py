@@ -10,7 +10,6 @@ Shapes: B rows, S tokens of a row, V vocabulary.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -189,7 +188,3 @@ def _keep_portable_names(folder: Path) -> None:
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings["additional_special_tokens"] = settings.pop("extra_special_tokens", SPECIAL_TOKENS[2:])
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def has_compiler() -> bool:
-    return any(shutil.which(name) for name in ("c++", "g++", "clang++"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from draftsmith.train.embedded_target.build import (
     build_model,
     collate,
     export_target,
-    has_compiler,
     pack_rows,
     train_tokenizer,
 )
@@ -69,7 +69,7 @@ def train_target(recipe: EmbeddedTargetRecipe, snapshot_dir: Path | None = None)
                 lambda: _export(trainer, tokenizer, snapshot_dir, torch.bfloat16),
             )
         )
-    if schedule.compile and has_compiler():
+    if schedule.compile and any(map(shutil.which, ("c++", "g++", "clang++"))):
         model.compile()
     checkpoint = newest_whole_checkpoint(recipe.work_dir)
     if checkpoint:

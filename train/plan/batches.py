@@ -1,13 +1,12 @@
 """The batches that `draftsmith plan` computes with: the largest that can come, and a typical one."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from torch import Tensor
 
-from draftsmith.data.distill.token_dataset import load_tokens
+from draftsmith.data.distill.token_dataset import load_tokens, row_lengths
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
@@ -57,8 +56,7 @@ def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None 
     row = {"input_ids": [0] * length, "loss_mask": [0] * num_prompt + [1] * (length - num_prompt)}
     batch = Batch(collate_right_padded([row] * batch_size), how)
     if tokens is not None:
-        count = int(_per_row(tokens, "input_ids").sum())
-        return TrainingData(batch, batch, count, f"the tokens of {run.data / 'tokens'}")
+        return TrainingData(batch, batch, sum(row_lengths(tokens)), f"the tokens of {run.data / 'tokens'}")
     limit = recipe.data.conversations.limit
     if limit is None:
         return TrainingData(batch, batch, None, "data.conversations.limit is not set and nothing is distilled yet")
@@ -68,7 +66,9 @@ def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None 
 
 def _from_dataset(tokens: Dataset, batch_size: int, packed_tokens: int | None, folder: str) -> TrainingData:
     """Rows as they are, or packed to `packed_tokens`."""
-    lengths, labels = _per_row(tokens, "input_ids"), _per_row(tokens, "loss_mask")
+    lengths = np.array(row_lengths(tokens))
+    masks = tokens.with_format("numpy").iter(batch_size=4096)
+    labels = np.array([mask.sum() for batch in masks for mask in batch["loss_mask"]])
     rows: Dataset | PackedRows = tokens
     if packed_tokens is not None:
         rows = PackedRows(tokens, packed_tokens)
@@ -78,20 +78,10 @@ def _from_dataset(tokens: Dataset, batch_size: int, packed_tokens: int | None, f
     others = [int(row) for row in np.argsort(-labels, kind="stable") if row != longest][: batch_size - 1]
     by_length = np.argsort(lengths, kind="stable")
     spread = [int(by_length[(2 * i + 1) * len(rows) // (2 * batch_size)]) for i in range(batch_size)]
+    largest, typical = (collate_right_padded([rows[row] for row in chosen]) for chosen in ([longest, *others], spread))
     return TrainingData(
-        Batch(_collated(rows, [longest, *others]), f"the longest and the most labelled rows of {folder}"),
-        Batch(_collated(rows, spread), f"rows of all lengths of {folder}"),
+        Batch(largest, f"the longest and the most labelled rows of {folder}"),
+        Batch(typical, f"rows of all lengths of {folder}"),
         int(lengths.sum()),
         f"the tokens of {folder}",
     )
-
-
-def _per_row(tokens: Dataset, column: str) -> np.ndarray[Any, Any]:
-    """[rows] sums of `loss_mask`, or lengths of `input_ids`."""
-    rows = tokens.with_format("numpy").iter(batch_size=4096)
-    count = len if column == "input_ids" else np.sum
-    return np.array([int(count(row)) for batch in rows for row in batch[column]])
-
-
-def _collated(rows: Dataset | PackedRows, chosen: list[int]) -> dict[str, Tensor]:
-    return collate_right_padded([rows[row] for row in chosen])
