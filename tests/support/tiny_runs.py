@@ -1,29 +1,54 @@
-"""A run whose tokens are on disk, for a target of four tiny layers that is on disk too."""
+"""A run of a tiny target: recipe, target and tokens, all in one folder. And training that is interrupted."""
 
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pytest
+import torch
 from support.tiny_models import VOCABULARY, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 LENGTHS = (12, 14, 9, 13, 11, 16, 10, 15)
+SMALL_VOCABULARY = 40  # of `target_folder`
+
+
+def save_tokenizer(
+    folder: Path, vocabulary: int, template: str | None = "{% for m in messages %}{{ m.content }} {% endfor %}"
+) -> None:
+    """Words w0 (padding), w1, w2 (the end), ..."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    tokenizer.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
 
 
 def save_target(folder: Path, **changes: Any) -> Path:
     """A model and a tokenizer with a chat template."""
     tiny_target(num_hidden_layers=TARGET_LAYERS, **changes).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, VOCABULARY)
     return folder
+
+
+@pytest.fixture
+def target_folder(tmp_path: Path) -> Path:
+    """A smaller one, of a single layer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=SMALL_VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    save_tokenizer(tmp_path / "target", SMALL_VOCABULARY)
+    return tmp_path / "target"
 
 
 def token_rows(lengths: tuple[int, ...] = LENGTHS) -> datasets.Dataset:
@@ -35,24 +60,56 @@ def token_rows(lengths: tuple[int, ...] = LENGTHS) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def tiny_run(folder: Path, name: str = "run", **sections: Any) -> Recipe:
-    """A recipe in this folder; its target and tokens are made if they are not there."""
+def recipe_in(folder: Path, name: str = "run", **sections: Any) -> Recipe:
+    """A recipe for the target in `folder/target`, without making anything; `sections` go over the values here."""
     values: dict[str, Any] = {
         "name": name,
         "runs_dir": str(folder / "runs"),
         "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "drafter": {"kind": "parallel", "options": {"num_masks": 2, "feature_layers": [1, 3, -1]}},
+        "drafter": {"kind": "parallel", "options": {"num_masks": 2}},
         "train": {
             "per_device_train_batch_size": 3, "max_steps": 6, "learning_rate": 1e-2, "logging_steps": 2,
             "save_steps": 2, "disable_tqdm": True,
         },
     }  # fmt: skip
     for section, changes in sections.items():
-        values[section] = {**values.get(section, {}), **changes}
-    recipe = Recipe.model_validate(values)
+        values[section] = {**values.get(section, {}), **changes} if isinstance(changes, dict) else changes
+    return Recipe.model_validate(values)
+
+
+def recipe_file(recipe: Recipe) -> str:
+    """The recipe as a file, for the command line."""
+    file = Path(recipe.runs_dir).parent / f"{recipe.name}.yaml"
+    file.write_text(recipe.model_dump_json())  # JSON is YAML
+    return str(file)
+
+
+def tiny_run(folder: Path, name: str = "run", **sections: Any) -> Recipe:
+    """A recipe whose target and tokens are on disk; they are made if they are not there."""
+    options = {"num_masks": 2, "feature_layers": [1, 3, -1]}
+    recipe = recipe_in(folder, name, **{"drafter": {"options": options}, **sections})
     if not (folder / "target").exists():
         save_target(folder / "target")
     tokens = RunFolder(recipe).data / "tokens"
     if not tokens.exists():
         token_rows().save_to_disk(str(tokens))
     return recipe
+
+
+def make_recipe(target_folder: Path, name: str, **train: Any) -> Recipe:
+    """A recipe whose tokens are on disk: 12 rows that count upwards, so that a drafter can learn something."""
+    recipe = recipe_in(target_folder.parent, name, train=train)
+    rows = [{"input_ids": [3 + (s + i) % 30 for i in range(12 + s % 3)]} for s in range(12)]
+    for row in rows:
+        row["loss_mask"] = [0] * 4 + [1] * (len(row["input_ids"]) - 4)
+    datasets.Dataset.from_list(rows).save_to_disk(str(RunFolder(recipe).data / "tokens"))
+    return recipe
+
+
+class InterruptAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from support import tiny_tokenizers as templates
+from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -85,15 +86,8 @@ def clinic(
     tokenizer.save_pretrained(folder / "target")
     lines = [record if isinstance(record, str) else json.dumps(record) for record in source or TALK]
     (folder / "talk.jsonl").write_text("\n".join(lines) + "\n")
-    recipe = {
-        "name": "mine",
-        "runs_dir": str(folder / "runs"),
-        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "data": {"conversations": {"source": str(folder / "talk.jsonl")}, "max_length_tokens": 250},
-        "drafter": {"kind": "parallel", "options": {"num_masks": 2}},
-        "train": {"learning_rate": 1e-3},
-    }
-    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    data = {"conversations": {"source": str(folder / "talk.jsonl")}, "max_length_tokens": 250}
+    recipe_file(recipe_in(folder, "mine", data=data))
     return Clinic(folder, tokenizer)
 
 

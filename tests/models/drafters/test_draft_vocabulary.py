@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
-from support.training_runs import make_recipe
+from support.tiny_runs import make_recipe
 from torch import nn
 
 from draftsmith.data.distill.token_dataset import load_tokens

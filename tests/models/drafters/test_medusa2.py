@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
-from support.training_runs import InterruptAt, drafter_folder, make_recipe
+from support.tiny_runs import InterruptAt, make_recipe
 from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,6 +23,7 @@ from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.target.adapter import adapted_layers, remove
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DrafterRecipe, EvalRecipe, Recipe
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
@@ -170,7 +171,7 @@ def test_the_lora_rests_in_the_warm_up_and_learns_after_it(target_folder: Path) 
     for steps in (3, 5):
         recipe = medusa2_recipe(target_folder, f"steps{steps}", max_steps=steps)
         train_drafter(recipe)
-        saved[steps] = load_file(drafter_folder(recipe) / "model.safetensors")
+        saved[steps] = load_file(RunFolder(recipe).drafter / "model.safetensors")
     names = [name for name in saved[3] if "lora_B" in name]
     assert len(names) == 7
     assert all((saved[3][name] == 0).all() for name in names)
@@ -188,7 +189,7 @@ def test_kl_keeps_the_target_nearer_to_what_it_was(target_folder: Path) -> None:
         target = AutoModelForCausalLM.from_pretrained(target_folder)
         ids = torch.arange(3, 33).unsqueeze(0)
         log_p = logits_of(target, ids).log_softmax(-1)
-        load_drafter(drafter_folder(recipe), target)
+        load_drafter(RunFolder(recipe).drafter, target)
         log_q = logits_of(target, ids).log_softmax(-1)
         distances.append((log_p.exp() * (log_p - log_q)).sum(-1).mean().item())
     assert 0 < distances[0] < 0.25 * distances[1]
@@ -229,7 +230,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
         with pytest.raises(KeyboardInterrupt):
             train_drafter(broken)
     assert train_drafter(broken).steps == 7
-    expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
+    expected, found = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in (whole, broken))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert any("lora_B" in name and (expected[name] != 0).any() for name in expected)

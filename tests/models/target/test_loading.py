@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.places import MATERIAL
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
+from support.tiny_runs import save_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config
 
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.features import target_features
@@ -26,17 +26,8 @@ def folder(tmp_path: Path) -> Path:
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, TEMPLATE)
+    save_tokenizer(tmp_path, 20, TEMPLATE)
     return tmp_path
-
-
-def save_tokenizer(folder: Path, template: str | None) -> None:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
-    tokenizer.chat_template = template
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    tokenizer.save_pretrained(folder)
 
 
 def recipe_for(folder: Path, **values: Any) -> TargetRecipe:
@@ -55,7 +46,7 @@ def test_loaded_target_is_frozen_and_its_features_feed_the_lm_head(folder: Path)
 
 
 def test_no_chat_template(folder: Path) -> None:
-    save_tokenizer(folder, None)
+    save_tokenizer(folder, 20, None)
     with pytest.raises(UserError, match=r"no chat template: set target.chat_template"):
         load_target(recipe_for(folder))
     _, tokenizer = load_target(recipe_for(folder, chat_template=TEMPLATE))

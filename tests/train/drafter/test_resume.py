@@ -11,9 +11,10 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.training_runs import InterruptAt, drafter_folder, make_recipe
+from support.tiny_runs import InterruptAt, make_recipe
 from transformers import TrainerCallback
 
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.checkpoints import newest_whole_checkpoint
@@ -44,10 +45,10 @@ def broken_off(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, callback: Traine
 
 def check_alike(whole: Recipe, broken: Recipe) -> None:
     """Weights bit for bit; the same tokens, and the same log but for its times."""
-    expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
+    expected, found = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in (whole, broken))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    metrics = [json.loads((drafter_folder(recipe) / "training.json").read_text()) for recipe in (whole, broken)]
+    metrics = [json.loads((RunFolder(recipe).drafter / "training.json").read_text()) for recipe in (whole, broken)]
     assert metrics[0]["steps"] == metrics[1]["steps"] == STEPS
     assert metrics[0]["tokens"] == metrics[1]["tokens"] > STEPS * 3 * 12  # rows of 12 to 14 tokens, 3 a step
     logs = [
@@ -87,7 +88,7 @@ def test_killed_between_the_last_checkpoint_and_the_end(
         patch.setattr(stage, "_save", killed)
         with pytest.raises(KeyboardInterrupt):
             train_drafter(broken)
-    assert not (drafter_folder(broken) / "training.json").exists()
+    assert not (RunFolder(broken).drafter / "training.json").exists()
     train_drafter(broken)
     check_alike(whole, broken)
 
@@ -107,7 +108,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     """Truncated, as a full disk leaves it: the one before is taken, and the user is told."""
     whole, broken = recipes
     broken_off(broken, monkeypatch, InterruptAt(5))
-    checkpoints = drafter_folder(broken) / "checkpoints"
+    checkpoints = RunFolder(broken).drafter / "checkpoints"
     file = checkpoints / "checkpoint-4" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     train_drafter(broken)
@@ -123,7 +124,7 @@ def test_a_missing_file_of_a_checkpoint(recipes: tuple[Recipe, Recipe], monkeypa
     """The Trainer would go on with an optimiser that remembers nothing."""
     whole, broken = recipes
     broken_off(broken, monkeypatch, InterruptAt(5))
-    (drafter_folder(broken) / "checkpoints" / "checkpoint-4" / "optimizer.pt").unlink()
+    (RunFolder(broken).drafter / "checkpoints" / "checkpoint-4" / "optimizer.pt").unlink()
     train_drafter(broken)
     check_alike(whole, broken)
 
@@ -131,7 +132,7 @@ def test_a_missing_file_of_a_checkpoint(recipes: tuple[Recipe, Recipe], monkeypa
 def test_no_whole_checkpoint_at_all(recipes: tuple[Recipe, Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, broken = recipes
     broken_off(broken, monkeypatch, InterruptAt(5))
-    checkpoints = drafter_folder(broken) / "checkpoints"
+    checkpoints = RunFolder(broken).drafter / "checkpoints"
     for folder in checkpoints.iterdir():
         (folder / "scheduler.pt").write_bytes(b"")
     assert newest_whole_checkpoint(checkpoints) is None
@@ -155,9 +156,9 @@ def test_the_same_bits_with_several_threads(target_folder: Path) -> None:
             tokens = Path(recipe.runs_dir) / name / "data" / "tokens"
             datasets.Dataset.from_list(rows).save_to_disk(str(tokens))
             train_drafter(recipe)
-            trained.append((drafter_folder(recipe) / "model.safetensors").read_bytes())
+            trained.append((RunFolder(recipe).drafter / "model.safetensors").read_bytes())
     finally:
         torch.set_num_threads(threads)
     assert trained[0] == trained[1]
-    said = json.loads((drafter_folder(recipe) / "training.json").read_text())["reproducible"]
+    said = json.loads((RunFolder(recipe).drafter / "training.json").read_text())["reproducible"]
     assert "2 threads" in said

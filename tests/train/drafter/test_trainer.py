@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.training_runs import VOCABULARY, InterruptAt, drafter_folder, make_recipe
+from support.tiny_runs import SMALL_VOCABULARY, InterruptAt, make_recipe
 from transformers import TrainerCallback
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter import stage
@@ -27,7 +28,7 @@ from draftsmith.train.plan.step_cost import FakeTraining
 def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "learns", max_steps=30, logging_steps=7)
     report = train_drafter(recipe)
-    folder = drafter_folder(recipe)
+    folder = RunFolder(recipe).drafter
     history = json.loads((folder / "training.json").read_text())["history"]
     losses = [entry["loss_depth1"] for entry in history if "loss_depth1" in entry]
     assert len(losses) == 5  # steps 7, 14, 21, 28 and the last
@@ -39,17 +40,17 @@ def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
     assert {"config.json", "model.safetensors", "training.json", "settings.json", "README.md"} <= {
         p.name for p in folder.iterdir()
     }
-    assert not any(VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
+    assert not any(SMALL_VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
 
 
 def test_a_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "again")
     train_drafter(recipe)
-    before = (drafter_folder(recipe) / "model.safetensors").stat().st_mtime_ns
+    before = (RunFolder(recipe).drafter / "model.safetensors").stat().st_mtime_ns
     report = train_drafter(recipe)
     assert report.was_finished
     assert "nothing to do" in report.sentence()
-    assert (drafter_folder(recipe) / "model.safetensors").stat().st_mtime_ns == before
+    assert (RunFolder(recipe).drafter / "model.safetensors").stat().st_mtime_ns == before
     changed = recipe.model_copy(update={"train": {**recipe.train, "learning_rate": 2e-2}})
     with pytest.raises(UserError, match=r"begun with train.learning_rate = 0.01, now it is 0.02: restore the key"):
         train_drafter(changed)
@@ -84,11 +85,11 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
         patch.setattr(stage, "DrafterTrainer", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_drafter(broken)
-    checkpoints = drafter_folder(broken) / "checkpoints"
+    checkpoints = RunFolder(broken).drafter / "checkpoints"
     assert newest_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
     (checkpoints / "checkpoint-6").mkdir()  # one that was being written when the power went
     assert train_drafter(broken).steps == 7
-    expected, found = (load_file(drafter_folder(recipe) / "model.safetensors") for recipe in (whole, broken))
+    expected, found = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in (whole, broken))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
@@ -142,7 +143,7 @@ def test_ctrl_c_saves_the_step_at_work(target_folder: Path, monkeypatch: pytest.
         with pytest.raises(KeyboardInterrupt):
             train_drafter(recipe)
     assert signal.getsignal(signal.SIGINT) is handler
-    checkpoints = drafter_folder(recipe) / "checkpoints"
+    checkpoints = RunFolder(recipe).drafter / "checkpoints"
     assert newest_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
     assert train_drafter(recipe).steps == 7
 
@@ -156,7 +157,7 @@ def test_logged_depths_are_the_same_under_accumulation(target_folder: Path) -> N
             gradient_accumulation_steps=accumulation,
         )  # fmt: skip
         train_drafter(recipe)
-        history = json.loads((drafter_folder(recipe) / "training.json").read_text())["history"]
+        history = json.loads((RunFolder(recipe).drafter / "training.json").read_text())["history"]
         first_logs.append({key: value for key, value in history[0].items() if "_depth" in key})
     assert first_logs[0] == pytest.approx(first_logs[1], abs=2e-4)
 

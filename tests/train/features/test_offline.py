@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.places import ROOT
-from support.tiny_runs import LENGTHS, save_target, tiny_run, token_rows
+from support.tiny_runs import LENGTHS, recipe_file, save_target, tiny_run, token_rows
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -51,9 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def command(recipe: Recipe, *options: str) -> Any:
-    file = Path(recipe.runs_dir).parent / "recipe.yaml"
-    file.write_text(recipe.model_dump_json())  # JSON is YAML
-    return CliRunner().invoke(cli.app, ["features", str(file), *options])
+    return CliRunner().invoke(cli.app, ["features", recipe_file(recipe), *options])
 
 
 # ---- before the first byte ----
@@ -294,9 +292,7 @@ def test_two_processes_read_the_same_files(tmp_path: Path) -> None:
     recipes = [tiny_run(tmp_path, "online"), tiny_run(tmp_path, "offline", data=OFFLINE)]
     write(recipes[1])
     for recipe in recipes:
-        file = tmp_path / f"{recipe.name}.yaml"
-        file.write_text(recipe.model_dump_json())
-        result = subprocess.run([*launch, str(file)], capture_output=True, text=True, check=False)
+        result = subprocess.run([*launch, recipe_file(recipe)], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr[-2000:]
         record = json.loads((RunFolder(recipe).drafter / "training.json").read_text())
         assert record["batch_size"] == 6  # 3 rows of each process

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,17 +46,9 @@ def llama_config(**changes: Any) -> LlamaConfig:
 def recipe_of(tmp_path: Path, config: LlamaConfig | None = None, **sections: Any) -> Recipe:
     """A recipe for a target of which only the config exists."""
     (config or llama_config()).save_pretrained(tmp_path / "target")
-    values: dict[str, Any] = {
-        "name": "planned",
-        "runs_dir": str(tmp_path / "runs"),
-        "target": {"model": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
-        "drafter": {"kind": "parallel", "options": {"num_masks": 2}},
-        "data": {"max_length_tokens": 32},
-        "train": {"per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True, "max_steps": 2},
-    }
-    for section, changes in sections.items():
-        values[section] = {**values.get(section, {}), **changes} if isinstance(changes, dict) else changes
-    return Recipe.model_validate(values)
+    train = {"per_device_train_batch_size": 2, "save_strategy": "no", "max_steps": 2, **sections.pop("train", {})}
+    data = {"max_length_tokens": 32, **sections.pop("data", {})}
+    return recipe_in(tmp_path, "planned", train=train, data=data, **sections)
 
 
 def training_row(length: int, labelled: int) -> dict[str, list[int]]:
@@ -338,15 +331,16 @@ def test_a_smaller_batch_is_named_that_fits(tmp_path: Path) -> None:
 # ---- the command ----
 
 
-def recipe_file(recipe: Recipe, tmp_path: Path) -> Path:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(recipe.model_dump()))  # JSON is YAML
-    return file
-
-
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
-    file = recipe_file(recipe_of(tmp_path), tmp_path)
-    command = ["plan", str(file), "drafter.options.attention=flex", "--memory-gib", "1", "--json", f"{tmp_path}/p.json"]
+    command = [
+        "plan",
+        recipe_file(recipe_of(tmp_path)),
+        "drafter.options.attention=flex",
+        "--memory-gib",
+        "1",
+        "--json",
+        f"{tmp_path}/p.json",
+    ]
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
@@ -369,7 +363,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli.app, ["plan", str(recipe_file(recipe_of(tmp_path), tmp_path)), *arguments])
+    result = CliRunner().invoke(cli.app, ["plan", recipe_file(recipe_of(tmp_path)), *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
