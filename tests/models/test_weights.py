@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_drafter_of, tiny_target
-from support.training_runs import drafter_folder, make_recipe
+from support.tiny_runs import make_recipe
 from transformers import AutoModelForCausalLM
 
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import load_weights
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import TargetRecipe
 from draftsmith.train.drafter.stage import train_drafter
 
@@ -78,17 +79,17 @@ def test_weights_of_another_training(target_folder: Path) -> None:
     target, _ = load_target(one.target)
     for recipe in (one, other):
         train_drafter(recipe)
-        load_drafter(drafter_folder(recipe), target)
-    shutil.copy(drafter_folder(other) / "model.safetensors", drafter_folder(one))
+        load_drafter(RunFolder(recipe).drafter, target)
+    shutil.copy(RunFolder(other).drafter / "model.safetensors", RunFolder(one).drafter)
     with pytest.raises(UserError, match="not those that training wrote"):
-        load_drafter(drafter_folder(one), target)
+        load_drafter(RunFolder(one).drafter, target)
 
 
 def test_another_kind_of_drafter(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "one", max_steps=1)
     train_drafter(recipe)
-    file = drafter_folder(recipe) / "config.json"
+    file = RunFolder(recipe).drafter / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "model_type": "draftsmith-draft_model"}))
     with pytest.raises(UserError, match="says draft_model, but a parallel drafter was trained"):
-        load_drafter(drafter_folder(recipe), load_target(recipe.target)[0])
+        load_drafter(RunFolder(recipe).drafter, load_target(recipe.target)[0])
