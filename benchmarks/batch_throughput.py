@@ -25,9 +25,9 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.tuned_tree import resolve_tuned
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
-from draftsmith.eval.decoding.loop import Generation
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Autoregressive, Method
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
@@ -43,7 +43,7 @@ from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe
 
 GREEDY = Sampling()
-Measured = tuple[list[Generation], float]
+Measured = tuple[list[AnswerRecord], float]
 
 
 def measure(target: Any, drafter: Drafter, recipes: list[MethodRecipe], batch_size: int, job: dict[str, Any]) -> Any:

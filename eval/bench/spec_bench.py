@@ -36,7 +36,7 @@ from draftsmith.recipes.run_folder import write_atomically
 
 WARMUP_NEW_TOKENS = 64
 FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is not asked
-# What a record keeps of each `Generation`, a number a turn or a list of all turns' rounds.
+# What a record keeps of each `AnswerRecord`, a number a turn or a list of all turns' rounds.
 PHASES = ("first_token_s", "prefill_s", "draft_s", "verify_s", "choose_s", "commit_s")
 PER_ROUND = ("accept_lengths", "draft_lengths", "draft_depths", "round_s")
 PROCESS = uuid.uuid4().hex
@@ -167,7 +167,7 @@ class SpecBench:
                 self._stop,
                 arm.lenience,
             )
-            text = out.text_before_stop
+            text = out.text
             if text is None:
                 text = self._tokenizer.decode(out.ids, skip_special_tokens=True)
             text = text.strip()

@@ -8,23 +8,21 @@ Shapes: A active rows, N nodes of the largest tree, P prompt, S tokens in the ca
 
 from __future__ import annotations
 
-import inspect
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.decoding.session import Session, TargetSession, TargetStep
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.decoding.attention import STATIC_ROPE_TYPES
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
 from draftsmith.models.target.batch_tree_cache import BatchTreeCache
-from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
 
-class BatchSession:
+class BatchSession(Session):
     """`add` prompts, then rounds of `forward_trees` and `commit`; `drop` what has ended.
 
     Args:
@@ -37,6 +35,8 @@ class BatchSession:
         UserError: As `TargetSession`; or the target's rotation of a row depends on the other rows' lengths.
     """
 
+    _cache: BatchTreeCache
+
     def __init__(
         self,
         target: Any,
@@ -46,27 +46,11 @@ class BatchSession:
     ) -> None:
         TargetSession(target, max_length_tokens).close()  # what cannot be decoded alone is refused there
         _check_rotation(target, max_length_tokens)
-        self.max_length_tokens, self.batch_size = max_length_tokens, batch_size
-        self.device = target.device
-        self._target = target
+        super().__init__(target, max_length_tokens, feature_layers)
+        self.batch_size = batch_size
         layers = target.config.get_text_config().num_hidden_layers
         self._cache = BatchTreeCache(layers, max_length_tokens + 1 + LONGEST_TREE_NODES, batch_size)
         self._columns = torch.arange(self._cache.capacity_tokens, device=self.device)
-        takes = inspect.signature(target.forward).parameters
-        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._tap = FeatureTap(target, feature_layers)
-
-    def close(self) -> None:
-        """Take the feature hooks off the target again."""
-        self._tap.close()
-
-    def __enter__(self) -> BatchSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def lengths_tokens(self) -> list[int]:
@@ -79,14 +63,10 @@ class BatchSession:
 
     def add(self, prompt_ids: list[int]) -> TargetStep:
         """Read a prompt into a new row, the last. Logits [1, V] of its last token, features [P, F]."""
-        if not 0 < len(prompt_ids) <= self.max_length_tokens:
-            raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens does not fit a session of {self.max_length_tokens}: "
-                "shorten the prompt"
-            )
+        self.check_room(prompt_ids)
         with self._cache.new_row(len(prompt_ids)):
             ids = torch.tensor([prompt_ids], device=self.device)
-            step = self._forward(ids, self._columns[None, : len(prompt_ids)], None, self._prefill_options)
+            step = self._run(ids, self._columns[None, : len(prompt_ids)], None, self._prefill_options)
         return TargetStep(step.logits[0, -1:], step.features[0])
 
     def drop(self, row: int) -> None:
@@ -106,17 +86,12 @@ class BatchSession:
             for length, tree in zip(lengths, trees, strict=True)
         ]
         ids_an, places_an = torch.tensor([ids, places], device=self.device)
-        return self._forward(ids_an, places_an, self._mask(trees, nodes))
+        return self._run(ids_an, places_an, self._mask(trees, nodes))
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the accepted nodes (root first) of each row's tree in the last `forward_trees`."""
         with torch.inference_mode():
             self._cache.keep_rows(paths)
-
-    def synchronize(self) -> None:
-        """Wait for the device, so that a clock read afterwards is true."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _mask(self, trees: list[DraftTree], nodes: int) -> Tensor | None:
         """[A, 1, N, longest + N] additive: a row's own tokens, then its tree's ancestors."""
@@ -132,20 +107,6 @@ class BatchSession:
         dtype = self._target.dtype
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
-
-    @torch.inference_mode()
-    def _forward(
-        self, ids: Tensor, places: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
-    ) -> TargetStep:
-        output = self._target(
-            input_ids=ids,
-            position_ids=places,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **(options or {}),
-        )
-        return TargetStep(output.logits, self._tap.take())
 
 
 def _check_rotation(target: Any, max_length_tokens: int) -> None:

@@ -31,6 +31,7 @@ class CompiledSession(TargetSession):
     """
 
     cache_class = StaticTreeCache
+    _cache: StaticTreeCache
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class CompiledSession(TargetSession):
         closed = torch.finfo(dtype).min
         mask = self._masks.get(size)
         if mask is None:
-            columns = self._static_cache.view_tokens
+            columns = self._cache.view_tokens
             mask = torch.full((1, 1, size, columns), closed, dtype=dtype, device=self.device)
             self._masks[size] = mask
         mask[..., self._open.get(size, 0) : start] = 0
@@ -122,18 +123,13 @@ class CompiledSession(TargetSession):
         mask[..., start : start + size] = block.to(self.device)
         return mask
 
-    @property
-    def _static_cache(self) -> StaticTreeCache:
-        assert isinstance(self._cache, StaticTreeCache)
-        return self._cache
-
     def _forget_graph(self) -> None:
         """Compile anew from here on."""
-        self._static_cache.view_tokens = self.max_length_tokens + 1 + self._sizes[-1]
+        self._cache.view_tokens = self.max_length_tokens + 1 + self._sizes[-1]
         self._masks.clear()
         self._open.clear()
         name = self._target.config.name_or_path or type(self._target).__name__
-        run = _static_forward(self._target, self._static_cache, self._tap)
+        run = _static_forward(self._target, self._cache, self._tap)
         self._graph = compiled(run, self.device, f"target {name}", self._backend)
 
 

@@ -7,58 +7,33 @@ completes a stop string, or beyond the limit are cut and count nowhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.method import Method, ReadsLogits
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.decoding.stop_strings import StopStrings, StopWatch
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.trees.sampling import Sampling, first_token
-from draftsmith.eval.trees.verify import verify
-from draftsmith.recipes.errors import UserError
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.trees.verify import Verdict, verify
 
 
 @dataclass(slots=True)
-class Generation:
-    """One answer and what it took.
+class Round:
+    """What a round came to, for `generate`'s `on_round`.
 
-    ids: generated token ids, the end token or the token that completed a stop string included.
-    accept_lengths: tokens kept per round, the target's own included; their mean is tau.
-    draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
-    text_before_stop: the text before the stop string that ended the answer, if one did.
-    draft_depths: the longest path drafted, per round.
-    tried: drafted positions that verification came to; the share of accepted ones is the acceptance rate alpha.
-    round_s: seconds of each round, of which the four phases below are the parts.
-    first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
-    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree, its device waited for;
-        choosing the path, which waits for the device itself; keeping it. What the commit leaves to a GPU is done
-        while the next draft is, and counts there.
+    logits: [N, V] of the target at the tree's nodes; kept: how many of the committed tokens, those of the accepted
+    path's nodes and the target's own, belong to the answer. The i-th of them was decided at the path's i-th node.
     """
 
-    ids: list[int]
-    accept_lengths: list[int] = field(default_factory=list)
-    draft_lengths: list[int] = field(default_factory=list)
-    draft_depths: list[int] = field(default_factory=list)
-    tried: int = 0
-    round_s: list[float] = field(default_factory=list)
-    wall_time_s: float = 0.0
-    first_token_s: float = 0.0
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    text_before_stop: str | None = None
-    choose_s: float = 0.0
-    commit_s: float = 0.0
-
-    @property
-    def rounds(self) -> int:
-        return len(self.accept_lengths)
-
-    @property
-    def accepted_drafts(self) -> int:
-        return sum(self.draft_lengths)
+    tree: DraftTree
+    logits: Tensor
+    verdict: Verdict
+    kept: int
 
 
 @torch.inference_mode()
@@ -72,74 +47,118 @@ def generate(
     generator: torch.Generator | None = None,
     stop: StopStrings | None = None,
     lenience: float = 1.0,
-) -> Generation:
+    on_round: Callable[[Round], None] | None = None,
+) -> AnswerRecord:
     """Answer a prompt. Greedy answers are exactly the target's; sampled ones have exactly its distribution.
 
     Neither holds with a lenience below 1, see `draftsmith.eval.trees.verify`.
 
+    Args:
+        on_round: Told of every round at its end; what it takes counts to the commit.
+
     Raises:
         UserError: Prompt and answer do not fit into the session.
     """
-    if len(prompt_ids) + max_new_tokens > session.max_length_tokens:
-        raise UserError(
-            f"a prompt of {len(prompt_ids)} tokens and an answer of {max_new_tokens} do not fit into a session of "
-            f"{session.max_length_tokens}: lower eval.max_new_tokens or shorten the prompt"
-        )
+    session.check_room(prompt_ids, max_new_tokens)
     clock = time.perf_counter
-    began = clock()
-    step = session.prefill(prompt_ids)
-    newest = first_token(step.logits[-1], sampling, generator)
-    first_s = clock() - began
-    method.start(prompt_ids, step.features)
-    method.observe([newest], step.features[-1:])
-    out = Generation([newest], first_token_s=first_s)
-    started = clock()
-    out.prefill_s = started - began
-    reader = method if isinstance(method, ReadsLogits) else None
-    watch = None if stop is None else stop.watch()
-    _, ended = kept_tokens([newest], end_ids, watch)
-    while len(out.ids) < max_new_tokens and not ended:
-        # 1. Draft. What is deeper than the tokens that are still wanted could not be kept.
-        tree = method.propose().cut_to_depth(max_new_tokens - len(out.ids) - 1)
+    answer = OpenAnswer(method, generator, max_new_tokens, end_ids, stop)
+    answer.begin(session.prefill, prompt_ids, sampling)
+    out = answer.record
+    done = clock()
+    while not answer.ended:
+        started = done
+        # 1. Draft.
+        tree = answer.propose()
         drafted = clock()
         # 2. Verify all nodes in one forward.
         step = session.forward_tree(tree)
         session.synchronize()
         verified = clock()
         verdict = verify(tree, step.logits, sampling, generator, lenience)
-        if reader is not None:
-            reader.read_logits(tree, step.logits)
+        answer.show_logits(tree, step.logits)
         chosen = clock()
         # 3. Commit the accepted path and the target's own token.
-        path = verdict.path
-        session.commit(path)
-        committed = [tree.tokens[node] for node in path[1:]]
-        committed.append(verdict.next_token)
-        kept, ended = kept_tokens(committed[: max_new_tokens - len(out.ids)], end_ids, watch)
-        out.ids += committed[:kept]
-        out.accept_lengths.append(kept)
-        out.draft_lengths.append(min(kept, len(path) - 1))
-        out.draft_depths.append(tree.shape.max_depth)
-        rejected = kept == len(committed) and bool(tree.children(path[-1]))
-        out.tried += out.draft_lengths[-1] + rejected
-        features = step.features[: len(path)] if path[-1] == len(path) - 1 else step.features[path]
-        method.observe(committed, features)
+        session.commit(verdict.path)
+        kept = answer.commit(tree, verdict, step.features)
+        if on_round is not None:
+            on_round(Round(tree, step.logits, verdict, kept))
         done = clock()
-        out.draft_s += drafted - started
-        out.verify_s += verified - drafted
-        out.choose_s += chosen - verified
-        out.commit_s += done - chosen
-        out.round_s.append(done - started)
-        started = done
-    out.text_before_stop = None if watch is None else watch.text_before
+        out.add_round_s(started, drafted, verified, chosen, done)
     session.synchronize()
-    out.wall_time_s = clock() - began
+    out.wall_time_s = clock() - answer.began_s
     return out
 
 
-def kept_tokens(committed: list[int], end_ids: Collection[int], watch: StopWatch | None) -> tuple[int, bool]:
-    """How many of the committed tokens belong to the answer, and whether it ends with them."""
-    for index, token in enumerate(committed):
-        if token in end_ids or (watch is not None and watch.completes(token)):
-            return index + 1, True
-    return len(committed), False
+class OpenAnswer:
+    """An answer that is being generated: what the loops for one and for many sequences do with each of them.
+
+    Args:
+        generator: Of the answer's first token; the method has its own.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        generator: torch.Generator | None,
+        max_new_tokens: int,
+        end_ids: Collection[int],
+        stop: StopStrings | None,
+    ) -> None:
+        self.method, self.generator = method, generator
+        self.record = AnswerRecord()
+        self.ended = False
+        self._reader = method if isinstance(method, ReadsLogits) else None
+        self._max_new_tokens, self._end_ids = max_new_tokens, end_ids
+        self._watch = None if stop is None else stop.watch()
+
+    def begin(self, prefill: Callable[[list[int]], TargetStep], prompt_ids: list[int], sampling: Sampling) -> None:
+        """Read the prompt; its first token comes from the target alone."""
+        self.began_s = time.perf_counter()
+        step = prefill(prompt_ids)
+        first = first_token(step.logits[-1], sampling, self.generator)
+        self.record.first_token_s = time.perf_counter() - self.began_s
+        self.method.start(prompt_ids, step.features)
+        self.method.observe([first], step.features[-1:])
+        self.record.prefill_s = time.perf_counter() - self.began_s
+        self._keep([first])
+
+    def propose(self) -> DraftTree:
+        """What is deeper than the tokens that are still wanted could not be kept."""
+        return self.method.propose().cut_to_depth(self._max_new_tokens - len(self.record.ids) - 1)
+
+    def show_logits(self, tree: DraftTree, logits: Tensor) -> None:
+        """logits: [N, V]."""
+        if self._reader is not None:
+            self._reader.read_logits(tree, logits)
+
+    def commit(self, tree: DraftTree, verdict: Verdict, features: Tensor) -> int:
+        """Write down what a round has committed, and tell the method; how many tokens belong to the answer.
+
+        Args:
+            features: [N, F] at the tree's nodes, or more.
+        """
+        record, path = self.record, verdict.path
+        committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
+        kept = self._keep(committed)
+        record.accept_lengths.append(kept)
+        record.draft_lengths.append(min(kept, len(path) - 1))
+        record.draft_depths.append(tree.shape.max_depth)
+        rejected = kept == len(path) and bool(tree.children(path[-1]))
+        record.tried += record.draft_lengths[-1] + rejected
+        if not self.ended:
+            features = features[: len(path)] if path[-1] == len(path) - 1 else features[path]
+            self.method.observe(committed, features)
+        return kept
+
+    def _keep(self, committed: list[int]) -> int:
+        """Add to the answer what belongs to it: how many tokens."""
+        record, watch = self.record, self._watch
+        before = len(record.ids)
+        for token in committed:
+            record.ids.append(token)
+            ends = token in self._end_ids or (watch is not None and watch.completes(token))
+            self.ended = ends or len(record.ids) >= self._max_new_tokens
+            if self.ended:
+                break
+        record.text = None if watch is None else watch.text_before
+        return len(record.ids) - before

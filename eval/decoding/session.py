@@ -12,7 +12,7 @@ import inspect
 import weakref
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,68 @@ class TargetStep:
     features: Tensor
 
 
-class TargetSession:
+class Session:
+    """What the sessions of one and of several sequences share: the target, its features, and a limit of length."""
+
+    _cache: TreeCache
+
+    def __init__(self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...]) -> None:
+        self.max_length_tokens = max_length_tokens
+        self.device = target.device
+        self._target = target
+        takes = inspect.signature(target.forward).parameters
+        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._feature_layers = feature_layers
+        self._tap = FeatureTap(target, feature_layers)
+
+    def close(self) -> None:
+        """Take the feature hooks off the target again."""
+        self._tap.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check_room(self, prompt_ids: list[int], new_tokens: int = 0) -> None:
+        """
+        Raises:
+            UserError: The prompt, or it and an answer of so many tokens, do not fit.
+        """
+        if not 0 < len(prompt_ids) <= self.max_length_tokens - new_tokens:
+            answer, way_out = " does", ""
+            if new_tokens:
+                answer, way_out = f" and an answer of {new_tokens} do", "lower eval.max_new_tokens or "
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens{answer} not fit into a session of {self.max_length_tokens}: "
+                f"{way_out}shorten the prompt"
+            )
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read afterwards is true."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def _run(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
+    ) -> TargetStep:
+        """ids and positions [A, N] to logits [A, N, V] and features [A, N, F]."""
+        output = self._target(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **(options or {}),
+        )
+        return TargetStep(output.logits, self._tap.take())
+
+
+class TargetSession(Session):
     """One sequence at a time on one target: `prefill`, then rounds of `forward_tree` and `commit`.
 
     Args:
@@ -65,9 +126,7 @@ class TargetSession:
                 f"prompt and answer of {max_length_tokens} tokens do not fit into the target's {limit} positions: "
                 "lower eval.max_new_tokens or shorten the prompt"
             )
-        self.max_length_tokens = max_length_tokens
-        self.device = target.device
-        self._target = target
+        super().__init__(target, max_length_tokens, feature_layers)
         self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, max_length_tokens + 1)
         self._cache.capacity_tokens += LONGEST_TREE_NODES
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
@@ -75,25 +134,9 @@ class TargetSession:
         self._mask = torch.zeros(1, 1, 1, self._cache.capacity_tokens, dtype=target.dtype, device=self.device)
         self._mask_dirty = (0, 0)
         self._bias_of: dict[TreeShape, Tensor] = {}
-        takes = inspect.signature(target.forward).parameters
-        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._feature_layers = feature_layers
-        self._tap = FeatureTap(target, feature_layers)
         if target not in _probed:
             self._probe()
             _probed.add(target)
-
-    def close(self) -> None:
-        """Take the feature hooks off the target again."""
-        self._tap.close()
-
-    def __enter__(self) -> TargetSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
         """Give other features from now on: before a sequence, for the method that will decode it."""
@@ -108,11 +151,7 @@ class TargetSession:
 
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         """Forget the last sequence and read a prompt."""
-        if not 0 < len(prompt_ids) <= self.max_length_tokens:
-            raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens does not fit a session of {self.max_length_tokens}: "
-                "shorten the prompt"
-            )
+        self.check_room(prompt_ids)
         self._cache.reset()
         # Nothing is masked in the new sequence's columns yet.
         self._mask.zero_()
@@ -141,24 +180,11 @@ class TargetSession:
         """Keep the accepted nodes (root first) of the last `forward_tree`."""
         self._cache.keep(path)
 
-    def synchronize(self) -> None:
-        """Wait for the device, so that a clock read afterwards is true."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @torch.inference_mode()
     def _forward(
         self, token_ids: list[int], positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
     ) -> TargetStep:
-        output = self._target(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **(options or {}),
-        )
-        return TargetStep(output.logits[0], self._tap.take()[0])
+        step = self._run(torch.tensor([token_ids], device=self.device), positions, mask, options)
+        return TargetStep(step.logits[0], step.features[0])
 
     def _tree_mask(self, shape: TreeShape, start: int) -> Tensor:
         """[1, 1, N, start + N] additive: a view of one buffer, of which only the tree's own columns are written."""

@@ -6,7 +6,7 @@ speedup of a run     (tokens / s of the method) / (tokens / s of the autoregress
                      process, prefill included on both sides; mean and standard deviation are over the runs
 tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
 latency              seconds between tokens as a user sees them: see `latency_percentiles`
-t_draft, ...         seconds of a round's phases (see `Generation`), medians over questions of means over rounds
+t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): what is lost
                      in the loop's own Python; decoding = without the prefill
 cost ratio           t_draft / t_target_step, of a whole round

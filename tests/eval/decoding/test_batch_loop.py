@@ -1,5 +1,6 @@
 """Batched decoding: every row's answer is the one that the prompt gets alone."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ from support.half_right import BUILDERS, GREEDY, GROWERS, TINY, HalfRightDecoder
 from support.tiny_models import tiny_drafter_of, tiny_target
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
-from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
@@ -103,21 +105,30 @@ def test_end_tokens_and_limits() -> None:
             assert all(out.wall_time_s >= out.prefill_s + out.draft_s + out.verify_s > 0 for out in outs)
 
 
-def test_tokens_and_rounds_of_a_batch_of_one() -> None:
+def figures(out: AnswerRecord) -> dict[str, Any]:
+    """All of an answer's but its times."""
+    return {key: value for key, value in asdict(out).items() if not key.endswith("_s")}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_figure_is_the_one_of_the_loop_for_one(rows: int) -> None:
+    """Six prompts through the rows and one by one; the phases are the parts of each row's rounds."""
     target = tiny("llama")
-    (answer,) = alone(target, PROMPTS[:1], NEW_TOKENS)
-    with TargetSession(target, 64) as single, BatchSession(target, 64, batch_size=1) as batch:
+    answers = alone(target, PROMPTS, NEW_TOKENS)
+    end_ids = {answers[0][9], answers[1][0]}
+    known = {tuple(ids): answer for ids, answer in zip(PROMPTS, answers, strict=True)}
+    with TargetSession(target, 64) as single, BatchSession(target, 64, rows) as batch:
         for builder in BUILDERS.values():
-            one = generate(
-                single, DrafterMethod("x", HalfRightDecoder(answer, 97), builder, GREEDY), PROMPTS[0], GREEDY, 24
-            )
-            method = DrafterMethod("x", HalfRightDecoder(answer, 97), builder, GREEDY)
-            (many,) = generate_batch(batch, [method], PROMPTS[:1], GREEDY, 24)
-            assert (one.ids, one.accept_lengths, one.draft_lengths) == (
-                many.ids,
-                many.accept_lengths,
-                many.draft_lengths,
-            )
+            method = Knowing(known, HalfRightDecoder, builder)
+            wanted = [generate(single, method, prompt, GREEDY, NEW_TOKENS, end_ids) for prompt in PROMPTS]
+            methods = [Knowing(known, HalfRightDecoder, builder) for _ in range(rows)]
+            outs = generate_batch(batch, methods, PROMPTS, GREEDY, NEW_TOKENS, end_ids)
+            assert [figures(out) for out in outs] == [figures(out) for out in wanted]
+            assert sum(out.tried for out in outs) > 20
+            for out in (*wanted, *outs):
+                assert len(out.round_s) == len(out.draft_depths) == out.rounds
+                assert sum(out.round_s) == pytest.approx(out.draft_s + out.verify_s + out.choose_s + out.commit_s)
+                assert 0 < out.first_token_s < out.prefill_s <= out.wall_time_s - sum(out.round_s)
 
 
 @pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
@@ -135,7 +146,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(kind: str, tree: str) -> Non
     def method(decoder: Any, generator: torch.Generator) -> Method:
         return DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator)
 
-    wanted: list[Generation] = []
+    wanted: list[AnswerRecord] = []
     with TargetSession(target, 64, drafter.feature_layers) as session:
         generator = torch.Generator()
         single = method(drafter.decoder(64), generator)
@@ -146,8 +157,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(kind: str, tree: str) -> Non
         decoders = drafter.batch_decoders(64, 3)
         methods = [method(*pair) for pair in zip(decoders, generators, strict=True)]
         outs = generate_batch(batch, methods, prompts, sampling, 20, (), generators, seeds)
-    assert [out.ids for out in outs] == [out.ids for out in wanted]
-    assert [out.accept_lengths for out in outs] == [out.accept_lengths for out in wanted]
+    assert [figures(out) for out in outs] == [figures(out) for out in wanted]
     assert len({tuple(out.ids) for out in outs}) == len(prompts)
 
 

@@ -8,7 +8,8 @@ from support.scripted import Scripted, V
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
@@ -95,6 +96,23 @@ def test_tried_positions(session: TargetSession) -> None:
     end = next(token for index, token in enumerate(answer) if index >= 2 and token not in answer[:index])
     out = generate(session, Scripted(answer, 4), PROMPT, GREEDY, 20, {end})
     assert out.tried <= sum(out.draft_lengths) + out.rounds
+
+
+def test_every_round_is_handed_over(session: TargetSession) -> None:
+    """Accepted paths and what was kept of them, the last one cut by the end token; no answer differs for it."""
+    answer = answer_of(session, 24)
+    end = next(token for index, token in enumerate(answer) if index >= 8 and token not in answer[:index])
+    rounds: list[Round] = []
+    out = generate(session, Scripted(answer, 3), PROMPT, GREEDY, 20, {end}, on_round=rounds.append)
+    assert out.ids == answer[: answer.index(end) + 1]
+    assert [round_.kept for round_ in rounds] == out.accept_lengths
+    place = 1
+    for round_ in rounds:
+        path, tree = round_.verdict.path, round_.tree
+        committed = [*(tree.tokens[node] for node in path[1:]), round_.verdict.next_token]
+        assert committed[: round_.kept] == answer[place : place + round_.kept]
+        assert round_.logits.shape == (len(tree), V)
+        place += round_.kept
 
 
 def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +272,7 @@ def test_sampling_keeps_the_distribution(
     answers, rounds = 700, 0
     counts = torch.zeros(V, dtype=torch.float64)
     for _ in range(answers):
-        out: Generation = generate(session, method, PROMPT, sampling, 3, (), generator)
+        out: AnswerRecord = generate(session, method, PROMPT, sampling, 3, (), generator)
         counts[out.ids[2]] += 1
         rounds += out.rounds
     assert rounds < 2 * answers, "no draft was ever accepted, so nothing was tested"

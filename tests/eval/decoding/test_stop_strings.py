@@ -10,9 +10,10 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
-from draftsmith.eval.decoding.loop import Generation, generate
+from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
@@ -118,7 +119,7 @@ def target() -> LlamaForCausalLM:
 PIECES = ["a", "bc", "d\n", "e", "f", "gh", "i", "\nj", "k", "l", "m"]
 
 
-def run(target: LlamaForCausalLM, method: Method, *stop: str, sampling: Sampling = GREEDY) -> Generation:
+def run(target: LlamaForCausalLM, method: Method, *stop: str, sampling: Sampling = GREEDY) -> AnswerRecord:
     stops = StopStrings(stop, PieceTokenizer(PIECES)) if stop else None
     with TargetSession(target, 48) as session:
         return generate(session, method, PROMPT, sampling, 24, (), torch.Generator().manual_seed(0), stops)
@@ -154,13 +155,13 @@ def test_every_method_cuts_where_the_loop_does(target: LlamaForCausalLM) -> None
     for stop in stops:
         plain = run(target, Autoregressive(), stop)
         assert plain.ids == answer[: len(plain.ids)]
-        assert plain.text_before_stop == text[: text.index(stop)]
+        assert plain.text == text[: text.index(stop)]
         assert stop in PieceTokenizer(PIECES).decode(plain.ids)
         assert stop not in PieceTokenizer(PIECES).decode(plain.ids[:-1])
         lengths.add(len(plain.ids))
         for method in methods:
             out = run(target, method, stop)
-            assert (out.ids, out.text_before_stop) == (plain.ids, plain.text_before_stop), (method.name, stop)
+            assert (out.ids, out.text) == (plain.ids, plain.text), (method.name, stop)
             assert sum(out.accept_lengths) == len(out.ids) - 1
             assert all(drafts <= kept for drafts, kept in zip(out.draft_lengths, out.accept_lengths, strict=True))
             inside += bool(out.accept_lengths) and out.accept_lengths[-1] == out.draft_lengths[-1] > 0
@@ -179,7 +180,7 @@ def test_rows_of_a_batch_are_cut_where_each_would_be_alone(target: LlamaForCausa
     with BatchSession(target, 48, 2) as batch:
         methods = [DrafterMethod("x", FixedDecoder(), ChainBuilder(), GREEDY) for _ in range(2)]
         rows = generate_batch(batch, methods, prompts, GREEDY, 20, stop=stops)
-    assert [(out.ids, out.text_before_stop) for out in rows] == [(out.ids, out.text_before_stop) for out in alone]
+    assert [(out.ids, out.text) for out in rows] == [(out.ids, out.text) for out in alone]
     assert len({len(out.ids) for out in rows}) > 2
 
 
@@ -224,7 +225,7 @@ def test_in_the_middle_of_an_accepted_path_and_across_two_rounds(target: LlamaFo
     answer = run(target, Autoregressive()).ids
     pieces = PieceTokenizer([f"<{token}>" for token in range(V)])
 
-    def stopped(first: int, last: int) -> Generation:
+    def stopped(first: int, last: int) -> AnswerRecord:
         stop = pieces.decode(answer[first : last + 1])
         assert pieces.decode(answer).index(stop) == len(pieces.decode(answer[:first])), "not unique"
         with TargetSession(target, 48) as session:
@@ -232,9 +233,9 @@ def test_in_the_middle_of_an_accepted_path_and_across_two_rounds(target: LlamaFo
 
     middle = stopped(7, 8)
     assert (middle.ids, middle.accept_lengths, middle.draft_lengths) == (answer[:9], [5, 3], [4, 3])
-    assert middle.text_before_stop == pieces.decode(answer[:7])
+    assert middle.text == pieces.decode(answer[:7])
     across = stopped(5, 7)
     assert (across.ids, across.accept_lengths, across.draft_lengths) == (answer[:8], [5, 2], [4, 2])
-    assert across.text_before_stop == pieces.decode(answer[:5])
+    assert across.text == pieces.decode(answer[:5])
     first = stopped(0, 0)
-    assert (first.ids, first.rounds, first.text_before_stop) == (answer[:1], 0, "")
+    assert (first.ids, first.rounds, first.text) == (answer[:1], 0, "")

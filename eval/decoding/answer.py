@@ -1,0 +1,54 @@
+"""One answer and what it took: filled by the loops, kept by the bench, read by the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class AnswerRecord:
+    """One answer to one prompt.
+
+    ids: generated token ids, the end token or the token that completed a stop string included.
+    text: the text before the stop string that ended the answer, if one did; the bench decodes the others.
+    accept_lengths: tokens kept per round, the target's own included; their mean is tau.
+    draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
+    draft_depths: the longest path drafted, per round.
+    tried: drafted positions that verification came to; the share of accepted ones is the acceptance rate alpha.
+    round_s: seconds of each round, of which the four phases below are the parts.
+    first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
+    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree, its device waited for;
+        choosing the path, which waits for the device itself; keeping it. What the commit leaves to a GPU is done
+        while the next draft is, and counts there.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    accept_lengths: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
+    draft_depths: list[int] = field(default_factory=list)
+    tried: int = 0
+    round_s: list[float] = field(default_factory=list)
+    wall_time_s: float = 0.0
+    first_token_s: float = 0.0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    choose_s: float = 0.0
+    commit_s: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accept_lengths)
+
+    @property
+    def accepted_drafts(self) -> int:
+        return sum(self.draft_lengths)
+
+    def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
+        """Where a round's time went: readings of one clock."""
+        self.draft_s += drafted - started
+        self.verify_s += verified - drafted
+        self.choose_s += chosen - verified
+        self.commit_s += done - chosen
+        self.round_s.append(done - started)
