@@ -36,10 +36,12 @@ from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
 
 
+@alone_in_its_run("eval")
 def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     """Measure what is not measured yet and write everything under `runs/<name>/`. Returns the summary.
 

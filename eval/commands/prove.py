@@ -41,11 +41,13 @@ from draftsmith.eval.trees.tree import root_only
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 
 DEFAULT_TEMPERATURE = 1.0  # where the recipe only decodes greedily
 
 
+@alone_in_its_run("prove")
 def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int = 48) -> Proof:
     """Collect the evidence and write it to `runs/<name>/eval/proof.json`.
 

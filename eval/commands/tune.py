@@ -41,6 +41,7 @@ from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 GREEDY = Sampling()
@@ -197,6 +198,7 @@ class Tuned:
         console.print(f"[bold]{describe(self.chosen)}[/bold] from now on for methods with `tree: tuned`")
 
 
+@alone_in_its_run("tune")
 @torch.inference_mode()
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
     """Find the tree, and write it into the drafter's config.

@@ -17,6 +17,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
 from draftsmith.train.batches.packing import PackedRows, check_packing
@@ -37,6 +38,7 @@ HARMLESS_TRAIN_KEYS = (
 )  # fmt: skip
 
 
+@alone_in_its_run("train")
 def train_drafter(recipe: Recipe) -> TrainReport:
     """Train the recipe's drafter on `runs/<name>/data/tokens`, going on from the last checkpoint if there is one.
 

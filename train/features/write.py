@@ -22,6 +22,7 @@ from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.features.cache import SHARD_BYTES, FeatureIndex, Shard, cut_into_shards, write_shard
@@ -119,6 +120,7 @@ def project_features(recipe: Recipe) -> Projection:
     return Projection(run.features, tokens, index, index.missing(run.features), free_bytes_at(run.features))
 
 
+@alone_in_its_run("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
     """Write the shards that are missing.
 

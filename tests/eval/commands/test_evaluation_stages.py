@@ -112,6 +112,25 @@ def test_the_model_card_carries_figures_and_proof(recipe: Recipe) -> None:
     assert "On 7 questions of `embedded.jsonl`" in card.text
 
 
+def test_figures_come_from_records_and_verdicts_from_figures(recipe: Recipe) -> None:
+    """What somebody wrote into `summary.json`, or as the proof's verdict, reaches no card."""
+    folder = RunFolder(recipe)
+    summary_file, proof_file = folder.eval / "summary.json", folder.eval / "proof.json"
+    kept = {file: file.read_text() for file in (summary_file, proof_file)}
+    rows, proof = json.loads(kept[summary_file]), json.loads(kept[proof_file])
+    summary_file.write_text(json.dumps([{**row, "speedup_mean": 99.0, "tau": 98.0} for row in rows]))
+    proof_file.write_text(json.dumps({**proof, "holds": True, "enumeration_error": 0.5}))
+    update_card(recipe)
+    text = (folder.drafter / "README.md").read_text()
+    assert "99.00" not in text
+    assert "98.00" not in text
+    assert "NOT PROVED: " in text
+    for file, content in kept.items():
+        file.write_text(content)
+    update_card(recipe)
+    test_the_model_card_carries_figures_and_proof(recipe)
+
+
 def test_the_cards_example_runs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(recipe).drafter
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
