@@ -112,7 +112,7 @@ def main() -> None:
             {"assistant_model": draft},
         ),
         "prompt_lookup": (
-            lambda: PromptLookup("pld", max_ngram=3, num_tokens=10),
+            lambda: PromptLookup("pld", max_ngram=3, num_tokens=10, match="earliest", partial=True),
             {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3},
         ),
     }

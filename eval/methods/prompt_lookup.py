@@ -1,9 +1,21 @@
-"""Prompt lookup decoding: what followed the newest tokens the last time they occurred (Saxena, 2023; LLMA, 2304.04487).
+"""Prompt lookup decoding: what followed the newest tokens where they occurred before (Saxena, 2023; LLMA, 2304.04487).
 
-The longest of the last n-grams that occurred before wins, and of its occurrences the latest. No model at all.
+The longest of the last n-grams that occurred before wins. Which of its occurrences, and whether one counts that fewer
+tokens follow than are drafted, differs from code to code:
+
+| setting                                          | options                                      |
+|--------------------------------------------------|----------------------------------------------|
+| Spec-Bench (its model/pld/pld.py), the default   | `match: earliest`, `partial: false`          |
+| transformers 5.19 (`candidate_generator.py`)     | `match: earliest`, `partial: true`           |
+| ours                                             | `match: latest`, `partial: true`             |
+
+tau on the embedded target: 1.53, 1.59 (both with `max_ngram: 3`) and 1.58. Spec-Bench's code drafts token 100 where it
+finds nothing, which we do not. No model at all.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -20,24 +32,30 @@ class PromptLookup:
         name: The row of the table.
         max_ngram: The longest n-gram that is looked up; shorter ones follow, down to single tokens.
         num_tokens: Drafted at most.
+        match: Which occurrence of an n-gram counts.
+        partial: Whether one counts that fewer than `num_tokens` tokens follow.
     """
 
     class Options(Section):
-        """Defaults are Spec-Bench's setting."""
+        """Defaults are Spec-Bench's setting (evaluation/inference_pld.py)."""
 
         max_ngram: int = Field(3, ge=1)
         num_tokens: int = Field(10, ge=1)
+        match: Literal["earliest", "latest"] = "earliest"
+        partial: bool = False
 
-    def __init__(self, name: str, max_ngram: int = 3, num_tokens: int = 10) -> None:
+    def __init__(
+        self, name: str, max_ngram: int = 3, num_tokens: int = 10, match: str = "earliest", partial: bool = False
+    ) -> None:
         self.name = name
-        self._max_ngram, self._num_tokens = max_ngram, num_tokens
+        self._max_ngram, self._num_tokens, self._match, self._partial = max_ngram, num_tokens, match, partial
         self._ids: list[int] = []
-        # From an n-gram to the place after its latest occurrence, the one at the very end excepted.
+        # From an n-gram to the place after its occurrence, the one at the very end excepted.
         self._after: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def make(cls, options: Options, setting: MethodSetting) -> PromptLookup:
-        return cls(setting.recipe.name, options.max_ngram, options.num_tokens)
+        return cls(setting.recipe.name, **options.model_dump())
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         self._ids, self._after = [], {}
@@ -53,7 +71,9 @@ class PromptLookup:
     def _continuation(self) -> list[int]:
         for size in range(self._max_ngram, 0, -1):
             place = self._after.get(tuple(self._ids[-size:]))
-            if place is not None:
+            # Spec-Bench also asks that more tokens follow than the n-gram has.
+            needed = 1 if self._partial else max(self._num_tokens, size + 1)
+            if place is not None and place + needed <= len(self._ids):
                 return self._ids[place : place + self._num_tokens]
         return []
 
@@ -62,7 +82,9 @@ class PromptLookup:
             # Only now something follows the n-grams that ended here.
             place = len(self._ids)
             for size in range(1, min(self._max_ngram, place) + 1):
-                self._after[tuple(self._ids[place - size : place])] = place
+                ngram = tuple(self._ids[place - size : place])
+                if self._match == "latest" or ngram not in self._after:
+                    self._after[ngram] = place
             self._ids.append(token)
 
 

@@ -16,9 +16,15 @@ from torch import Tensor
 
 
 class TreeShape:
-    """Who is whose parent. Immutable; equal shapes are shared, so that masks are built once (`TreeShape.of`)."""
+    """Who is whose parent. Immutable; equal shapes are shared, so that masks are built once (`TreeShape.of`).
 
-    def __init__(self, parents: tuple[int, ...]) -> None:
+    Args:
+        parents: [N], -1 for the root.
+        num_candidates: Nodes from this one on are run through the target but never accepted: nobody's `children`. None:
+            there are none such.
+    """
+
+    def __init__(self, parents: tuple[int, ...], num_candidates: int | None = None) -> None:
         if not parents or parents[0] != -1:
             raise ValueError(f"a draft tree's first node is its root with parent -1, not {parents[:1]}")
         depths = [0]
@@ -28,16 +34,17 @@ class TreeShape:
             if not 0 <= parent < node:
                 raise ValueError(f"parent {parent} of tree node {node} must be one of the nodes before it")
             depths.append(depths[parent] + 1)
-            children[parent].append(node)
-        self.parents = parents
+            if num_candidates is None or node < num_candidates:
+                children[parent].append(node)
+        self.parents, self.num_candidates = parents, num_candidates
         self.depths = tuple(depths)
         self.children = tuple(tuple(nodes) for nodes in children)
         self.max_depth = max(depths)
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def of(parents: tuple[int, ...]) -> TreeShape:
-        return TreeShape(parents)
+    def of(parents: tuple[int, ...], num_candidates: int | None = None) -> TreeShape:
+        return TreeShape(parents, num_candidates)
 
     @staticmethod
     def chain(num_drafted: int) -> TreeShape:
@@ -128,7 +135,7 @@ class DraftTree:
 
     def paths(self) -> list[list[int]]:
         """The nodes from the root to each leaf."""
-        return [self.shape.path_to(node) for node in range(len(self)) if not self.shape.children[node]]
+        return [self.shape.path_to(node) for node in range(len(self)) if node not in self.parents]
 
     def cut_to_depth(self, max_depth: int) -> DraftTree:
         """The same tree without the nodes deeper than `max_depth`: tokens that could not be kept anyway."""
@@ -137,7 +144,9 @@ class DraftTree:
         kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
         new_index = {node: index for index, node in enumerate(kept)}
         parents = tuple(new_index.get(self.parents[node], -1) for node in kept)
-        tokens, shape = [self.tokens[node] for node in kept], TreeShape.of(parents)
+        first_other = self.shape.num_candidates
+        candidates = None if first_other is None else sum(node < first_other for node in kept)
+        tokens, shape = [self.tokens[node] for node in kept], TreeShape.of(parents, candidates)
         if self.draws is not None:
             draws = [
                 [(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in kept

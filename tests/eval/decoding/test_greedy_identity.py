@@ -75,6 +75,8 @@ def test_methods_without_training(name: str) -> None:
     wanted = greedy_reference(target, prompt, new_tokens)
     decoder = DraftModelDecoder(draft, 4, 50, 97)
     methods: list[Method] = [PromptLookup("prompt_lookup"), Lookahead("lookahead")]
+    methods += [PromptLookup("latest", match="latest", partial=True)]
+    methods += [Lookahead("own", from_prompt=True, accept_window=True)]
     decoders: list[StepwiseDecoder] = [decoder, DraftModelDecoder(target, 2, 50, 97)]
     methods += [
         SpecInfer("specinfer", decoders, [1, 2, 1, 1], 1, GREEDY),

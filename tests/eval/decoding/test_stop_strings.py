@@ -145,7 +145,7 @@ def test_every_method_cuts_where_the_loop_does(target: LlamaForCausalLM) -> None
     methods: list[Method] = [
         Scripted(answer, None),
         Scripted(answer, 3),
-        PromptLookup("lookup"),
+        PromptLookup("lookup", partial=True),
         DrafterMethod("chain", FixedDecoder(), ChainBuilder(), GREEDY),
         DrafterMethod("tree", FixedDecoder(), BestFirstBuilder(nodes=20, branch=6), GREEDY),
     ]

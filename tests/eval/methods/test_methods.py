@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
@@ -22,6 +23,7 @@ from draftsmith.eval.methods.registry import MethodSetting, make_method, method_
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.trees.verify import verify_greedy
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -72,8 +74,12 @@ def answer(target: PreTrainedModel, method: Method, sampling: Sampling = GREEDY)
 CASES = [
     ("prompt_lookup", {}),
     ("prompt_lookup", {"options": {"max_ngram": 1, "num_tokens": 2}}),
+    ("prompt_lookup", {"options": {"match": "earliest", "partial": True}}),
+    ("prompt_lookup", {"options": {"match": "latest", "partial": True}}),
     ("lookahead", {}),
+    ("lookahead", {"options": {"from_prompt": True, "accept_window": True}}),
     ("lookahead", {"options": {"level": 2, "window": 1, "guesses": 1, "from_prompt": False}}),
+    ("lookahead", {"options": {"level": 2, "window": 3, "guesses": 1, "accept_window": True}}),
     *(("ngram", {"tree": tree, "options": {"order": 2}, **keys}) for tree, keys in TREES.items()),
     ("ngram", {"options": {"order": 1, "num_tokens": 1}}),
 ]
@@ -92,7 +98,15 @@ def test_every_method_file_is_tested() -> None:
     assert set(method_kinds()) == {"draft_model", "specinfer", *(kind for kind, _ in CASES)}
 
 
-@pytest.mark.parametrize(("kind", "keys"), [("prompt_lookup", {}), ("lookahead", {}), ("ngram", {"tree": "chain"})])
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("prompt_lookup", {}),
+        ("lookahead", {}),
+        ("lookahead", {"options": {"accept_window": True}}),
+        ("ngram", {"tree": "chain"}),
+    ],
+)
 def test_sampled_answers_end_where_they_should(
     kind: str, keys: dict[str, Any], target: PreTrainedModel, tokens_folder: Path
 ) -> None:
@@ -103,8 +117,8 @@ def test_sampled_answers_end_where_they_should(
 
 
 class TestPromptLookup:
-    def drafted(self, ids: list[int], **options: int) -> list[int]:
-        method = PromptLookup("x", **options)
+    def drafted(self, ids: list[int], match: str = "earliest", partial: bool = False, **options: int) -> list[int]:
+        method = PromptLookup("x", match=match, partial=partial, **options)
         method.start(ids[:3], NO_FEATURES)
         method.observe(ids[3:], NO_FEATURES)
         return method.propose().tokens
@@ -114,10 +128,35 @@ class TestPromptLookup:
         assert self.drafted([1, 2, 3, 7, 8, 3, 9, 9, 1, 2, 3], num_tokens=2) == [3, 7, 8]
 
     def test_the_latest_occurrence_wins(self) -> None:
-        assert self.drafted([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], num_tokens=1) == [3, 8]
+        ids = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3]
+        assert self.drafted(ids, num_tokens=1, match="latest", partial=True) == [3, 8]
+        assert self.drafted(ids, num_tokens=1) == [3, 7]
 
     def test_an_overlapping_occurrence_counts(self) -> None:
-        assert self.drafted([4, 4, 4, 4], num_tokens=5) == [4, 4]
+        assert self.drafted([4, 4, 4, 4], num_tokens=5, match="latest", partial=True) == [4, 4]
+        assert self.drafted([4, 4, 4, 4], num_tokens=5) == [4]
+
+    def test_spec_bench_drafts_all_tokens_or_none(self) -> None:
+        """Four tokens follow the 3-gram, but five the shorter 2-gram 2 3, which occurred before."""
+        ids = [2, 3, 5, 1, 2, 3, 6, 1, 2, 3]
+        assert self.drafted(ids, num_tokens=4) == [3, 6, 1, 2, 3]
+        assert self.drafted(ids, num_tokens=5) == [3, 5, 1, 2, 3, 6]
+        assert self.drafted(ids, num_tokens=9) == [3]
+        assert self.drafted(ids, num_tokens=9, partial=True) == [3, 6, 1, 2, 3]
+        # ... and more than the n-gram has.
+        assert self.drafted([1, 2, 3, 4, 1, 2, 3], num_tokens=1) == [3, 4]
+        assert self.drafted([1, 2, 3, 1, 2, 3], num_tokens=1, max_ngram=3) == [3, 1]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_the_same_as_transformers(self, seed: int) -> None:
+        """Its own class says what `earliest` and `partial` draft."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, (12,), generator=generator)
+        theirs = PromptLookupCandidateGenerator(None, num_output_tokens=4, max_matching_ngram_size=2, max_length=99)
+        assert self.drafted(ids.tolist(), num_tokens=4, max_ngram=2, partial=True) == [
+            int(ids[-1]),
+            *theirs.get_candidates(ids[None])[0][0, len(ids) :].tolist(),
+        ]
 
     def test_nothing_found(self) -> None:
         assert self.drafted([1, 2, 3, 4]) == [4]
@@ -186,12 +225,62 @@ class TestLookahead:
         assert [1, 4, 7, 31] in [[guessed.tokens[node] for node in path] for path in guessed.paths()]
 
     def test_the_pool_keeps_the_latest(self) -> None:
-        method = Lookahead("x", level=2, window=1, guesses=2)
+        method = Lookahead("x", level=2, window=1, guesses=2, from_prompt=True)
         method.start([1, 2, 1, 3, 1, 2, 1, 4], NO_FEATURES)
         assert list(method._pool[1]) == [(2,), (4,)]
 
-    def test_it_finds_something(self, target: PreTrainedModel, wanted: list[int]) -> None:
-        out = answer(target, Lookahead("x", from_prompt=False))
+    def test_the_window_fills_level_by_level(self) -> None:
+        """W=2, N=4: 4 tokens of the prompt; each of the first two rounds adds a level and drops a column."""
+        method = Lookahead("x", level=4, window=2, guesses=1)
+        method.start([10, 11, 12], NO_FEATURES)
+        method.observe([20], NO_FEATURES)
+        assert [len(level) for level in method._levels] == [4]
+        _, a, b, c = method._levels[0]
+
+        def run(first: int) -> DraftTree:
+            """The target says `first` at the root, and one more at every node of the column after it."""
+            tree = method.propose()
+            logits = torch.zeros(len(tree), 60)
+            for number, node in enumerate(method._last_nodes):
+                logits[node, first + number] = 1.0
+            method.read_logits(tree, logits)
+            return tree
+
+        assert run(30).tokens == [20, a, b, c]
+        assert method._levels == [[a, b, c], [31, 32, 33]]
+        tree = run(40)
+        assert [[tree.tokens[node] for node in path] for path in tree.paths()] == [
+            [20, 31],
+            [20, b, 32],
+            [20, b, c, 33],
+        ]
+        assert method._levels == [[b, c], [32, 33], [41, 42]]
+        assert not method._pool
+        run(50)
+        assert method._levels == [[32, 33], [41, 42], [50, 51]]
+        assert method._pool == {20: {(32, 41, 50): None}, c: {(33, 42, 51): None}}
+
+    @pytest.mark.parametrize(("accept_window", "accepted"), [(False, []), (True, [1, 4])])
+    def test_a_guess_of_the_window_is_accepted_by_option_alone(self, accept_window: bool, accepted: list[int]) -> None:
+        """The target says 1 4 7 behind the root; 1 4 is a column of the window, later an n-gram of the pool."""
+        method = Lookahead("x", level=3, window=2, guesses=2, accept_window=accept_window)
+        method.start([10], NO_FEATURES)
+        method.observe([20], NO_FEATURES)
+        method._levels = [[0, 1], [3, 4]]
+
+        def accepted_tokens() -> list[int]:
+            tree = method.propose()
+            wanted = {20: 1, 1: 4, 4: 7}
+            verdict = verify_greedy(tree, [wanted.get(token, 0) for token in tree.tokens])
+            return [tree.tokens[node] for node in verdict.path[1:]]
+
+        assert accepted_tokens() == accepted
+        method._remember([20, 1, 4])
+        assert accepted_tokens() == [1, 4]
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_it_finds_something(self, own: bool, target: PreTrainedModel, wanted: list[int]) -> None:
+        out = answer(target, Lookahead("x", from_prompt=own, accept_window=own))
         assert out.ids == wanted
         assert out.rounds < NEW_TOKENS - 1, "no guess was ever accepted, so nothing was tested"
 
@@ -294,7 +383,7 @@ class TestDraftModel:
         ),
         (
             {"kind": "lookahead", "options": {"zzz": 3}},
-            r"unknown key `options\.zzz`: valid keys there are from_prompt, guesses, level, window",
+            r"unknown key `options\.zzz`: valid keys there are accept_window, from_prompt, guesses, level, window",
         ),
         (
             {"kind": "prompt_lookup", "options": {"max_ngram": 0}},
@@ -325,3 +414,4 @@ def test_cut_trees_teach_lookahead_nothing(target: PreTrainedModel) -> None:
     tree: DraftTree = method.propose().cut_to_depth(1)
     method.read_logits(tree, torch.zeros(len(tree), VOCABULARY))
     assert method._levels is levels
+    assert not method._pool

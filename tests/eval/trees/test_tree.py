@@ -9,6 +9,7 @@ import torch
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Verdict, verify_greedy
 from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()
@@ -33,6 +34,17 @@ def test_a_tree_derived_by_hand() -> None:
     assert (cut.tokens, cut.parents) == ([7, 1, 2], (-1, 0, 0))
     assert tree.cut_to_depth(2) is tree
     assert tree.cut_to_depth(0).tokens == [7]
+
+
+def test_nodes_that_are_no_candidates() -> None:
+    """The target runs all four; only 1 can be accepted, though the target agrees with 2 and 3 too."""
+    tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1), num_candidates=2))
+    assert tree.attention_mask().int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert tree.paths() == [[0, 2], [0, 1, 3]]
+    assert verify_greedy(tree, [1, 3, 0, 0]) == Verdict([0, 1], 3)
+    assert verify_greedy(tree, [2, 3, 0, 0]) == Verdict([0], 2)
+    cut = DraftTree([7, 1, 5, 2], TreeShape.of((-1, 0, 1, 0), num_candidates=3)).cut_to_depth(1)
+    assert (cut.tokens, cut.parents, cut.children(0)) == ([7, 1, 2], (-1, 0, 0), (1,))
 
 
 @pytest.mark.parametrize("seed", range(20))
