@@ -2,7 +2,7 @@
 
 data/README.md     for people, and for the Hub: with its front matter the folder can be uploaded as a dataset
 data/card.json     the same, and the ids of the contaminated conversations, for programs
-data/tokens.png    how long prompts and answers are
+data/tokens.png    how long prompts and answers are in the rows that training reads
 """
 
 import hashlib
@@ -18,17 +18,18 @@ from typing import Any
 import jinja2
 import matplotlib
 import numpy as np
+from datasets import Dataset
 from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger_db import FAILED, SHARDS_FOLDER
-from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
+from draftsmith.data.distill.ledger_view import Distilled, LedgerView, read_distilled
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import SourceCounts
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.sources.records import STDLIB
-from draftsmith.data.tokens.chat_tokens import TemplateProblem, tokenize_conversation
-from draftsmith.recipes.run_folder import sha256_of, versions, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, sha256_of, versions, write_atomically
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 
 matplotlib.use("Agg")
@@ -45,16 +46,6 @@ HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6
 
 
 @dataclass(frozen=True)
-class CardConversation:
-    """A conversation with the target's answers. `shortened` says why it lost its later turns, if it did."""
-
-    conversation: Conversation
-    prompt_tokens: int
-    answer_tokens: int
-    shortened: str | None = None
-
-
-@dataclass(frozen=True)
 class CardInput:
     """What the card tells of.
 
@@ -62,6 +53,7 @@ class CardInput:
         recipe: Sources, engine and sampling are read off it.
         counts: Filled by a finished `load_conversations`.
         conversations: All that were kept, in any order; read once, none is held but for the samples.
+        tokens: The rows that training reads, made of these conversations.
         failed: Conversations that came to nothing, by reason.
         tokenizer: The target's.
         data_files: Where the conversations lie, below the data folder; their hashes are taken.
@@ -71,7 +63,8 @@ class CardInput:
 
     recipe: Recipe
     counts: SourceCounts
-    conversations: Iterable[CardConversation]
+    conversations: Iterable[Distilled]
+    tokens: Dataset
     failed: Counter[str]
     tokenizer: Any
     data_files: list[Path]
@@ -85,49 +78,38 @@ class _Made:
 
     distilled: Counter[str] = field(default_factory=Counter)
     shortened: dict[str, Counter[str]] = field(default_factory=dict)
-    prompt_tokens: list[int] = field(default_factory=list)
-    answer_tokens: list[int] = field(default_factory=list)
     samples: list[tuple[int, str, Conversation]] = field(default_factory=list)
 
-    def add(self, made: CardConversation) -> None:
+    def add(self, made: Distilled) -> None:
         conversation = made.conversation
         source = conversation.source or UNKNOWN_SOURCE
         self.distilled[source] += 1
         if made.shortened is not None:
             self.shortened.setdefault(source, Counter())[made.shortened] += 1
-        if made.answer_tokens:
-            self.prompt_tokens.append(made.prompt_tokens)
-            self.answer_tokens.append(made.answer_tokens)
         rank = int.from_bytes(hashlib.sha256(f"sample {conversation.id}".encode()).digest()[:8], "big")
         heapq.heappush(self.samples, (-rank, conversation.id, conversation))
         if len(self.samples) > SAMPLES:
             heapq.heappop(self.samples)
 
 
-def card_conversation(conversation: Conversation, tokenizer: Any, shortened: str | None) -> CardConversation:
-    """With the tokens counted as training would see them: none if the chat template does not take the conversation."""
-    try:
-        mask = tokenize_conversation(tokenizer, conversation).loss_mask
-    except TemplateProblem:
-        mask = []
-    return CardConversation(conversation, len(mask) - sum(mask), sum(mask), shortened)
-
-
-def write_card_of_run(folder: Path, recipe: Recipe, counts: SourceCounts, tokenizer: Any, weights: str | None) -> Path:
-    """The card of what the ledger in `folder` holds. Returns its path.
+def write_card_of_run(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weights: str | None) -> Path:
+    """The card of what the run's ledger and its token dataset hold. Returns its path.
 
     Args:
-        folder: `runs/<name>/data`.
         recipe: What it was distilled by.
         counts: Filled by a finished `load_conversations`.
         tokenizer: The target's.
         weights: The hash of the target's weights.
     """
+    run = RunFolder(recipe)
+    folder, tokens = run.data, load_tokens(run, recipe.name)
     view = LedgerView(folder)
-    kept = (card_conversation(found.conversation, tokenizer, found.shortened) for found in read_distilled(folder))
     failed = view.counts().get(FAILED, Counter())
     shards = sorted((folder / SHARDS_FOLDER).glob("*.jsonl"))
-    card = CardInput(recipe, counts, kept, failed, tokenizer, shards, view.fingerprint(), {"weights": weights})
+    engine = {"weights": weights}
+    card = CardInput(
+        recipe, counts, read_distilled(folder), tokens, failed, tokenizer, shards, view.fingerprint(), engine
+    )
     return write_data_card(folder, card)
 
 
@@ -136,11 +118,14 @@ def write_data_card(folder: Path, card: CardInput) -> Path:
     made = _Made()
     for conversation in card.conversations:
         made.add(conversation)
-    values = _values(folder, card, made)
+    answer_tokens = answer_lengths(card.tokens)
+    prompt_tokens = [length - answers for length, answers in zip(row_lengths(card.tokens), answer_tokens, strict=True)]
+    values = _values(folder, card, made) | {
+        "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)}
+    }
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
-    if made.prompt_tokens:
-        title = f"{card.recipe.name}: {made.distilled.total():,} conversations"
-        _draw_token_histogram(made.prompt_tokens, made.answer_tokens, folder / PICTURE, title)
+    title = f"{card.recipe.name}: {made.distilled.total():,} conversations"
+    _draw_token_histogram(prompt_tokens, answer_tokens, folder / PICTURE, title)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -151,7 +136,7 @@ def write_data_card(folder: Path, card: CardInput) -> Path:
     text = environment.get_template("data_card.md.j2").render(
         values,
         front_matter=_front_matter(folder, card, made.distilled.total()),
-        picture=PICTURE if made.prompt_tokens else None,
+        picture=PICTURE,
         samples=[conversation for *_, conversation in sorted(made.samples, reverse=True)],
     )
     write_atomically(folder / CARD, text)
@@ -181,7 +166,6 @@ def _values(folder: Path, card: CardInput, made: _Made) -> dict[str, Any]:
         "selection": recipe.data.conversations.model_dump(
             include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
         ),
-        "tokens": {"prompt": _lengths(made.prompt_tokens), "answer": _lengths(made.answer_tokens)},
         "engine": distilling.model_dump(exclude={"options"}) | {"seed": recipe.seed} | card.engine,
         "hashes": {
             "sources": {s.label: _origin(s) for s in recipe.data.conversations.sources},
@@ -218,23 +202,21 @@ def _tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
 
 
 def _lengths(tokens: list[int]) -> dict[str, float]:
-    if not tokens:
-        return {"total": 0}
     quantiles = {name: float(np.quantile(tokens, q)) for name, q in QUANTILES.items()}
     return {"total": sum(tokens), "mean": sum(tokens) / len(tokens), **quantiles, "longest": max(tokens)}
 
 
 def _draw_token_histogram(prompt_tokens: Sequence[int], answer_tokens: Sequence[int], file: Path, title: str) -> None:
-    """One panel each for the tokens of a conversation's prompt side and of its answers; a logarithmic scale below."""
+    """One panel each for the tokens of a row's prompt side and of its answers; a logarithmic scale below."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for axes, (name, colour), lengths in zip(panels, COLOURS.items(), (prompt_tokens, answer_tokens), strict=True):
         edges = np.geomspace(max(1, min(lengths)) - 0.5, max(lengths) + 0.5, BINS + 1)
         axes.hist(lengths, bins=edges.tolist(), color=colour)
         axes.axvline(float(np.median(lengths)), color="#444444", linewidth=1, linestyle="--", label="median")
         axes.set_xscale("log")
-        axes.set_xlabel(f"{name} tokens of a conversation")
+        axes.set_xlabel(f"{name} tokens of a row")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("conversations")
+    panels[0].set_ylabel("rows")
     panels[1].legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.set_layout_engine("constrained")

@@ -277,7 +277,9 @@ class _Distillation:
     def _record(self, rewriting: _Rewriting) -> dict[str, Any]:
         source = self.conversations[rewriting.id].source
         conversation = Conversation(rewriting.id, tuple(rewriting.turns), source)
-        tokenize_conversation(self.tokenizer, conversation, rewriting.answer_ids)  # can it be trained on?
+        # Can it be trained on? One answer can, behind the very prompt that asked for it; earlier ones may be rewritten.
+        if len(rewriting.answer_ids) > 1 or None in rewriting.answer_ids:
+            tokenize_conversation(self.tokenizer, conversation, rewriting.answer_ids)
         return {"source": source, "messages": conversation.messages, "answer_ids": rewriting.answer_ids}
 
     def _write(self) -> None:

@@ -178,3 +178,9 @@ def row_lengths(tokens: datasets.Dataset) -> list[int]:
         tokens.with_format("arrow")["input_ids"] if tokens._indices is not None else tokens.data.column("input_ids")
     )
     return np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks]).tolist()
+
+
+def answer_lengths(tokens: datasets.Dataset) -> list[int]:
+    """Tokens of each row that carry loss; one batch is in memory at a time."""
+    masks = tokens.select_columns("loss_mask").with_format("numpy").iter(1000)
+    return [int(mask.sum()) for batch in masks for mask in batch["loss_mask"]]

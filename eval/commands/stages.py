@@ -54,7 +54,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     tokens = build_token_dataset(recipe, tokenizer, folder)
     console.print(tokens.sentence())
     if not tokens.reused or not (folder.data / CARD).exists():
-        write_card_of_run(folder.data, recipe, report.sources, tokenizer, weights)
+        write_card_of_run(recipe, report.sources, tokenizer, weights)
     folder.record("distill")
 
 

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from huggingface_hub import DatasetCard
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.card.card import (
-    CardConversation,
-    CardInput,
-    card_conversation,
-    write_card_of_run,
-    write_data_card,
-)
+from draftsmith.data.card.card import CardInput, write_card_of_run, write_data_card
 from draftsmith.data.distill.distill import distill
+from draftsmith.data.distill.ledger import Finished, Ledger
+from draftsmith.data.distill.ledger_db import DONE
+from draftsmith.data.distill.ledger_view import Distilled
+from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import SourceCounts
 from draftsmith.data.sources.mixture import load_conversations
@@ -26,6 +25,7 @@ from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import Recipe
 
 TOKENIZER = tiny_tokenizer(templates.CHATML)
+ROWS = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "loss_mask": [[0, 1, 1], [0, 1]]})
 
 
 def card_input(tmp_path: Path, order: int = 0) -> CardInput:
@@ -43,13 +43,21 @@ def card_input(tmp_path: Path, order: int = 0) -> CardInput:
         Conversation(c.id, (*c.turns, Turn("assistant", "So ```it``` is\n---\n" + "very " * 200)), c.source)
         for c in kept[1:]
     ]
-    made = [card_conversation(c, TOKENIZER, "cut short" if n < 2 else None) for n, c in enumerate(answered)]
+    made = [Distilled(c, [None], "cut short" if n < 2 else None) for n, c in enumerate(answered)]
     random.Random(order).shuffle(made)
     (tmp_path / "data" / "shards").mkdir(parents=True, exist_ok=True)
     shard = tmp_path / "data" / "shards" / "00001-0.jsonl"
     shard.write_text("{}\n")
     return CardInput(
-        recipe, counts, iter(made), Counter({"a | b\nc": 1}), TOKENIZER, [shard], "def", {"weights": "abc"}
+        recipe,
+        counts,
+        iter(made),
+        ROWS,
+        Counter({"a | b\nc": 1}),
+        TOKENIZER,
+        [shard],
+        "def",
+        {"weights": "abc"},
     )
 
 
@@ -79,19 +87,57 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert "| failed | all | a \\| b c | 1 |" in text
 
 
-def test_tokens_are_counted_as_training_sees_them() -> None:
-    """In ChatML all but the answer and its <|im_end|> is the prompt side, the newline behind it too."""
-    talk = Conversation("id", (Turn("user", "hi"), Turn("assistant", "hello")))
-    made = card_conversation(talk, TOKENIZER, None)
+def card_of(
+    tmp_path: Path, tokenizer: Any, max_length_tokens: int, records: dict[str, dict[str, Any]]
+) -> tuple[TokenReport, dict[str, Any]]:
+    """Of a run with these lines in its ledger: the tokens' report, and the tokens of the card."""
+    data = {"max_length_tokens": max_length_tokens, "conversations": {"source": "x.jsonl"}}
+    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
+    run = RunFolder(recipe)
+    with Ledger(run.data) as ledger:
+        ledger.lease(records)
+        ledger.commit([], [Finished(key, DONE, None, {"source": "x", **record}) for key, record in records.items()])
+    report = build_token_dataset(recipe, tokenizer, run, progress=False)
+    write_card_of_run(recipe, SourceCounts(), tokenizer, None)
+    return report, json.loads((run.data / "card.json").read_text())["tokens"]
+
+
+def messages(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
+
+
+def test_tokens_are_counted_as_training_reads_them(tmp_path: Path) -> None:
+    """The rows of `data/tokens`, summed: answers as the ids that the target generated, conversations as they fit.
+
+    "hello", generated letter by letter, is 5 ids and an end token, where it would be tokenised to fewer. Of the second
+    conversation only the first exchange fits, of the third nothing.
+    """
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    letters = [TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hello"]
+    records = {
+        "1": {"messages": messages("hi", "hello"), "answer_ids": [[*letters, end]]},
+        "2": {"messages": messages("hi", "hello", "hi", "hello " * 40)},
+        "3": {"messages": messages("hi", "hello " * 40)},
+    }
+    report, tokens = card_of(tmp_path, TOKENIZER, 40, records)
+    asked = TOKENIZER.apply_chat_template(messages("hi"), tokenize=True, add_generation_prompt=True)["input_ids"]
     answer = TOKENIZER("hello<|im_end|>", add_special_tokens=False)["input_ids"]
-    whole = TOKENIZER.apply_chat_template(talk.messages, tokenize=True, return_dict=True)["input_ids"]
-    assert (made.answer_tokens, made.prompt_tokens) == (len(answer), len(whole) - len(answer))
+    assert len(answer) < len(letters) + 1
+    assert tokens["answer"]["total"] == len(letters) + 1 + len(answer)
+    assert tokens["answer"]["longest"] == len(letters) + 1
+    # Behind an answer that was tokenised stands the template's newline, behind one that was generated nothing.
+    assert tokens["prompt"]["total"] == 2 * len(asked) + 1
+    assert tokens["prompt"]["longest"] == len(asked) + 1
+    assert report.loss_tokens == tokens["answer"]["total"]
+    assert report.tokens == tokens["answer"]["total"] + tokens["prompt"]["total"]
 
 
-def test_a_conversation_that_the_template_refuses_counts_no_tokens() -> None:
-    turns = (Turn("system", "s"), Turn("user", "a"), Turn("assistant", "b"))
-    made = card_conversation(Conversation("id", turns), tiny_tokenizer(templates.LLAMA2), None)
-    assert (made.prompt_tokens, made.answer_tokens) == (0, 0)
+def test_a_conversation_that_the_template_refuses_counts_no_tokens(tmp_path: Path) -> None:
+    refused = [{"role": "system", "content": "s"}, *messages("a", "b")]
+    records = {"1": {"messages": messages("a", "b")}, "2": {"messages": refused}}
+    report, tokens = card_of(tmp_path, tiny_tokenizer(templates.LLAMA2), 100, records)
+    assert (report.rows, report.refused) == (1, 1)
+    assert tokens["answer"]["total"] == tokens["answer"]["longest"] == report.loss_tokens
 
 
 def test_nothing_depends_on_the_order(tmp_path: Path) -> None:
@@ -108,7 +154,7 @@ def test_hashes(tmp_path: Path) -> None:
     assert hashes["data_files"] == {"shards/00001-0.jsonl": sha256_of(tmp_path / "data" / "shards" / "00001-0.jsonl")}
     assert values["questions"] == {"q.jsonl": sha256_of(tmp_path / "q.jsonl")}
     card = card_input(tmp_path)
-    changed = CardConversation(Conversation("new", (Turn("user", "a"), Turn("assistant", "b"))), 1, 1)
+    changed = Distilled(Conversation("new", (Turn("user", "a"), Turn("assistant", "b"))), [None])
     write_data_card(tmp_path / "data", CardInput(**{**vars(card), "conversations": [*card.conversations, changed]}))
     other = json.loads((tmp_path / "data" / "card.json").read_text())
     assert hashes["records"] == "def"
@@ -134,8 +180,8 @@ def test_a_card_of_the_standard_library(tmp_path: Path, engine: str) -> None:
     data = {"conversations": {"limit": 20}, "distill": {"engine": engine}}
     recipe = Recipe.model_validate({"name": "mine", "data": data})
     counts = SourceCounts()
-    made = [card_conversation(c, TOKENIZER, None) for c in load_conversations(recipe, counts)]
-    text = write_data_card(tmp_path, CardInput(recipe, counts, made, Counter(), TOKENIZER, [], "")).read_text()
+    made = [Distilled(c, [None]) for c in load_conversations(recipe, counts)]
+    text = write_data_card(tmp_path, CardInput(recipe, counts, made, ROWS, Counter(), TOKENIZER, [], "")).read_text()
     assert "standard library of Python 3" in text
     assert ("written by `embedded` itself" in text) == (engine != "none")
 
@@ -150,7 +196,8 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     folder = RunFolder(recipe)
     report = distill(recipe, TOKENIZER, folder, None, progress=False)
-    card = write_card_of_run(folder.data, recipe, report.sources, TOKENIZER, "abc")
+    build_token_dataset(recipe, TOKENIZER, folder, progress=False)
+    card = write_card_of_run(recipe, report.sources, TOKENIZER, "abc")
     values = json.loads((folder.data / "card.json").read_text())
     assert [values["sources"][name]["distilled"] for name in "ab"] == [1, 1]
     assert values["sources"]["a"]["invalid"] == {"no answer": 1}

@@ -269,6 +269,24 @@ def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_pat
     assert kept(tmp_path / "out")["alone"].turns[1].content == "hi "
 
 
+def test_a_single_answer_is_not_tokenised_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is the prompt that asked for it and its ids; of a conversation of several the template has a say."""
+    looked_at: list[Conversation] = []
+    name = "draftsmith.data.distill.distill.tokenize_conversation"
+    monkeypatch.setattr(name, lambda tokenizer, conversation, ids: looked_at.append(conversation))
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    engine = HashEngine(tokenizer)
+    run(make_recipe(source), tmp_path / "out", engine)
+    several = {asked[0] for asked in QUESTIONS if len(asked) > 1}
+    assert {conversation.turns[0].content for conversation in looked_at} == several
+    for found in read_distilled(tmp_path / "out"):
+        if found.conversation.turns[0].content not in several:
+            (ids,) = found.answer_ids
+            assert ids is not None
+            row = tokenize_conversation(tokenizer, found.conversation, found.answer_ids)
+            assert row.input_ids == prompt_token_ids(tokenizer, found.conversation.turns[:1]) + ids
+
+
 def test_engine_none_passes_through(tmp_path: Path) -> None:
     messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
