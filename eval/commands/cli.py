@@ -203,6 +203,9 @@ def compare(
     vary: Annotated[
         str | None, typer.Option(help="section.key=value,value,...: one variant of a single recipe for each value.")
     ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Train each recipe with so many seeds, and show the spread over them.")
+    ] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table's rows to this file too.")] = None,
 ) -> None:
     """Train several drafters on the same data and measure them side by side in one process."""
@@ -214,10 +217,11 @@ def compare(
         raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
     loaded = [load_recipe(file, overrides) for file in files]
     from draftsmith.eval.commands.compare import compare as measure_together
-    from draftsmith.eval.commands.compare import expand_variants, joint_recipe
+    from draftsmith.eval.commands.compare import expand_variants, joint_recipe, with_seeds
 
     if vary is not None:
         loaded = expand_variants(files[0], overrides, vary)
+    loaded = with_seeds(loaded, seeds)
     rows = measure_together(loaded, name)
     _write_json(json_file, rows)
     _where_to_go_next(joint_recipe(loaded, name))

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.commands.stages import console, make_drafter, run_eval
+from draftsmith.eval.report.seed_spread import SEED_SUFFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 # What every recipe of a comparison must say alike: who answers which questions, and how.
 SHARED_EVAL_KEYS = (
@@ -43,6 +44,28 @@ def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list
     return [
         load_recipe(recipe, [*overrides, f"{key}={value}", f"name={base.name}-{leaf}-{value}"])
         for value in values.split(",")
+    ]
+
+
+def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
+    """Each recipe as often as there are seeds: other initial weights and another order of the same rows.
+
+    The first is the recipe itself. What needs no training is measured with that one only.
+    """
+    return [
+        recipe
+        if number == 0
+        else recipe.model_copy(
+            update={
+                "name": f"{recipe.name}{SEED_SUFFIX}{number}",
+                "train": {**recipe.train, "seed": recipe.train.get("seed", recipe.seed) + number},
+                "eval": recipe.eval.model_copy(
+                    update={"methods": [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND]}
+                ),
+            }
+        )
+        for recipe in recipes
+        for number in range(seeds)
     ]
 
 

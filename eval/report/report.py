@@ -14,6 +14,7 @@ from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.charts import NOT_LOSSLESS, series_name
+from draftsmith.eval.report.seed_spread import seed_spread
 from draftsmith.eval.report.summary import OVERALL
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -80,6 +81,7 @@ def write_report(
         "tau_definition": TAU_DEFINITION,
         "lenience_warning": None if all(row.get("lossless", True) for row in summary) else LENIENCE_WARNING,
         "overall": [row for row in summary if row["category"] == OVERALL],
+        "seed_spread": seed_spread(summary),
         "by_category": _by_category(summary),
         "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
         "pictures": _shown(root, pictures),
@@ -169,6 +171,17 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
             )
     console = console or Console()
     console.print(table)
+    spread = seed_spread(summary)
+    if spread:
+        table = Table(
+            title="over training seeds (mean ± standard deviation)", title_justify="left", box=box.SIMPLE_HEAD
+        )
+        for name in ("method", "T", "seeds", "tau", "speedup"):
+            table.add_column(name, overflow="fold")
+        for row in spread:
+            figures = (f"{row[f'{name}_mean']:.2f} ± {row[f'{name}_std']:.2f}" for name in ("tau", "speedup"))
+            table.add_row(row["method"], f"{row['temperature']:g}", str(row["seeds"]), *figures)
+        console.print(table)
     console.print(TAU_DEFINITION, style="italic")
     if not all(row.get("lossless", True) for row in summary):
         console.print(LENIENCE_WARNING, style="bold")

@@ -62,7 +62,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
 
     # Each process of a multi-process run holds the target on its own device; offline, its embedding and LM head only.
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu" if offline else str(args.device)}))
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(args.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
     drafter.prepare(tokens)
     enable_gradient_checkpointing(args, drafter)
