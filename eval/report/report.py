@@ -171,16 +171,15 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
             )
     console = console or Console()
     console.print(table)
-    spread = seed_spread(summary)
-    if spread:
-        table = Table(
-            title="over training seeds (mean ± standard deviation)", title_justify="left", box=box.SIMPLE_HEAD
-        )
-        for name in ("method", "T", "seeds", "tau", "speedup"):
-            table.add_column(name, overflow="fold")
-        for row in spread:
-            figures = (f"{row[f'{name}_mean']:.2f} ± {row[f'{name}_std']:.2f}" for name in ("tau", "speedup"))
-            table.add_row(row["method"], f"{row['temperature']:g}", str(row["seeds"]), *figures)
+    over_seeds = seed_spread(summary)
+    if over_seeds:
+        title = "over training seeds (mean ± standard deviation)"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for heading in ("method", "T", "seeds", "tau", "speedup"):
+            table.add_column(heading, overflow="fold")
+        for found in over_seeds:
+            figures = (f"{found[f'{key}_mean']:.2f} ± {found[f'{key}_std']:.2f}" for key in ("tau", "speedup"))
+            table.add_row(found["method"], f"{found['temperature']:g}", str(found["seeds"]), *figures)
         console.print(table)
     console.print(TAU_DEFINITION, style="italic")
     if not all(row.get("lossless", True) for row in summary):

@@ -9,7 +9,15 @@ from typer.testing import CliRunner
 from draftsmith.data.distill.ledger_view import LedgerView
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.commands.compare import _changes_target, _reuse_data, compare, expand_variants, joint_recipe
+from draftsmith.eval.commands.compare import (
+    _changes_target,
+    _reuse_data,
+    compare,
+    expand_variants,
+    joint_recipe,
+    with_seeds,
+)
+from draftsmith.eval.report.seed_spread import seed_spread
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -38,6 +46,32 @@ def test_the_joint_recipe_names_every_drafter() -> None:
     assert [method.name for method in kept.eval.methods] == [
         "parallel-chain", "parallel-tree", "medusa-chain", "medusa-tree",
     ]  # fmt: skip
+
+
+def test_seeds_train_anew_and_measure_the_rest_once() -> None:
+    recipe = load_recipe("quickstart", ["seed=5", "eval.methods=[{name: mine}, {name: lookup, kind: prompt_lookup}]"])
+    first, *others = with_seeds([recipe], 3)
+    assert first == recipe
+    assert [(each.name, each.seed, each.train["seed"]) for each in others] == [
+        ("quickstart-seed-1", 5, 6),
+        ("quickstart-seed-2", 5, 7),
+    ]
+    assert [method.name for method in joint_recipe([first, *others], "table").eval.methods] == [
+        "quickstart/mine", "quickstart/lookup", "quickstart-seed-1/mine", "quickstart-seed-2/mine",
+    ]  # fmt: skip
+
+
+def test_spread_over_seeds_by_hand() -> None:
+    """tau 2, 3, 4: mean 3, standard deviation 1."""
+    rows = [
+        {"method": f"a{seed}/tree", "temperature": 0.0, "category": "overall", "tau": tau, "speedup_mean": tau / 2}
+        for seed, tau in (("", 2.0), ("-seed-1", 3.0), ("-seed-2", 4.0))
+    ]
+    alone = {**rows[0], "method": "b/tree"}
+    (found,) = seed_spread([*rows, alone, {**rows[0], "category": "qa", "tau": 9.0}])
+    assert (found["method"], found["seeds"]) == ("a/tree", 3)
+    assert (found["tau_mean"], found["tau_std"]) == (3.0, 1.0)
+    assert (found["speedup_mean"], found["speedup_std"]) == (1.5, 0.5)
 
 
 def test_what_cannot_be_compared() -> None:

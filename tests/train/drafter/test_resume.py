@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,6 @@ def test_killed_between_the_last_checkpoint_and_the_end(
     assert not (RunFolder(broken).drafter / "training.json").exists()
     train_drafter(broken)
     check_alike(whole, broken)
-
-
-def halves(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for file in sorted(folder.iterdir()):
-        content = file.read_bytes()
-        yield file.name, content[: len(content) // 2]
 
 
 @pytest.mark.parametrize(

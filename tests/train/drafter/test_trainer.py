@@ -94,6 +94,18 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_a_seed_of_the_training_alone(target_folder: Path) -> None:
+    """Other initial weights from the same tokens; without it the recipe's own seed holds."""
+    first, same, other = (
+        make_recipe(target_folder, name, max_steps=1, **train)
+        for name, train in (("first", {}), ("same", {"seed": 0}), ("other", {"seed": 1}))
+    )
+    for recipe in (first, same, other):
+        train_drafter(recipe)
+    weights = [(RunFolder(recipe).drafter / "model.safetensors").read_bytes() for recipe in (first, same, other)]
+    assert weights[0] == weights[1] != weights[2]
+
+
 def test_packed_rows_are_another_training(target_folder: Path) -> None:
     """12 documents of 12 to 14 tokens, three to a row of 40."""
     recipe = make_recipe(target_folder, "packed", per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1)
