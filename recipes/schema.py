@@ -137,7 +137,7 @@ class DistillRecipe(Section):
     """How the target rewrites every assistant turn. `engine: none` trains on the conversations as they are."""
 
     engine: Literal["transformers", "vllm", "openai", "none"] = Field(
-        "transformers", description="a file of `data/`: <engine>_engine.py"
+        "transformers", description="a file of `data/engines/`: <engine>_engine.py"
     )
     options: dict[str, Any] = Field({}, description="of that engine, documented there")
     temperature: float = Field(0.0, ge=0)
@@ -169,7 +169,7 @@ class DataRecipe(Section):
 
 
 class DrafterRecipe(Section):
-    """`kind` is the name of a file in `models/`; `options` are the keys of that drafter's config."""
+    """`kind` is the name of a file in `models/drafters/`; `options` are the keys of that drafter's config."""
 
     kind: str = "parallel"
     options: dict[str, Any] = {}

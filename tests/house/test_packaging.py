@@ -39,7 +39,7 @@ def test_the_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
 
 
 def test_no_file_is_named_like_a_standard_library_module() -> None:
-    """A launched script puts its own folder first on sys.path: `data/tokenize.py` would break `import torch`."""
+    """A launched script puts its own folder first on sys.path: a `tokenize.py` there would break `import torch`."""
     names = {file.stem for package in PACKAGES for file in (ROOT / package).rglob("*.py")} - {"__init__"}
     dependencies = {
         "torch",

@@ -1,4 +1,4 @@
-"""The invariants that every drafter keeps, whatever it is: a new file in `models/` is under test by existing.
+"""The invariants that every drafter keeps, whatever it is: a new file in `models/drafters/` is under test by existing.
 
 1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design. And training on features
 from disk is training.
