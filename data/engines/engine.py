@@ -1,8 +1,8 @@
 """The seam between self-distillation and whatever generates: requests in, outcomes out as they come.
 
-An engine is one file, `data/engines/<name>_engine.py`, named by `data.distill.engine`, with a module attribute `ENGINE`: a
-class with `Options` and `make`. Requests are independent of each other; whoever submits them decides what comes next,
-so that a conversation's next turn can be asked the moment its previous answer is there.
+An engine is one file, `data/engines/<name>_engine.py`, named by `data.distill.engine`, with a module attribute
+`ENGINE`: a class with `Options` and `make`. Requests are independent of each other; whoever submits them decides what
+comes next, so that a conversation's next turn can be asked the moment its previous answer is there.
 """
 
 from __future__ import annotations

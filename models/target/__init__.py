@@ -1,5 +1,6 @@
 """The target: loaded once, frozen, tapped for features, with the KV caches that draft trees need.
 
 Read `loading`; then `tree_cache` and its variants for compiled graphs and for batches. `packed_head` is about speed on
-a CPU, `adapter` about drafters that change their target. Imports `recipes` alone.
+a CPU, `adapter` about drafters that change their target. May import `recipes`
+and the files of `models`.
 """

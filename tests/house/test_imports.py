@@ -1,0 +1,88 @@
+"""Imports point one way, between folders and between files, and there is no circle."""
+
+import ast
+from fnmatch import fnmatch
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from support.places import PACKAGES, ROOT
+
+# A folder may import itself and the folders before it.
+ORDER = [
+    *["recipes"],
+    *["data/stdlib", "data/sources", "data/tokens", "data/engines", "data/distill", "data/checks", "data/card", "data"],
+    *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
+    *["train/batches", "train/features", "train/drafter", "train/plan", "train/embedded_target", "train"],
+    *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/commands", "eval"],
+]
+# These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).
+ONLY = {
+    "data/stdlib": [],
+    "models": ["recipes"],
+    "models/target": ["recipes", "models"],
+    "models/groups": ["recipes", "models"],
+    "train/embedded_target": ["recipes", "data/stdlib", "models*", "train/drafter"],
+    "eval/trees": ["recipes", "models/decoding"],
+    "eval/decoding": ["recipes", "models*", "eval/trees"],
+    "eval/methods": ["recipes", "models*", "eval/trees", "eval/decoding"],
+}
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["draftsmith", *(parts[:-1] if parts[-1] == "__init__" else parts)])
+
+
+FILES = {module_of(file): file for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+
+
+def folder_of(module: str) -> str:
+    return FILES[module].parent.relative_to(ROOT).as_posix()
+
+
+def imported(module: str) -> set[str]:
+    """The modules of draftsmith that this one imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if name.name.startswith("draftsmith")}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}, line {node.lineno}: imports are absolute"
+            if node.module and node.module.partition(".")[0] == "draftsmith":
+                names = {f"{node.module}.{name.name}" for name in node.names}
+                found |= {name if name in FILES else node.module for name in names}
+    assert found <= FILES.keys(), f"{module} imports what is not there"
+    return found
+
+
+IMPORTS = {module: imported(module) for module in FILES}
+
+
+@pytest.mark.parametrize("folder", sorted({folder_of(module) for module in FILES} - {"models/base"}))
+def test_a_folder_imports_what_is_before_it(folder: str) -> None:
+    patterns = [folder, *ONLY.get(folder, ORDER)]
+    allowed = [other for other in ORDER[: ORDER.index(folder) + 1] if any(fnmatch(other, p) for p in patterns)]
+    wrong = [
+        f"{module} imports {other}"
+        for module in FILES
+        if folder_of(module) == folder
+        for other in IMPORTS[module]
+        if folder_of(other) not in allowed
+    ]
+    assert not wrong
+
+
+def test_no_circle_of_files() -> None:
+    TopologicalSorter(IMPORTS).prepare()  # CycleError names the circle
+
+
+def test_no_test_imports_another_test() -> None:
+    """What tests share is in `tests/support`."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [name.name for name in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            parts = {part for name in names for part in name.split(".")}
+            assert "tests" not in parts, file
+            assert not any(part.startswith("test_") for part in parts), file
