@@ -13,7 +13,10 @@ layer's own KV cache (`TreeDecoder`), with the target's features again for every
 As in the authors' code, the layer has no input norm and there is no final norm (it is vLLM's layout too). Where we
 differ from that code:
 * KL in place of soft cross entropy: the same gradient, and 0 at the optimum.
-* The noise is U(-0.1, 0.1) as the paper says; the code also scales it with 512 / length.
+* The noise is U(-0.1, 0.1) as the paper says; the code (SafeAILab/EAGLE, eagle/train/main.py) also scales it with
+  512 / length.
+* `fc` has no bias. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for Llama 3. Not
+  measured here.
 
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V vocabulary, G depths.
 """

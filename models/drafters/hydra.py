@@ -8,7 +8,11 @@ features up to h_{t-1} in h_{t-1}'s place, deeper heads, and the target's distri
 Where we deviate:
 * `embedding_norm`: the embeddings are normalised first. Those of a pre-norm target are far smaller than its final
   features (25 times in the embedded one), so that the heads would take long to notice the drafted tokens.
-* The blocks of a deep head have weights of their own; in the authors' code all but the first are one block repeated.
+* The blocks of a deep head have weights of their own; in the authors' code (zankner/Hydra, hydra/model/hydra_heads/
+  mlp_head.py) all but the first are one block repeated.
+* Every head starts as the target's own LM head on h_{t-1}. There only its weights do: the first block's projection past
+  SiLU, the biases of the blocks, and a bias that its LM heads have and ours have not, start at torch's random values.
+  Not measured here.
 * The loss of head d is averaged over its own labels, then weighted with lambda_d / sum(lambda).
 
 Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary. "State" is what the heads know of the

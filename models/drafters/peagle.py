@@ -5,7 +5,9 @@ Row 0 of a group reads [e(x_t); fc(h_{t-1})], h being the residual streams of th
 all read the same [e(mask token); fc(mask_hidden)] and differ only in their position, t+1..t+K. `mask_hidden` [1, F] is
 trained; the mask token's embedding is the target's and stays as it is. `keep_ratio` is the paper's conditional drop.
 
-Where we differ: the paper's code also trains a copy of the embedding table; depth weights are 0.8**j, not all equal.
+Where we differ: the paper's code (vllm-project/speculators, src/speculators/models/peagle/) also trains a copy of the
+embedding table and drops by default (r = 0.7), down to a floor of 0.2 of the positions (data.py), while our
+`keep_ratio` is 1 and has no floor; depth weights are 0.8**j, not all equal. Neither is measured here.
 
 Shapes: K masks, D hidden, E = 2D input width of the first layer, F features.
 """

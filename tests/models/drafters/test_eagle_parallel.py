@@ -25,11 +25,25 @@ def group_by_recomputation(drafter: Drafter, target: PreTrainedModel, ids: Tenso
     return eagle_features(drafter, inputs, list(range(len(inputs))), causal)[t:]
 
 
-@pytest.mark.parametrize(("depth_weights", "shares"), [(1.0, [0.25] * 4), ([4, 2, 1, 1], [0.5, 0.25, 0.125, 0.125])])
-def test_the_loss_is_the_sum_of_eagles_over_the_group(depth_weights: float | list[float], shares: list[float]) -> None:
-    """[MASK]_j of group t: SmoothL1 to h_{t+j}, KL to the distribution after it; each depth over its own labels."""
+@pytest.mark.parametrize(
+    ("loss", "class_weight", "depth_weights", "shares"),
+    [
+        ("kl", 0.3, 1.0, [0.25] * 4),
+        ("kl", 0.3, [4, 2, 1, 1], [0.5, 0.25, 0.125, 0.125]),
+        ("ce", 1.0, 1.0, [0.25] * 4),  # the paper's
+    ],
+)
+def test_the_loss_is_the_sum_of_eagles_over_the_group(
+    loss: str, class_weight: float, depth_weights: float | list[float], shares: list[float]
+) -> None:
+    """[MASK]_j of group t: SmoothL1 to h_{t+j}, KL to the distribution after it; each depth over its own labels.
+
+    With `ce`, in KL's place, cross entropy with x_{t+1+j} itself.
+    """
     target = tiny_target().double()
-    drafter = tiny_drafter_of("eagle_parallel", target, num_masks=MASKS, class_weight=0.3, depth_weights=depth_weights)
+    drafter = tiny_drafter_of(
+        "eagle_parallel", target, num_masks=MASKS, loss=loss, class_weight=class_weight, depth_weights=depth_weights
+    )
     batch = random_batch(target, drafter=drafter)
     output = drafter(**batch)
     output.loss.backward()
@@ -43,8 +57,11 @@ def test_the_loss_is_the_sum_of_eagles_over_the_group(depth_weights: float | lis
             for j in range(MASKS + 1):
                 if t + 1 + j >= LENGTH or not mask[t + 1 : t + 2 + j].all():
                     break
-                distance = kl(head @ features[t + j], head @ predicted[j])
-                losses[j].append(smooth_l1(predicted[j], features[t + j]) + 0.3 * distance)
+                logits = head @ predicted[j]
+                distance = kl(head @ features[t + j], logits)
+                if loss == "ce":
+                    distance = -logits.log_softmax(-1)[ids[t + 1 + j]]
+                losses[j].append(smooth_l1(predicted[j], features[t + j]) + class_weight * distance)
     assert output.depth_count.tolist() == [len(of_depth) for of_depth in losses]
     means = torch.stack([torch.stack(of_depth).mean() for of_depth in losses])
     expected = (means * torch.tensor(shares)).sum()
@@ -107,6 +124,7 @@ def test_the_8b_recipe_carries_the_papers_hyper_parameters() -> None:
     train = recipe.train
     assert recipe.drafter.kind == "eagle_parallel"
     assert recipe.drafter.options["num_masks"] == 4
+    assert (recipe.drafter.options["loss"], recipe.drafter.options["class_weight"]) == ("ce", 1.0)
     assert train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] == 32
     assert (train["learning_rate"], train["adam_beta1"], train["adam_beta2"]) == (5e-5, 0.9, 0.95)
     assert (train["num_train_epochs"], train["weight_decay"]) == (40, 0.0)
