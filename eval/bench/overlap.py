@@ -1,11 +1,11 @@
 """alpha as E[sum min(p, q)] (corollary 3.6 of arXiv 2211.17192), measured at the positions that verification comes to.
 
-An untimed pass over some questions, so that the timed loop computes nothing of it. The loop needs no seam for it: a
-method that reads logits is handed the tree and the target's logits, and learns from what is committed which path was
-accepted. p and q are standardised alike. At a node with children
+An untimed pass over some questions, so that the timed loop computes nothing of it; the loop hands every round over. p
+and q are standardised alike. At a node with children
 
-    overlap   sum min(p, q) with the q that the children were drawn from; for a deterministic draft, whose q is the
-              point mass on its first child x, that sum is p(x)
+    overlap   sum min(p, q) with the q of the draw that verification tries first: its chance of acceptance. Those after
+              it meet what is left of p, from the same q without its token or from another model's; they are not
+              counted. For a deterministic draft, whose q is the point mass on its first child x, the sum is p(x)
     drafter   sum min(p, q) with the drafter's whole distribution there, however the tree used it: what a chain sampled
               from it would be accepted with
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -29,68 +28,60 @@ from torch import Tensor
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.operations import LinearOperations
 from draftsmith.eval.bench.spec_bench import SpecBench
+from draftsmith.eval.decoding.loop import Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
-from draftsmith.eval.methods.drafter import DrafterMethod, is_sequential
+from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, root_only
-from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
+from draftsmith.eval.trees.verify import drawn_below
 
 Path = tuple[int, ...]  # drafted tokens from the root down
 
 
-class _HeardAtOnce:
-    """A `DrafterDecoder`, and what it last said."""
+class _RecordedDecoder:
+    """A drafter's decoder, of either kind, and the logits of its last draft."""
 
-    def __init__(self, decoder: DrafterDecoder) -> None:
+    def __init__(self, decoder: Any) -> None:
         self.start, self.observe = decoder.start, decoder.observe
+        self.num_depths = getattr(decoder, "num_depths", None)
         self._decoder = decoder
-        self._logits: Tensor | None = None
+        self._by_depth: Tensor | None = None
+        self._by_path: dict[Path, Tensor] = {}
+        self._paths: list[Path] = []  # of every node
 
     def draft(self) -> Tensor:
-        self._logits = self._decoder.draft()
-        return self._logits
-
-    def logits_after(self, path: Path) -> Tensor | None:
-        """[V] of the children of the node at the end of a path, if the drafter was asked for them."""
-        return None if self._logits is None or len(path) >= len(self._logits) else self._logits[len(path)]
-
-
-class _HeardStepwise:
-    """A `StepwiseDecoder`, and what it last said."""
-
-    def __init__(self, decoder: StepwiseDecoder) -> None:
-        self.start, self.observe, self.num_depths = decoder.start, decoder.observe, decoder.num_depths
-        self._decoder = decoder
-        self._path_of: list[Path] = []  # of every node
-        self._logits_of: dict[Path, Tensor] = {}
+        self._by_depth = self._decoder.draft()
+        return self._by_depth
 
     def begin(self) -> Tensor:
         logits = self._decoder.begin()
-        self._path_of, self._logits_of = [()], {(): logits[0]}
+        self._paths, self._by_path = [()], {(): logits[0]}
         return logits
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         logits = self._decoder.expand(tokens, parents)
         for token, parent, row in zip(tokens, parents, logits, strict=True):
-            self._path_of.append((*self._path_of[parent], token))
-            self._logits_of[self._path_of[-1]] = row
+            self._paths.append((*self._paths[parent], token))
+            self._by_path[self._paths[-1]] = row
         return logits
 
     def logits_after(self, path: Path) -> Tensor | None:
-        return self._logits_of.get(path)
+        """[V] of the children of the node at the end of a path, if the drafter was asked for them."""
+        if self._by_depth is None:
+            return self._by_path.get(path)
+        return self._by_depth[len(path)] if len(path) < len(self._by_depth) else None
 
 
 class OverlapMeter:
-    """A method that measures what its drafts have in common with the target.
+    """A method that measures what its drafts have in common with the target: `on_round` goes to the loop with it.
 
     Args:
         method: What drafts.
         sampling: Of the target, applied to the drafter's logits too.
-        end_ids: An answer ends there; what was drafted behind counts nowhere.
     """
 
-    def __init__(self, method: Method, sampling: Sampling, end_ids: Collection[int] = ()) -> None:
-        self.name = method.name
+    def __init__(self, method: Method, sampling: Sampling) -> None:
+        self.name, self.sequential = method.name, method.sequential
         self.overlap: list[float] = []
         self.drafter: list[float] = []
         # Of the rounds whose operations are counted: depths and nodes of the trees, root included; tokens committed.
@@ -99,59 +90,42 @@ class OverlapMeter:
         self.nodes: list[int] = []
         self.kept_tokens = 0
         self._counting = False
-        self._sampling, self._end_ids = sampling, end_ids
-        self._heard: _HeardAtOnce | _HeardStepwise | None = None
+        self._sampling = sampling
+        self._recorded: _RecordedDecoder | None = None
         if isinstance(method, DrafterMethod):
-            decoder: Any = method.decoder
-            self._heard = _HeardStepwise(decoder) if is_sequential(method) else _HeardAtOnce(decoder)
-            method = method.with_decoder(self._heard)
+            self._recorded = _RecordedDecoder(method.decoder)
+            method = method.with_decoder(self._recorded)
         self._method = method
-        self._verified: tuple[DraftTree, Tensor] | None = None
+        self.observe = method.observe
+        if isinstance(method, ReadsLogits):
+            self.read_logits = method.read_logits
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
-        self._verified, self._counting = None, False
+        self._counting = False
         self._method.start(prompt_ids, features)
 
     def propose(self) -> DraftTree:
         with self.operations if self._counting else contextlib.nullcontext():
             return self._method.propose()
 
-    def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
-        self._verified = (tree, logits)
+    def on_round(self, round_: Round) -> None:
+        """Measure at every node that decided a token of the answer."""
+        tree, path = round_.tree, round_.verdict.path
         if self._counting:
             self.depths.append(tree.shape.max_depth)
             self.nodes.append(len(tree))
-        if isinstance(self._method, ReadsLogits):
-            self._method.read_logits(tree, logits)
-
-    def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        if self._verified is not None:
-            self._note(*self._verified, committed_ids)
-            self._verified, self._counting = None, True
-        self._method.observe(committed_ids, features)
-
-    def _note(self, tree: DraftTree, logits: Tensor, committed_ids: list[int]) -> None:
-        """Walk the accepted path: all committed tokens but the target's own."""
-        node: int | None = 0
-        path: Path = ()
-        for token in committed_ids:
-            self.kept_tokens += self._counting
-            if node is not None and tree.children(node):
-                self._measure(tree, node, path, self._sampling.probabilities(logits[node]))
-            if token in self._end_ids:
-                break
-            children = () if node is None else tree.children(node)
-            node = next((child for child in children if tree.tokens[child] == token), None)
-            path = (*path, token)
-
-    def _measure(self, tree: DraftTree, node: int, path: Path, p: Tensor) -> None:
-        if tree.q is None:
-            self.overlap.append(float(p[tree.tokens[tree.children(node)[0]]]))
-        else:
-            self.overlap.append(_overlap(p, tree.q[node]))
-        logits = None if self._heard is None else self._heard.logits_after(path)
-        if logits is not None:
-            self.drafter.append(_overlap(p, self._sampling.probabilities(logits)))
+            self.kept_tokens += round_.kept
+        self._counting = True
+        for depth, node in enumerate(path[: round_.kept]):
+            if not tree.children(node):
+                continue
+            p = self._sampling.probabilities(round_.logits[node])
+            first, q = next(drawn_below(tree, node, p.dtype))
+            self.overlap.append(float(p[tree.tokens[first]]) if q is None else _overlap(p, q))
+            drafted = tuple(tree.tokens[above] for above in path[1 : depth + 1])
+            logits = None if self._recorded is None else self._recorded.logits_after(drafted)
+            if logits is not None:
+                self.drafter.append(_overlap(p, self._sampling.probabilities(logits)))
 
     def figures(self, target_operations: int) -> dict[str, Any]:
         """Means; ratios to the target's operations for one token. None where nothing was drafted."""
@@ -178,9 +152,9 @@ def measure_untimed(bench: SpecBench, arms: list[Arm], questions: int) -> dict[s
     for arm in arms:
         if arm.method.name == AUTOREGRESSIVE:
             continue
-        meter = OverlapMeter(arm.method, arm.sampling, bench.end_ids)
+        meter = OverlapMeter(arm.method, arm.sampling)
         for question in asked:
-            bench.answer(replace(arm, method=meter), question)
+            bench.answer(replace(arm, method=meter), question, on_round=meter.on_round)
         target_step = LinearOperations()
         with torch.inference_mode(), target_step:
             bench.session.forward_tree(root_only(0))

@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
-from draftsmith.eval.methods.drafter import is_sequential
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
@@ -101,10 +100,10 @@ class SpecBench:
             for arm in arms:
                 with self.session.learning():
                     for question in self.questions[:warmup_questions]:
-                        self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
+                        self.answer(arm, question, most_new_tokens=WARMUP_NEW_TOKENS)
         for question in self.questions[:warmup_questions]:
             for arm in arms:
-                self._ask(arm, question, min(self._max_new_tokens, WARMUP_NEW_TOKENS))
+                self.answer(arm, question, most_new_tokens=WARMUP_NEW_TOKENS)
         total = runs * len(self.questions)
         with tqdm(total=total, initial=total - len(wanted), desc="measure", unit="question") as progress:
             for run, index, question in wanted:
@@ -125,12 +124,21 @@ class SpecBench:
             "answers": {arm.key: answers[arm.key] for arm in arms},
         }
 
-    def answer(self, arm: Arm, question: Question, run: int = 0) -> dict[str, Any]:
-        """What one arm does with one question, as the records have it."""
-        return self._ask(arm, question, self._max_new_tokens, run)
+    def answer(
+        self,
+        arm: Arm,
+        question: Question,
+        run: int = 0,
+        most_new_tokens: int | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> dict[str, Any]:
+        """What one arm does with all turns of a question, with its own answers as history.
 
-    def _ask(self, arm: Arm, question: Question, max_new_tokens: int, run: int = 0) -> dict[str, Any]:
-        """All turns of a question, with the method's own answers as history."""
+        Args:
+            most_new_tokens: A turn, where it is fewer than the bench's.
+            on_round: See `generate`.
+        """
+        max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
         self.session.read_layers(arm.feature_layers)
         history: list[Turn] = []
         answer: dict[str, Any] = {
@@ -138,7 +146,7 @@ class SpecBench:
             "temperature": arm.sampling.temperature,
             "lenience": arm.lenience,
             "process": PROCESS,
-            "sequential": is_sequential(arm.method),
+            "sequential": arm.method.sequential,
             "turns_left_out": 0,
         }
         per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
@@ -166,6 +174,7 @@ class SpecBench:
                 arm.generator,
                 self._stop,
                 arm.lenience,
+                on_round,
             )
             text = out.text
             if text is None:

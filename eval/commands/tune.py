@@ -31,7 +31,7 @@ from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
@@ -68,44 +68,13 @@ class Candidate:
         return self.tau / (self.t_draft_s + self.t_verify_s)
 
 
-class _Tracing:
-    """A method that notes what becomes of its trees."""
-
-    def __init__(self, method: DrafterMethod) -> None:
-        self.name = method.name
-        self._method = method
-        self._tree: DraftTree | None = None
-        self.trace: Trace = []
-
-    def start(self, prompt_ids: list[int], features: Any) -> None:
-        self._tree = None
-        self._method.start(prompt_ids, features)
-
-    def propose(self) -> DraftTree:
-        self._tree = self._method.propose()
-        return self._tree
-
-    def observe(self, committed_ids: list[int], features: Any) -> None:
-        if self._tree is not None:
-            self.trace.append(traced_path(self._tree, committed_ids))
-        self._method.observe(committed_ids, features)
-
-
-def traced_path(tree: DraftTree, committed_ids: Sequence[int]) -> list[int]:
+def traced_path(round_: Round) -> list[int]:
     """The accepted nodes, root left out, as places in the order of confidence; in a chain, in that of depth."""
-    order = range(1, len(tree))
+    tree = round_.tree
+    order = list(range(1, len(tree)))
     if tree.log_confidence is not None:
-        confidence = tree.log_confidence
-        order = sorted(order, key=lambda node: -confidence[node])  # type: ignore[assignment]
-    rank = {node: place for place, node in enumerate(order)}
-    path, node = [], 0
-    for token in committed_ids:
-        found = next((child for child in tree.children(node) if tree.tokens[child] == token), None)
-        if found is None:
-            break
-        path.append(rank[found])
-        node = found
-    return path
+        order.sort(key=tree.log_confidence.__getitem__, reverse=True)
+    return [order.index(node) for node in round_.verdict.path[1:]]
 
 
 def expected_tau(trace: Trace, depth: int, nodes: int) -> float:
@@ -226,17 +195,17 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     decoder = drafter.decoder(length)
     with TargetSession(target, length, drafter.feature_layers) as session:
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
-        tracing, chaining = (_Tracing(_method(traced, decoder)) for traced in (large, MethodRecipe(name="chain")))
-        for prompt in tqdm(prompts, desc="trace", unit="question"):
-            for method in (tracing, chaining):
-                generate(session, method, prompt, GREEDY, new_tokens, end_ids)
-        if not any(tracing.trace):
+        trace, chain_trace = (
+            _trace(session, _method(traced, decoder), prompts, new_tokens, end_ids)
+            for traced in (large, MethodRecipe(name="chain"))
+        )
+        if not any(trace):
             raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
         depths = list(range(1, deepest + 1))
         curve = _verify_curve(session, prompts[0])
         draft_s = {depth: _draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
-        promised = candidates(tracing.trace, chaining.trace, depths, curve, draft_s)
+        promised = candidates(trace, chain_trace, depths, curve, draft_s)
         finalists = [default]
         for candidate in promised:
             known = [shape_of(method) for method in finalists]
@@ -252,6 +221,21 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 
 def _method(recipe: MethodRecipe, decoder: SequenceDecoder) -> DrafterMethod:
     return DrafterMethod(recipe.name, decoder, tree_builder(recipe, decoder), GREEDY)
+
+
+def _trace(
+    session: TargetSession,
+    method: DrafterMethod,
+    prompts: list[list[int]],
+    new_tokens: int,
+    end_ids: frozenset[int],
+) -> Trace:
+    trace: Trace = []
+    for prompt in tqdm(prompts, desc=f"trace {method.name}", unit="question"):
+        generate(
+            session, method, prompt, GREEDY, new_tokens, end_ids, on_round=lambda done: trace.append(traced_path(done))
+        )
+    return trace
 
 
 def _verify_curve(session: TargetSession, prompt: list[int]) -> list[tuple[int, float]]:

@@ -21,9 +21,11 @@ class Method(Protocol):
     start: a new sequence; features [P, F] are the target's *at* the prompt's tokens.
     propose: the tree under the newest committed token.
     observe: tokens were committed; features [n, F] are the target's that *predicted* them, at the token before each.
+    sequential: whether it drafts token after token, a model's forward each (Leviathan's gamma c), or at once (c).
     """
 
     name: str
+    sequential: bool
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None: ...
 
@@ -36,6 +38,7 @@ class Autoregressive:
     """Proposes nothing: the same loop becomes the baseline that every speedup is measured against."""
 
     name = AUTOREGRESSIVE
+    sequential = False
 
     def __init__(self) -> None:
         self._newest = -1

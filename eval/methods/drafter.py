@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.builders import TreeBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
@@ -21,7 +20,7 @@ class DrafterMethod:
     Args:
         name: The row of the table.
         decoder: The drafter at work on a sequence.
-        builder: The tree's form, for a decoder of this kind (see `tree_builders.tree_builder`).
+        builder: The tree's form, for a decoder of this kind (see `builders.tree_builder`).
         sampling: the target's, applied to q too.
         generator: for sampled trees.
     """
@@ -34,7 +33,7 @@ class DrafterMethod:
         sampling: Sampling,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.sequential = name, isinstance(decoder, StepwiseDecoder)
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest = -1
 
@@ -51,11 +50,3 @@ class DrafterMethod:
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
         self.decoder.observe(torch.tensor(committed_ids, device=features.device), features)
-
-
-def is_sequential(method: Method) -> bool:
-    """Whether it drafts token after token, a forward each: Leviathan's gamma c, not ParallelSpec's c.
-
-    What is no drafter (prompt lookup, Lookahead) drafts at once, or nothing.
-    """
-    return isinstance(method, DrafterMethod) and isinstance(method.decoder, StepwiseDecoder)

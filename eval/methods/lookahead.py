@@ -46,6 +46,8 @@ class Lookahead:
         accept_window: Whether the window's guesses may be accepted, beside the pool's n-grams.
     """
 
+    sequential = False
+
     class Options(Section):
         """Defaults are Spec-Bench's setting (its eval.sh)."""
 

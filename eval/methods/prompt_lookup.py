@@ -36,6 +36,8 @@ class PromptLookup:
         partial: Whether one counts that fewer than `num_tokens` tokens follow.
     """
 
+    sequential = False
+
     class Options(Section):
         """Defaults are Spec-Bench's setting (evaluation/inference_pld.py)."""
 

@@ -47,6 +47,8 @@ class SpecInfer:
         sampling: The target's, applied to every q too.
     """
 
+    sequential = True
+
     class Options(Section):
         """Defaults are the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`.
 

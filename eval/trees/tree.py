@@ -147,12 +147,11 @@ class DraftTree:
         first_other = self.shape.num_candidates
         candidates = None if first_other is None else sum(node < first_other for node in kept)
         tokens, shape = [self.tokens[node] for node in kept], TreeShape.of(parents, candidates)
-        if self.draws is not None:
-            draws = [
-                [(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in kept
-            ]
-            return DraftTree(tokens, shape, self.q, draws=draws)
-        return DraftTree(tokens, shape, None if self.q is None else self.q[kept])
+        confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in kept]
+        if self.draws is None:
+            return DraftTree(tokens, shape, None if self.q is None else self.q[kept], confidence)
+        draws = [[(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in kept]
+        return DraftTree(tokens, shape, self.q, confidence, draws)
 
 
 def root_only(token: int) -> DraftTree:

@@ -114,7 +114,7 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
     while True:
         node = path[-1]
         p = sampling.probabilities(logits[node])
-        for child, q in _drafted(tree, node, p.dtype):
+        for child, q in drawn_below(tree, node, p.dtype):
             token = tree.tokens[child]
             # 1. Accept x with probability min(1, p(x) / (l q(x))), l being the lenience; a deterministic child has q =
             # the point mass on it.
@@ -130,8 +130,8 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
             return Verdict(path, chooser.draw(p))
 
 
-def _drafted(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
-    """The draws below a node in order, each with the q [V] that it came from; None: it was chosen deterministically."""
+def drawn_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
+    """The draws below a node in the order in which they are tried, each with its q [V], or None: deterministic."""
     if tree.q is None:
         for child in tree.children(node):
             yield child, None

@@ -1,23 +1,28 @@
 """alpha as E[sum min(p, q)]: by hand, against the acceptances that it predicts, and operations by parameter counts."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from support.table_decoder import TableDecoder, random_table
 from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor, nn
 
 from draftsmith.eval.bench.operations import LinearOperations
 from draftsmith.eval.bench.overlap import OverlapMeter
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
+from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.report.theory_table import theory_row
 from draftsmith.eval.trees.builders import ChainBuilder, tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Verdict
 from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.target.packed_head import PackedLinear
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -31,6 +36,7 @@ class Fixed:
     """Proposes one tree."""
 
     name = "fixed"
+    sequential = False
 
     def __init__(self, tree: DraftTree) -> None:
         self.tree = tree
@@ -46,15 +52,14 @@ class Fixed:
 
 
 def metered(
-    tree: DraftTree, committed: list[int], sampling: Sampling, end_ids: tuple[int, ...] = (), rounds: int = 1
+    tree: DraftTree, path: list[int], sampling: Sampling, kept: int | None = None, rounds: int = 1, p: Tensor = P
 ) -> OverlapMeter:
-    """Rounds in which these tokens were committed; the last one is the target's own."""
-    meter = OverlapMeter(Fixed(tree), sampling, end_ids)
+    """Rounds in which this path was accepted, and so many of its tokens and the target's own kept; by default all."""
+    meter = OverlapMeter(Fixed(tree), sampling)
     meter.start([0], NONE)
     meter.observe([0], NONE)
     for _ in range(rounds):
-        meter.read_logits(meter.propose(), P.log())
-        meter.observe(committed, NONE)
+        meter.on_round(Round(meter.propose(), p.log(), Verdict(path, 0), kept or len(path)))
     return meter
 
 
@@ -62,11 +67,11 @@ def test_sampled_chain_by_hand() -> None:
     """.2 + .2 + .2 at the root, .1 below it; the leaf tries nothing, and what was rejected leads nowhere."""
     q = torch.tensor([[0.2, 0.2, 0.6], [1.0, 0.0, 0.0], [9.0, 9.0, 9.0]])
     tree = DraftTree([0, 2, 0], TreeShape.chain(2), q)
-    assert metered(tree, [2, 0, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
-    assert metered(tree, [2, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
+    assert metered(tree, [0, 1, 2], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
+    assert metered(tree, [0, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
     assert metered(tree, [0], Sampling(1.0)).overlap == pytest.approx([0.6])
     # Nothing counts behind the end of an answer.
-    ended = metered(tree, [2, 0, 1], Sampling(1.0), end_ids=(2,), rounds=2)
+    ended = metered(tree, [0, 1, 2], Sampling(1.0), kept=1, rounds=2)
     assert ended.overlap == pytest.approx([0.6, 0.6])
     assert ended.kept_tokens == 1  # of the second round
 
@@ -74,7 +79,7 @@ def test_sampled_chain_by_hand() -> None:
 def test_deterministic_draft_by_hand() -> None:
     """The point mass on the first child: p of it. At T = 0 a match or none."""
     tree = DraftTree([0, 1, 2, 1], TreeShape.of((-1, 0, 0, 1)))
-    sampled = metered(tree, [1, 1], Sampling(1.0), rounds=2)
+    sampled = metered(tree, [0, 1], Sampling(1.0), rounds=2)
     assert sampled.overlap == pytest.approx([0.3, 0.9] * 2)
     # Top-k = 2 leaves .5 and .3 of the root's, so p is .3 / .8.
     assert metered(tree, [0], Sampling(1.0, top_k=2)).overlap == pytest.approx([0.375])
@@ -87,6 +92,17 @@ def test_deterministic_draft_by_hand() -> None:
     assert (figures["operations_ratio"], figures["operations_per_token"]) == (0, 4 / 2)
     empty = OverlapMeter(Fixed(tree), Sampling()).figures(100)
     assert (empty["alpha_overlap"], empty["operations_ratio"], empty["operations_per_token"]) == (None, None, None)
+
+
+def test_several_models_by_hand() -> None:
+    """Rows of q are models. At the root the second one's token is tried first (.5 + .3 + .0), below it the first one's
+    (.1 + .2 + .0); what the other one drew there is tried after it and counts nowhere."""
+    q = torch.tensor([[0.8, 0.2, 0.0], [0.7, 0.3, 0.0]])
+    draws = [[(1, 1), (2, 0)], [(3, 0), (3, 1)], [], []]
+    tree = DraftTree([0, 1, 0, 1], TreeShape.of((-1, 0, 0, 1)), q, draws=draws)
+    p = torch.cat([P, P[2:]])
+    assert metered(tree, [0, 1, 3], Sampling(1.0), p=p).overlap == pytest.approx([0.8, 0.3])
+    assert metered(tree, [0, 2], Sampling(1.0), p=p).overlap == pytest.approx([0.8])
 
 
 def drafting(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, DrafterMethod, Any, torch.Generator]:
@@ -115,7 +131,8 @@ def test_measuring_changes_nothing(kind: str, temperature: float, tree: dict[str
     with TargetSession(target, 128, drafter.feature_layers) as session:
         for drafts in (method, meter):
             generator.manual_seed(5)
-            answers.append(generate(session, drafts, PROMPT, sampling, 24, (), generator))
+            watch = meter.on_round if drafts is meter else None
+            answers.append(generate(session, drafts, PROMPT, sampling, 24, (), generator, on_round=watch))
     assert answers[0].ids == answers[1].ids
     assert sum(answers[1].accept_lengths[1:]) == meter.kept_tokens
     assert len(meter.overlap) == answers[1].tried == len(meter.drafter)
@@ -146,7 +163,7 @@ def test_corollary_3_6() -> None:
     accepted = tried = 0
     with TargetSession(tiny_target(), 128) as session:
         for _ in range(10):
-            out = generate(session, meter, PROMPT, sampling, 120, (), generator)
+            out = generate(session, meter, PROMPT, sampling, 120, (), generator, on_round=meter.on_round)
             accepted, tried = accepted + out.accepted_drafts, tried + out.tried
     assert tried == len(meter.overlap) > 1000
     alpha = sum(meter.overlap) / tried
@@ -154,11 +171,35 @@ def test_corollary_3_6() -> None:
     assert accepted / tried == pytest.approx(alpha, abs=4 * (0.25 / tried) ** 0.5)
 
 
+def test_corollary_3_6_of_the_first_of_several_models() -> None:
+    """SpecInfer with two models that differ: how often the draw that is tried first is accepted."""
+    sampling, generator = Sampling(1.0), torch.Generator().manual_seed(2)
+    tables = [TableDecoder(random_table(seed, 61, 2), 2) for seed in (3, 4)]
+    meter = OverlapMeter(SpecInfer("x", list[StepwiseDecoder](tables), [1, 1], 1, sampling, generator), sampling)
+    accepted: list[bool] = []
+
+    def note(round_: Round) -> None:
+        meter.on_round(round_)
+        assert round_.tree.draws is not None
+        path = [*round_.verdict.path, -1]
+        tried = [(node, below) for node, below in itertools.pairwise(path) if round_.tree.children(node)]
+        accepted.extend(below == round_.tree.draws[node][0][0] for node, below in tried[: round_.kept])
+
+    with TargetSession(tiny_target(), 128) as session:
+        for _ in range(10):
+            generate(session, meter, PROMPT, sampling, 120, (), generator, on_round=note)
+    assert len(accepted) == len(meter.overlap) > 1000
+    alpha = sum(meter.overlap) / len(accepted)
+    assert 0.1 < alpha < 0.8
+    assert sum(accepted) / len(accepted) == pytest.approx(alpha, abs=4 * (0.25 / len(accepted)) ** 0.5)
+
+
 def test_a_method_that_reads_logits_still_does() -> None:
     target = tiny_target()
     with TargetSession(target, 128) as session:
         plain = generate(session, Lookahead("x"), PROMPT, Sampling(), 40)
-        metered = generate(session, OverlapMeter(Lookahead("x"), Sampling()), PROMPT, Sampling(), 40)
+        meter = OverlapMeter(Lookahead("x"), Sampling())
+        metered = generate(session, meter, PROMPT, Sampling(), 40, on_round=meter.on_round)
     assert metered.accept_lengths == plain.accept_lengths
     assert metered.ids == plain.ids
 
@@ -184,7 +225,7 @@ def test_operations_of_a_draft_model() -> None:
     target, method, drafter, _ = drafting("draft_model", {"tree": "chain", "max_depth": 3}, 0.0)
     meter = OverlapMeter(method, Sampling())
     with TargetSession(target, 128, drafter.feature_layers) as session:
-        generate(session, meter, PROMPT * 10, Sampling(), 24)
+        generate(session, meter, PROMPT * 10, Sampling(), 24, on_round=meter.on_round)
         step = LinearOperations()
         with torch.inference_mode(), step:
             session.forward_tree(DraftTree([7], TreeShape.chain(0)))

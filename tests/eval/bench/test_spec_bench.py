@@ -220,13 +220,13 @@ def test_methods_take_turns_in_going_first(
     bench: SpecBench, arms: list[Arm], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[str] = []
-    ask = bench._ask
+    answer = bench.answer
 
-    def note(arm: Arm, *rest: Any) -> dict[str, Any]:
+    def note(arm: Arm, *rest: Any) -> Any:
         asked.append(arm.key)
-        return ask(arm, *rest)
+        return answer(arm, *rest)
 
-    monkeypatch.setattr(bench, "_ask", note)
+    monkeypatch.setattr(bench, "answer", note)
     bench.run(arms, JsonlLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
     assert asked[::6] == ["autoregressive@0", "chain@0", "tree@0"]
 
@@ -266,7 +266,7 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
     ):
         SpecBench(target, LetterTokenizer(), [long], 12)
     later = Question(10, "math", ("a" * 70, "b" * 20))
-    answer = SpecBench(target, LetterTokenizer(), [later], 12)._ask(arms[0], later, 12)
+    answer = SpecBench(target, LetterTokenizer(), [later], 12).answer(arms[0], later)
     assert (len(answer["turns"]), answer["turns_left_out"]) == (1, 1)
 
 

@@ -11,18 +11,18 @@ from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.commands.tune import (
     _on_curve,
-    _Tracing,
     candidates,
     expected_tau,
     traced_path,
 )
 from draftsmith.eval.commands.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Verdict
 from draftsmith.recipes.schema import MethodRecipe
 
 
@@ -30,10 +30,14 @@ def test_a_path_and_its_ranks() -> None:
     r"""Root 9; children 1 (-.1) and 2 (-2); below 1: 3 (-1) and 4 (-.5); below 2: 3 (-2.5)."""
     shape = TreeShape.of((-1, 0, 0, 1, 1, 2))
     tree = DraftTree([9, 1, 2, 3, 4, 3], shape, log_confidence=[0.0, -0.1, -2.0, -1.0, -0.5, -2.5])
-    assert traced_path(tree, [1, 3, 7]) == [0, 2]
-    assert traced_path(tree, [2, 3]) == [3, 4]
-    assert traced_path(tree, [8]) == []
-    assert traced_path(DraftTree([9, 1, 2, 3], TreeShape.chain(3)), [1, 2, 7]) == [0, 1]
+
+    def traced(tree: DraftTree, path: list[int]) -> list[int]:
+        return traced_path(Round(tree, torch.empty(0), Verdict(path, 7), len(path)))
+
+    assert traced(tree, [0, 1, 3]) == [0, 2]
+    assert traced(tree, [0, 2, 5]) == [3, 4]
+    assert traced(tree, [0]) == []
+    assert traced(DraftTree([9, 1, 2, 3], TreeShape.chain(3)), [0, 1, 2]) == [0, 1]
 
 
 def test_expected_tau_by_hand() -> None:
@@ -66,24 +70,25 @@ def test_the_trace_promises_what_trees_keep(decoder_of: Any) -> None:
     wanted = greedy_reference(target, prompt, new_tokens)
     greedy = Sampling()
 
-    def run(method: MethodRecipe) -> tuple[_Tracing, float]:
+    def run(method: MethodRecipe) -> tuple[list[list[int]], float]:
         decoder = decoder_of(wanted, VOCABULARY)
-        tracing = _Tracing(DrafterMethod("x", decoder, tree_builder(method, decoder), greedy))
+        drafting = DrafterMethod("x", decoder, tree_builder(method, decoder), greedy)
+        rounds: list[Round] = []
         with TargetSession(target, 420) as session:
-            out = generate(session, tracing, prompt, greedy, new_tokens)
+            out = generate(session, drafting, prompt, greedy, new_tokens, on_round=rounds.append)
         assert out.ids == wanted
-        return tracing, sum(out.accept_lengths) / out.rounds
+        return [traced_path(round_) for round_ in rounds], sum(out.accept_lengths) / out.rounds
 
     def tree(nodes: int) -> MethodRecipe:
         return MethodRecipe(name="x", tree="best_first", nodes=nodes, branch=6)
 
-    tracing, tau = run(tree(30))
-    assert expected_tau(tracing.trace, depth=4, nodes=30) == pytest.approx(tau, abs=0.03)  # the last round is cut
-    assert expected_tau(tracing.trace, depth=4, nodes=8) == pytest.approx(run(tree(8))[1], rel=0.12)
-    chaining, tau = run(MethodRecipe(name="x"))
-    assert expected_tau(chaining.trace, depth=4, nodes=4) == pytest.approx(tau, abs=0.03)
+    trace, tau = run(tree(30))
+    assert expected_tau(trace, depth=4, nodes=30) == pytest.approx(tau, abs=0.03)  # the last round is cut
+    assert expected_tau(trace, depth=4, nodes=8) == pytest.approx(run(tree(8))[1], rel=0.12)
+    chain_trace, tau = run(MethodRecipe(name="x"))
+    assert expected_tau(chain_trace, depth=4, nodes=4) == pytest.approx(tau, abs=0.03)
     short = run(MethodRecipe(name="x", max_depth=2))[1]
-    assert expected_tau(chaining.trace, depth=2, nodes=2) == pytest.approx(short, rel=0.12)
+    assert expected_tau(chain_trace, depth=2, nodes=2) == pytest.approx(short, rel=0.12)
 
 
 def test_the_tree_goes_with_the_drafter(tmp_path: Path) -> None:
