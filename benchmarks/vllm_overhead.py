@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.engines.engine import AnswerSampling, Completion, EngineSetting, Request
+from draftsmith.data.engines.engine import Completion, EngineSetting, GenerationSettings, Request
 from draftsmith.data.engines.vllm_engine import VllmEngine, sampling_parameters
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
@@ -102,7 +102,7 @@ def main() -> None:
     engine = VllmEngine.make(VllmEngine.Options.model_validate(options), setting)
     assert isinstance(engine, VllmEngine)
     turns = [turn for question in load_questions(recipe.eval.questions) for turn in question.turns]
-    sampling = AnswerSampling(max_new_tokens=arguments.new_tokens)
+    sampling = GenerationSettings(max_new_tokens=arguments.new_tokens)
     requests = [
         Request(str(n), prompt_token_ids(tokenizer, [Turn("user", turns[n % len(turns)])]), [], sampling, n)
         for n in range(arguments.prompts)

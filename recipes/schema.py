@@ -160,7 +160,7 @@ class FeaturesRecipe(Section):
 class DataRecipe(Section):
     conversations: ConversationsRecipe = ConversationsRecipe()
     distill: DistillRecipe = DistillRecipe()
-    max_length_tokens: int = Field(2048, ge=8, description="longer conversations are cut on a turn boundary")
+    max_length_tokens: int = Field(2048, ge=8, description="longer conversations are shortened, by whole turns")
     features: FeaturesRecipe = FeaturesRecipe()
     packing: bool = Field(
         False, description="train on rows of several conversations, together at most max_length_tokens long"

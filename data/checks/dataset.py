@@ -4,7 +4,6 @@ Before distillation a sample of the source's conversations is tokenised as train
 `data/tokens` is looked at too. Only reads: a distillation that is running is not disturbed.
 """
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ from typing import Any
 
 from draftsmith.data.checks.finding import Checked, Finding, Severity
 from draftsmith.data.checks.rows import Expected, check_rows
-from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, TRUNCATED
+from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, SHORTENED
 from draftsmith.data.distill.ledger_view import LedgerView
 from draftsmith.data.distill.report import CUT_SHORT
-from draftsmith.data.distill.token_dataset import REPORT_NAME
+from draftsmith.data.distill.token_dataset import read_token_report
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.counts import SourceCounts, counted_reasons
 from draftsmith.data.sources.mixture import load_conversations, question_sources
@@ -26,7 +25,7 @@ from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TemplateRefusal,
     TokenizedConversation,
-    tokenize_truncated,
+    tokenize_shortened,
 )
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import FiltersRecipe, Recipe
@@ -40,7 +39,7 @@ MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another
 class _Lost:
     """What tokenising the sample cost."""
 
-    cut: int = 0
+    shortened: int = 0
     too_long: int = 0
     problems: list[TemplateProblem] = field(default_factory=list)
 
@@ -65,7 +64,7 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
         *_left_out(recipe, counts),
         *_unanswered(found),
         _template(recipe, lost, len(sample)),
-        _lengths(lost.cut, lost.too_long, len(sample), recipe.data.max_length_tokens),
+        _lengths(lost.shortened, lost.too_long, len(sample), recipe.data.max_length_tokens),
         *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
     ]
     return Checked(f"source conversations ({len(found)} found, {len(sample)} of them tokenised)", findings, rows)
@@ -74,11 +73,12 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
 def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expected: Expected) -> Checked:
     """Every row of the dataset that distillation wrote to `folder`/tokens."""
     findings = check_rows(_rows_of(dataset), expected, f"delete {folder / 'tokens'} and run `draftsmith distill` again")
-    report = _read_json(folder / "tokens" / REPORT_NAME)
+    report = read_token_report(folder / "tokens")
     if report is not None:
-        findings.insert(0, _lengths(report["cut"], report["too_long"], report["conversations"], max_length_tokens))
+        counts = report["shortened"], report["too_long"], report["conversations"]
+        findings.insert(0, _lengths(*counts, max_length_tokens))
     if (folder / LEDGER_FILE).exists():
-        findings.insert(0, _truncated_answers(folder))
+        findings.insert(0, _answers_cut_short(folder))
     examples = [
         TokenizedConversation(row["input_ids"], row["loss_mask"])
         for row in dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
@@ -98,7 +98,7 @@ def _tokenize(
     rows = []
     for conversation in conversations:
         try:
-            result = tokenize_truncated(tokenizer, conversation, max_length_tokens)
+            result = tokenize_shortened(tokenizer, conversation, max_length_tokens)
         except TemplateProblem as problem:
             lost.problems.append(problem)
             continue
@@ -106,7 +106,7 @@ def _tokenize(
             lost.too_long += 1
             continue
         tokenized, dropped_turns = result
-        lost.cut += dropped_turns > 0
+        lost.shortened += dropped_turns > 0
         rows.append(tokenized)
     return rows
 
@@ -189,35 +189,30 @@ def _template(recipe: Recipe, lost: _Lost, sampled: int) -> Finding:
     return Finding("chat template", severity, f"{refused} of {sampled} do not go through: {lost.problems[0]}", figures)
 
 
-def _lengths(cut: int, too_long: int, conversations: int, max_length_tokens: int) -> Finding:
-    figures = {"cut": cut, "too_long": too_long, "conversations": conversations}
+def _lengths(shortened: int, too_long: int, conversations: int, max_length_tokens: int) -> Finding:
+    figures = {"shortened": shortened, "too_long": too_long, "conversations": conversations}
     counted = (
-        f"of {conversations} conversations {cut} are cut on a turn boundary to {max_length_tokens} tokens, "
+        f"of {conversations} conversations {shortened} are shortened by whole turns to {max_length_tokens} tokens, "
         f"{too_long} are too long altogether"
     )
     way_out = "raise data.max_length_tokens or take shorter conversations"
     if conversations and too_long == conversations:
         return Finding("over-long", "defect", f"{counted}, so nothing is left: {way_out}", figures)
-    if cut + too_long > MANY_LOST_FRAC * conversations:
+    if shortened + too_long > MANY_LOST_FRAC * conversations:
         return Finding("over-long", "warning", f"{counted}: {way_out}", figures)
     return Finding("over-long", "ok", counted, figures)
 
 
-def _truncated_answers(folder: Path) -> Finding:
+def _answers_cut_short(folder: Path) -> Finding:
     """Answers that hit max_new_tokens. They are never kept as if they were whole, but they are lost."""
     by_state = LedgerView(folder).counts()
-    settled = [by_state.get(state, Counter()) for state in (DONE, TRUNCATED, FAILED)]
-    truncated, all_settled = sum(counts[CUT_SHORT] for counts in settled), sum(counts.total() for counts in settled)
-    figures = {"truncated": truncated, "conversations": all_settled}
-    counted = f"{truncated} of {all_settled} conversations were cut or dropped at an answer that hit max_new_tokens"
-    if truncated > MANY_LOST_FRAC * all_settled:
+    settled = [by_state.get(state, Counter()) for state in (DONE, SHORTENED, FAILED)]
+    cut_short, all_settled = sum(counts[CUT_SHORT] for counts in settled), sum(counts.total() for counts in settled)
+    figures = {"cut_short": cut_short, "conversations": all_settled}
+    counted = (
+        f"{cut_short} of {all_settled} conversations were shortened or dropped at an answer that hit max_new_tokens"
+    )
+    if cut_short > MANY_LOST_FRAC * all_settled:
         way_out = "raise data.distill.max_new_tokens and distil under another name"
-        return Finding("truncated answers", "warning", f"{counted}: {way_out}", figures)
-    return Finding("truncated answers", "ok", counted, figures)
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
+        return Finding("answers cut short", "warning", f"{counted}: {way_out}", figures)
+    return Finding("answers cut short", "ok", counted, figures)

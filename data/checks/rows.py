@@ -56,7 +56,7 @@ def expected_of(target: Any, tokenizer: Any, collate: Collate) -> Expected:
 
 
 @dataclass
-class RowCounts:
+class _RowSums:
     """Sums over rows. An answer is a run of ones in the loss mask."""
 
     rows: int = 0
@@ -101,91 +101,89 @@ def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy
         expected: What they are held against.
         remedy: The way out where the rows themselves are wrong.
     """
-    counts = RowCounts()
+    sums = _RowSums()
     to_pad: list[TokenizedConversation] = []
     for row in rows:
-        counts.add(np.asarray(row.input_ids), np.asarray(row.loss_mask), expected)
+        sums.add(np.asarray(row.input_ids), np.asarray(row.loss_mask), expected)
         if len(to_pad) < ROWS_TO_PAD:
             to_pad.append(row)
-    if not counts.rows:
+    if not sums.rows:
         return []
     return [
-        _loss_share(counts, remedy),
-        _rows_without_loss(counts, remedy),
-        _double_bos(counts, expected, remedy),
-        _end_tokens(counts, expected, remedy),
-        _padding(counts, to_pad, expected, remedy),
-        _vocabulary(counts, expected),
-        _positions(counts, expected),
+        _loss_share(sums, remedy),
+        _rows_without_loss(sums, remedy),
+        _double_bos(sums, expected, remedy),
+        _end_tokens(sums, expected, remedy),
+        _padding(sums, to_pad, expected, remedy),
+        _vocabulary(sums, expected),
+        _positions(sums, expected),
     ]
 
 
-def _loss_share(counts: RowCounts, remedy: str) -> Finding:
-    frac = counts.loss_tokens / max(1, counts.tokens)
-    figures = {"tokens": counts.tokens, "loss_tokens": counts.loss_tokens, "loss_frac": frac}
-    if counts.loss_tokens == 0:
-        sentence = f"none of {counts.tokens:,} tokens carries loss, so nothing would be learned: {remedy}"
+def _loss_share(sums: _RowSums, remedy: str) -> Finding:
+    frac = sums.loss_tokens / max(1, sums.tokens)
+    figures = {"tokens": sums.tokens, "loss_tokens": sums.loss_tokens, "loss_frac": frac}
+    if sums.loss_tokens == 0:
+        sentence = f"none of {sums.tokens:,} tokens carries loss, so nothing would be learned: {remedy}"
         return Finding("supervised tokens", "defect", sentence, figures)
-    if counts.loss_tokens == counts.tokens:
-        sentence = f"all {counts.tokens:,} tokens carry loss, the user's too: {remedy}"
+    if sums.loss_tokens == sums.tokens:
+        sentence = f"all {sums.tokens:,} tokens carry loss, the user's too: {remedy}"
         return Finding("supervised tokens", "defect", sentence, figures)
-    share = f"{frac:.1%} of {counts.tokens:,} tokens carry loss"
+    share = f"{frac:.1%} of {sums.tokens:,} tokens carry loss"
     if frac < LOW_LOSS_FRAC:
         sentence = f"only {share}: set data.conversations.source to conversations with longer answers"
         return Finding("supervised tokens", "warning", sentence, figures)
     return Finding("supervised tokens", "ok", share, figures)
 
 
-def _rows_without_loss(counts: RowCounts, remedy: str) -> Finding:
-    figures = {"rows": counts.rows, "rows_without_loss": counts.rows_without_loss}
-    if counts.rows_without_loss:
-        sentence = f"{counts.rows_without_loss} of {counts.rows} rows hold no answer: {remedy}"
+def _rows_without_loss(sums: _RowSums, remedy: str) -> Finding:
+    figures = {"rows": sums.rows, "rows_without_loss": sums.rows_without_loss}
+    if sums.rows_without_loss:
+        sentence = f"{sums.rows_without_loss} of {sums.rows} rows hold no answer: {remedy}"
         return Finding("rows without answers", "defect", sentence, figures)
-    return Finding("rows without answers", "ok", f"none of {counts.rows}", figures)
+    return Finding("rows without answers", "ok", f"none of {sums.rows}", figures)
 
 
-def _double_bos(counts: RowCounts, expected: Expected, remedy: str) -> Finding:
-    figures = {"rows_with_double_bos": counts.double_starts.total()}
-    if not counts.double_starts:
+def _double_bos(sums: _RowSums, expected: Expected, remedy: str) -> Finding:
+    figures = {"rows_with_double_bos": sums.double_starts.total()}
+    if not sums.double_starts:
         return Finding("double BOS", "ok", "no row starts with the same special token twice", figures)
-    name = expected.name_of(counts.double_starts.most_common(1)[0][0])
-    sentence = (
-        f"{counts.double_starts.total()} of {counts.rows} rows start with {name} twice: {remedy}, it is written once"
-    )
+    name = expected.name_of(sums.double_starts.most_common(1)[0][0])
+    sentence = f"{sums.double_starts.total()} of {sums.rows} rows start with {name} twice: {remedy}, it is written once"
     return Finding("double BOS", "defect", sentence, figures)
 
 
-def _end_tokens(counts: RowCounts, expected: Expected, remedy: str) -> Finding:
+def _end_tokens(sums: _RowSums, expected: Expected, remedy: str) -> Finding:
     """Silent end tokens that are also the pad token have a finding of their own."""
     pad = expected.tokenizer.pad_token_id
-    silent = counts.silent_ends.total() - counts.silent_ends[pad]
+    silent = sums.silent_ends.total() - sums.silent_ends[pad]
     ends = " or ".join(expected.name_of(token_id) for token_id in sorted(expected.ends))
     figures = {
-        "answers": counts.answers,
-        "without_end_token": counts.endless_answers,
+        "answers": sums.answers,
+        "without_end_token": sums.endless_answers,
         "end_token_without_loss": silent,
-        "loss_behind_end_token": counts.overrun_answers,
+        "loss_behind_end_token": sums.overrun_answers,
         "end_tokens": ends,
     }
     faults = [
         f"{number} {what}"
         for number, what in (
-            (counts.endless_answers, f"do not end with {ends}"),
+            (sums.endless_answers, f"do not end with {ends}"),
             (silent, "end with a token that carries no loss"),
-            (counts.overrun_answers, "go on carrying loss behind their end token"),
+            (sums.overrun_answers, "go on carrying loss behind their end token"),
         )
         if number
     ]
     if not faults:
-        return Finding("end tokens", "ok", f"all {counts.answers} answers end with {ends}, which carries loss", figures)
-    sentence = f"of {counts.answers} answers {', '.join(faults)}, so the drafter would not learn to stop: {remedy}"
+        return Finding("end tokens", "ok", f"all {sums.answers} answers end with {ends}, which carries loss", figures)
+    sentence = f"of {sums.answers} answers {', '.join(faults)}, so the drafter would not learn to stop: {remedy}"
     return Finding("end tokens", "defect", sentence, figures)
 
 
-def _padding(counts: RowCounts, rows: list[TokenizedConversation], expected: Expected, remedy: str) -> Finding:
+def _padding(sums: _RowSums, rows: list[TokenizedConversation], expected: Expected, remedy: str) -> Finding:
     """pad = eos is harmless as long as no mask is made from it; the trainer's batches are tried too."""
     pad = expected.tokenizer.pad_token_id
-    masked = counts.silent_ends[pad]
+    masked = sums.silent_ends[pad]
     batch = expected.collate([{"input_ids": row.input_ids, "loss_mask": row.loss_mask} for row in rows])
     lost = padded = 0
     for row, mask_s in zip(rows, np.asarray(batch["loss_mask"]), strict=True):
@@ -196,7 +194,7 @@ def _padding(counts: RowCounts, rows: list[TokenizedConversation], expected: Exp
     figures = {"pad_is_end_token": shared, "masked_ends": masked, "changed_in_batch": lost, "padding_with_loss": padded}
     if masked:
         sentence = (
-            f"{expected.name_of(pad)} is both pad and end token, and {masked} of {counts.answers} answers have lost "
+            f"{expected.name_of(pad)} is both pad and end token, and {masked} of {sums.answers} answers have lost "
             f"the loss on it: {remedy}, with a mask that is not made from the pad token"
         )
         return Finding("padding", "defect", sentence, figures)
@@ -208,14 +206,14 @@ def _padding(counts: RowCounts, rows: list[TokenizedConversation], expected: Exp
     return Finding("padding", "ok", f"carries no loss and takes none away{why}", figures)
 
 
-def _vocabulary(counts: RowCounts, expected: Expected) -> Finding:
+def _vocabulary(sums: _RowSums, expected: Expected) -> Finding:
     known, size = len(expected.tokenizer), expected.vocabulary_size
-    figures = {"tokens_outside": counts.outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known}
+    figures = {"tokens_outside": sums.outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known}
     way_out = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
-    if counts.outside:
-        ids = ", ".join(str(token_id) for token_id, _ in counts.outside.most_common(5))
+    if sums.outside:
+        ids = ", ".join(str(token_id) for token_id, _ in sums.outside.most_common(5))
         sentence = (
-            f"{counts.outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}: {way_out}"
+            f"{sums.outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}: {way_out}"
         )
         return Finding("vocabulary", "defect", sentence, figures)
     if known > size:
@@ -224,8 +222,8 @@ def _vocabulary(counts: RowCounts, expected: Expected) -> Finding:
     return Finding("vocabulary", "ok", f"all ids are among the target's {size:,}", figures)
 
 
-def _positions(counts: RowCounts, expected: Expected) -> Finding:
-    limit, longest = expected.max_positions, counts.longest_tokens
+def _positions(sums: _RowSums, expected: Expected) -> Finding:
+    limit, longest = expected.max_positions, sums.longest_tokens
     figures = {"longest_row_tokens": longest, "target_positions": limit}
     if limit is not None and longest > limit:
         sentence = (

@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from draftsmith.data.distill.ledger import Finished, Ledger
-from draftsmith.data.distill.ledger_db import DONE, FAILED, TRUNCATED
+from draftsmith.data.distill.ledger_db import DONE, FAILED, SHORTENED
 from draftsmith.data.distill.ledger_view import LedgerView
 from draftsmith.data.distill.report import (
     CUT_SHORT,
@@ -35,7 +35,7 @@ from draftsmith.data.distill.report import (
     DistillReport,
 )
 from draftsmith.data.distill.settings import distill_settings
-from draftsmith.data.engines.engine import AnswerSampling, Completion, Engine, Failure, Outcome, Request
+from draftsmith.data.engines.engine import Completion, Engine, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import counted_reasons
 from draftsmith.data.sources.mixture import load_conversations
@@ -111,7 +111,7 @@ def distill(
     report = DistillReport(folder.data)
     conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
     settings, file = distill_settings(recipe, weights, tokenizer), folder.data / "distill_settings.json"
-    # A smaller length means that more is cut later; a larger one would need answers that were not generated.
+    # A smaller length means that more is shortened later; a larger one would need answers that were not generated.
     check_settings(file, settings, "distil again", may_fall=["data.max_length_tokens"])
     write_settings(file, settings)
     started = time.perf_counter()
@@ -159,8 +159,8 @@ class _Distillation:
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
         self.finished: list[Finished] = []
         self.answer_lead = template_answer_lead(tokenizer)
-        settings = recipe.data.distill
-        self.sampling = AnswerSampling(settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens)
+        asked = recipe.data.distill
+        self.settings = GenerationSettings(asked.temperature, asked.top_k, asked.top_p, asked.max_new_tokens)
 
     def run(self, waiting: deque[str]) -> None:
         """Until every conversation is settled, by this process or another."""
@@ -209,7 +209,7 @@ class _Distillation:
             return
         messages = Conversation(rewriting.id, tuple(rewriting.turns)).messages
         seed = answer_seed(self.recipe.seed, rewriting.id, len(rewriting.answer_ids))
-        self.engine.submit(Request(rewriting.id, prompt_ids, messages, self.sampling, seed))
+        self.engine.submit(Request(rewriting.id, prompt_ids, messages, self.settings, seed))
 
     def _prompt_of(self, rewriting: _Rewriting) -> list[int] | str:
         """The prompt's ids, or why the target cannot be asked."""
@@ -220,9 +220,9 @@ class _Distillation:
                 raise
             return REFUSED
         longest = self.engine.max_length_tokens
-        if longest is not None and len(prompt_ids) + self.sampling.max_new_tokens > longest:
+        if longest is not None and len(prompt_ids) + self.settings.max_new_tokens > longest:
             return PROMPT_TOO_LONG
-        # A longer sequence would be cut off again when the tokens are made.
+        # A longer sequence would be shortened again when the tokens are made.
         return PROMPT_TOO_LONG if len(prompt_ids) >= self.recipe.data.max_length_tokens else prompt_ids
 
     def _take(self, rewriting: _Rewriting, outcome: Outcome) -> None:
@@ -238,7 +238,7 @@ class _Distillation:
         self.report.answers += 1
         self.report.tokens_generated += len(outcome.token_ids or self.tokenizer(text, verbose=False)["input_ids"])
         if outcome.finish_reason == "length":
-            self.report.truncated_turns += 1
+            self.report.answers_cut_short += 1
             self._end(rewriting, CUT_SHORT)
         elif not text.strip():
             self._end(rewriting, EMPTY_ANSWER)
@@ -259,8 +259,8 @@ class _Distillation:
             )
         return text.removeprefix(self.answer_lead)
 
-    def _end(self, rewriting: _Rewriting, reason: str | None, state: str = TRUNCATED) -> None:
-        """Settle a conversation, cut behind its last answer. With `FAILED`, its answers are left for another try."""
+    def _end(self, rewriting: _Rewriting, reason: str | None, state: str = SHORTENED) -> None:
+        """Settle a conversation, which ends with its last answer. If `FAILED`, its answers stay for another try."""
         del self.at_work[rewriting.id]
         if state == FAILED or not rewriting.answer_ids:
             self.finished.append(Finished(rewriting.id, FAILED, reason))

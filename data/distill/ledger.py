@@ -35,7 +35,7 @@ from draftsmith.data.distill.ledger_db import (
     LEASED,
     LEDGER_FILE,
     SHARDS_FOLDER,
-    TRUNCATED,
+    SHORTENED,
     WAITING,
     clear_errors,
     connect,
@@ -123,7 +123,7 @@ class Ledger:
         """Take those conversations that nobody has finished and no living worker holds."""
         lease = Lease()
         with self._transaction():
-            self._bury_the_dead()
+            self._release_dead_workers()
             for key in ids:
                 row = self._connection.execute("SELECT state FROM conversations WHERE id = ?", (key,)).fetchone()
                 if row is None:
@@ -177,7 +177,7 @@ class Ledger:
 
     def finished_ids(self) -> set[str]:
         """Conversations that nothing is to be done about any more."""
-        states = (DONE, TRUNCATED, FAILED)
+        states = (DONE, SHORTENED, FAILED)
         return {key for (key,) in self._connection.execute(f"SELECT id FROM conversations WHERE state IN {states}")}
 
     def _begin_work(self) -> int:
@@ -216,7 +216,7 @@ class Ledger:
         if state != FAILED:  # whose answers so far are there for another try
             self._connection.execute("DELETE FROM answers WHERE id = ?", (key,))
 
-    def _bury_the_dead(self) -> None:
+    def _release_dead_workers(self) -> None:
         """The conversations of workers that are gone wait again, but for those whose lines were on disk already."""
         holders = self._connection.execute("SELECT DISTINCT worker FROM conversations WHERE worker IS NOT NULL")
         dead = [worker for (worker,) in holders.fetchall() if worker != self.worker and self._is_dead(worker)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftsmith.recipes.errors import UserError
 
-DONE, TRUNCATED, FAILED = "done", "truncated", "failed"  # states that stay
+DONE, SHORTENED, FAILED = "done", "truncated", "failed"  # states that stay, as ledgers have them
 LEASED, WAITING = "leased", "waiting"
 LOCKED_S = 120.0  # a writer waits as long for another
 LEDGER_FILE, SHARDS_FOLDER = "ledger.sqlite", "shards"

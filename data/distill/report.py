@@ -24,7 +24,7 @@ class DistillReport:
     kept: int = 0
     shortened: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
-    truncated_turns: int = 0
+    answers_cut_short: int = 0
     sources: SourceCounts = field(default_factory=SourceCounts)
     already_done: int = 0
     retried: int = 0

@@ -18,7 +18,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
-from draftsmith.data.tokens.rows import RowCounts, write_token_rows
+from draftsmith.data.tokens.rows import TokenCounts, write_token_rows
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -29,8 +29,8 @@ FORMAT_VERSION = 2
 
 
 @dataclass
-class TokenReport(RowCounts):
-    """`cut` conversations lost trailing turns to the length; `too_long` did not fit at all."""
+class TokenReport(TokenCounts):
+    """What the dataset holds. `reused`: it was there, made from the same inputs."""
 
     path: str = ""
     reused: bool = False
@@ -40,7 +40,7 @@ class TokenReport(RowCounts):
         extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
         return (
             f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; of "
-            f"{self.conversations} conversations {self.cut} cut on a turn boundary, {self.too_long} too long, "
+            f"{self.conversations} conversations {self.shortened} shortened by whole turns, {self.too_long} too long, "
             f"{self.refused} refused by the chat template"
         )
 
@@ -109,13 +109,21 @@ def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> st
 
 def _existing_report(final: Path, fingerprint: str) -> TokenReport | None:
     """The report of the dataset that is there, if it was made from the same inputs."""
-    try:
-        recorded = json.loads((final / REPORT_NAME).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    if recorded.pop("fingerprint", None) != fingerprint:
+    recorded = read_token_report(final)
+    if recorded is None or recorded.pop("fingerprint", None) != fingerprint:
         return None
     return TokenReport(**(recorded | {"path": str(final), "reused": True}))
+
+
+def read_token_report(tokens: Path) -> dict[str, Any] | None:
+    """The fields of `TokenReport` of the dataset in this folder, and its fingerprint; None if they cannot be read."""
+    try:
+        recorded = json.loads((tokens / REPORT_NAME).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if "cut" in recorded:  # its name in earlier versions
+        recorded["shortened"] = recorded.pop("cut")
+    return recorded
 
 
 def _save_atomically(rows_file: Path, final: Path, report: TokenReport, fingerprint: str) -> None:

@@ -23,8 +23,8 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class AnswerSampling:
-    """How answers are drawn from the target. Temperature 0 is greedy; top_k 0 and top_p 1 leave p as it is."""
+class GenerationSettings:
+    """How an answer is drawn and where it ends. Temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -44,7 +44,7 @@ class Request:
     key: str
     prompt_ids: list[int]
     messages: list[dict[str, str]]
-    sampling: AnswerSampling
+    settings: GenerationSettings
     seed: int
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import httpx2
 from pydantic import Field, field_validator
 
-from draftsmith.data.engines.engine import AnswerSampling, EngineSetting, Failure, Outcome, Request
+from draftsmith.data.engines.engine import EngineSetting, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.engines.openai_client import OpenAIClient
 from draftsmith.data.engines.openai_protocol import OTHER_PROMPT, Api, BadAnswer, ModelCard
 from draftsmith.data.engines.servers import Server, Servers, Throttled, Unreachable, backoff_s
@@ -89,7 +89,7 @@ class OpenAIEngine:
             key="",
             prompt_ids=prompt_token_ids(setting.tokenizer, turns),
             messages=[{"role": turn.role, "content": turn.content} for turn in turns],
-            sampling=AnswerSampling(max_new_tokens=1),
+            settings=GenerationSettings(max_new_tokens=1),
             seed=0,
         )
         credentials = dict(_split_credentials(url) for url in options.base_urls)

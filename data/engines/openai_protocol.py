@@ -56,21 +56,21 @@ class _Answer(BaseModel):
 
 def request_body(request: Request, model: str, api: Api, end_ids: tuple[int, ...], extensions: bool) -> dict[str, Any]:
     """The JSON of one request."""
-    sampling = request.sampling
+    settings = request.settings
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        "max_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
     }
     if api == "completions":
         body["prompt"] = request.prompt_ids
     else:
         body["messages"] = request.messages
-    if sampling.temperature > 0:
+    if settings.temperature > 0:
         body["seed"] = request.seed
     if extensions:
-        body["top_k"] = sampling.top_k or -1
+        body["top_k"] = settings.top_k or -1
         body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"stop_token_ids": list(end_ids), "return_token_ids": True}
     return body
@@ -78,7 +78,7 @@ def request_body(request: Request, model: str, api: Api, end_ids: tuple[int, ...
 
 def longest_answer_bytes(request: Request) -> int:
     """More than any answer to this request weighs: a token may be 64 box characters, each a JSON escape."""
-    return (1 << 16) + 512 * request.sampling.max_new_tokens + 16 * len(request.prompt_ids)
+    return (1 << 16) + 512 * request.settings.max_new_tokens + 16 * len(request.prompt_ids)
 
 
 def read_models(body: bytes) -> list[ModelCard]:
@@ -120,7 +120,7 @@ def read_answer(body: bytes, request: Request, api: Api, end_ids: tuple[int, ...
         end = next((position for position, token_id in enumerate(token_ids) if token_id in end_ids), None)
         if end is not None:
             token_ids = token_ids[: end + 1]
-        if len(token_ids) > request.sampling.max_new_tokens + 1:  # some servers do not count the end token
+        if len(token_ids) > request.settings.max_new_tokens + 1:  # some servers do not count the end token
             raise BadAnswer(TOO_LONG)
         if not all(0 <= token_id < vocabulary_size for token_id in token_ids):
             raise BadAnswer("malformed answer: token ids outside the target's vocabulary")

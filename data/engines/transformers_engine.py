@@ -29,7 +29,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.data.engines.engine import AnswerSampling, Completion, EngineSetting, Outcome, Request
+from draftsmith.data.engines.engine import Completion, EngineSetting, GenerationSettings, Outcome, Request
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
@@ -83,7 +83,7 @@ class TransformersEngine:
 
     def _generate_batch(self, batch: list[Request]) -> list[Completion]:
         """Answers of B requests. Whenever half of the rows have ended the others go on without them."""
-        prompts, sampling = [request.prompt_ids for request in batch], batch[0].sampling
+        prompts, settings = [request.prompt_ids for request in batch], batch[0].settings
         device, width = self.model.device, max(len(prompt) for prompt in prompts)
         input_ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)  # [B, P]
         attention_mask = torch.zeros_like(input_ids)
@@ -91,16 +91,16 @@ class TransformersEngine:
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
         input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
-        sampler = RowSampler([request.seed for request in batch], sampling, device)
+        sampler = RowSampler([request.seed for request in batch], settings, device)
         rows, cache = torch.arange(len(prompts)), DynamicCache(config=self.model.config)
         completions: list[Completion | None] = [None] * len(prompts)
         while len(rows):
-            wanted = width + sampling.max_new_tokens - input_ids.shape[1]
+            wanted = width + settings.max_new_tokens - input_ids.shape[1]
             sequences = self._continue(input_ids, attention_mask, cache, wanted, sampler.processors)
             alive = []
             for index, (row, ids) in enumerate(zip(rows.tolist(), sequences[:, width:].tolist(), strict=True)):
                 completion = self._completion(ids)
-                if completion.finish_reason == "stop" or len(ids) == sampling.max_new_tokens:
+                if completion.finish_reason == "stop" or len(ids) == settings.max_new_tokens:
                     completions[row] = completion
                 else:
                     alive.append(index)
@@ -174,16 +174,16 @@ class HalfEnded(StoppingCriteria):
 class RowSampler:
     """The logits processors of a batch: none for greedy decoding; else temperature, top-k, top-p and Gumbel noise."""
 
-    def __init__(self, seeds: list[int], sampling: AnswerSampling, device: torch.device) -> None:
+    def __init__(self, seeds: list[int], settings: GenerationSettings, device: torch.device) -> None:
         self.processors = LogitsProcessorList()
         self._noise: GumbelNoise | None = None
-        if sampling.temperature == 0:
+        if settings.temperature == 0:
             return
-        self.processors.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k > 0:
-            self.processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self.processors.append(TopPLogitsWarper(sampling.top_p))
+        self.processors.append(TemperatureLogitsWarper(settings.temperature))
+        if settings.top_k > 0:
+            self.processors.append(TopKLogitsWarper(settings.top_k))
+        if settings.top_p < 1:
+            self.processors.append(TopPLogitsWarper(settings.top_p))
         self._noise = GumbelNoise(seeds, device)
         self.processors.append(self._noise)
 

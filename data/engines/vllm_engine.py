@@ -153,13 +153,13 @@ def sampling_parameters(request: Request, end_ids: tuple[int, ...]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = request.sampling
+    settings = request.settings
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_new_tokens,
-        seed=request.seed if sampling.temperature > 0 else None,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        max_tokens=settings.max_new_tokens,
+        seed=request.seed if settings.temperature > 0 else None,
         stop_token_ids=list(end_ids),
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

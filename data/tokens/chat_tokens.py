@@ -121,10 +121,10 @@ def tokenize_conversation(
     return tokenized
 
 
-def tokenize_truncated(
+def tokenize_shortened(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
 ) -> tuple[TokenizedConversation, int] | None:
-    """Like `tokenize_conversation`, cut on a turn boundary so that it fits and still ends with an assistant turn.
+    """Like `tokenize_conversation`, without so many last turns that it fits and still ends with an assistant turn.
 
     Returns:
         The tokens and the number of turns dropped from the end; None if even the first exchange does not fit.

@@ -23,7 +23,7 @@ from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TokenizedConversation,
     tokenize_conversation,
-    tokenize_truncated,
+    tokenize_shortened,
     up_to_turn,
 )
 
@@ -35,19 +35,23 @@ ROWS_IN_A_BATCH = 1000
 
 
 @dataclass
-class RowCounts:
-    """What became of conversations; `extra_rows` are those of answers that the rows they belong to do not hold."""
+class TokenCounts:
+    """What became of conversations when they were tokenised.
+
+    shortened: conversations that lost trailing turns to the length; too_long: that did not fit at all.
+    extra_rows: of answers that the rows they belong to do not hold.
+    """
 
     conversations: int = 0
     rows: int = 0
     tokens: int = 0
     loss_tokens: int = 0
-    cut: int = 0
+    shortened: int = 0
     too_long: int = 0
     refused: int = 0
     extra_rows: int = 0
 
-    def add(self, other: "RowCounts") -> None:
+    def add(self, other: "TokenCounts") -> None:
         for part in fields(self):
             setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
 
@@ -56,7 +60,7 @@ class RowCounts:
 class _Chunk:
     """Rows of a chunk of conversations."""
 
-    counts: RowCounts = field(default_factory=RowCounts)
+    counts: TokenCounts = field(default_factory=TokenCounts)
     ids: list[np.ndarray[Any, Any]] = field(default_factory=list)
     masks: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
@@ -73,12 +77,12 @@ class _Work:
         for conversation, answer_ids in conversations:
             chunk.counts.conversations += 1
             try:
-                rows, cut = tokenize_rows(self.tokenizer, conversation, self.max_length_tokens, answer_ids)
+                rows, shortened = tokenize_rows(self.tokenizer, conversation, self.max_length_tokens, answer_ids)
             except TemplateProblem:
                 chunk.counts.refused += 1
                 continue
             chunk.counts.too_long += not rows
-            chunk.counts.cut += cut
+            chunk.counts.shortened += shortened
             chunk.counts.extra_rows += max(0, len(rows) - 1)
             for row in rows:
                 chunk.counts.rows += 1
@@ -92,12 +96,12 @@ class _Work:
 def tokenize_rows(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
 ) -> tuple[list[TokenizedConversation], bool]:
-    """The rows of one conversation, and whether its last turns were cut off; none if it does not fit at all.
+    """The rows of one conversation, and whether it was shortened; none if it does not fit at all.
 
     One row, unless the template rewrites answers whose ids are known: each of these then has a further row, which ends
     with it and in which it alone carries loss. So every answer is learned behind exactly what the target read.
     """
-    result = tokenize_truncated(tokenizer, conversation, max_length_tokens, answer_ids)
+    result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:
         return [], False
     whole, dropped = result
@@ -111,13 +115,13 @@ def tokenize_rows(
 
 def write_token_rows(
     conversations: Iterable[Answered], tokenizer: Any, max_length_tokens: int, file: Path, processes: int, bar: Any
-) -> RowCounts:
+) -> TokenCounts:
     """Tokenise to an Arrow file, with the columns of `FEATURES`.
 
     Args:
         conversations: Read once, in the order of the rows; for each the ids of its answers where they are known.
         tokenizer: The target's.
-        max_length_tokens: Longer conversations are cut on a turn boundary.
+        max_length_tokens: Longer conversations are shortened, by whole turns.
         file: Is written anew.
         processes: With 1 all is done in this one.
         bar: A tqdm bar of conversations.
@@ -125,7 +129,7 @@ def write_token_rows(
     Raises:
         UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
     """
-    counts, waiting = RowCounts(), _Chunk()
+    counts, waiting = TokenCounts(), _Chunk()
     work = _Work(tokenizer, max_length_tokens)
     columns = {name: datasets.Sequence(datasets.Value(dtype)) for name, dtype in FEATURES.items() if name != "length"}
     features = datasets.Features({**columns, "length": datasets.Value(FEATURES["length"])})

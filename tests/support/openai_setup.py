@@ -9,7 +9,7 @@ from support import tiny_tokenizers as templates
 from support.fake_openai_server import END_ID, FakeServer, answer_ids
 from support.tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.engines.engine import AnswerSampling, Completion, EngineSetting, Outcome, Request
+from draftsmith.data.engines.engine import Completion, EngineSetting, GenerationSettings, Outcome, Request
 from draftsmith.data.engines.openai_engine import OpenAIEngine
 from draftsmith.recipes.schema import Recipe
 
@@ -52,7 +52,7 @@ def setting(**distill: Any) -> EngineSetting:
 
 
 def requests(count: int, **sampling: Any) -> list[Request]:
-    drawn = AnswerSampling(**{"max_new_tokens": 32, **sampling})
+    drawn = GenerationSettings(**{"max_new_tokens": 32, **sampling})
     return [
         Request(f"c{n}", [5, 6, n], [{"role": "user", "content": f"question {n}"}], drawn, seed=2**62 + n)
         for n in range(count)

@@ -1,4 +1,4 @@
-"""Self-distillation: the regenerated history, resume (invariant 7), truncated answers, and every refusal."""
+"""Self-distillation: the regenerated history, resume (invariant 7), answers cut short, and every refusal."""
 
 import contextlib
 import errno
@@ -21,10 +21,10 @@ from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
 from draftsmith.data.distill.report import DistillReport
 from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.engines.engine import (
-    AnswerSampling,
     Completion,
     EngineSetting,
     Failure,
+    GenerationSettings,
     Outcome,
     Request,
     open_engine,
@@ -236,7 +236,7 @@ def test_seeds_differ_by_turn_and_conversation(source: Path, tmp_path: Path) -> 
 def test_answers_cut_short(source: Path, tmp_path: Path) -> None:
     """A cut first answer drops the conversation; a later one ends it before the question that it belongs to."""
     report = run(make_recipe(source), tmp_path / "out", CutEngine(tiny_tokenizer(templates.CHATML)))
-    assert report.truncated_turns == 2
+    assert report.answers_cut_short == 2
     assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
     assert dict(report.shortened) == {"answer cut short by max_new_tokens": 1}
     by_question = kept(tmp_path / "out")
@@ -427,10 +427,10 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 PROMPTS = [[5, 9, 30], [7], [100, 200, 300, 40, 50, 60, 70], [8, 8], [33, 44, 55, 66]]
-SAMPLED = AnswerSampling(1.2, 50, 0.95, 24)
+SAMPLED = GenerationSettings(1.2, 50, 0.95, 24)
 
 
-def answers_of(engine: TransformersEngine, sampling: AnswerSampling, seed: int = 3) -> list[Completion]:
+def answers_of(engine: TransformersEngine, sampling: GenerationSettings, seed: int = 3) -> list[Completion]:
     for key, prompt in enumerate(PROMPTS):
         engine.submit(Request(str(key), prompt, [], sampling, seed + key))
     outcomes: dict[str, Any] = {}
@@ -439,8 +439,8 @@ def answers_of(engine: TransformersEngine, sampling: AnswerSampling, seed: int =
     return [outcomes[str(key)] for key in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("sampling", [AnswerSampling(max_new_tokens=24), SAMPLED])
-def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, sampling: AnswerSampling) -> None:
+@pytest.mark.parametrize("sampling", [GenerationSettings(max_new_tokens=24), SAMPLED])
+def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, sampling: GenerationSettings) -> None:
     """Greedy, and sampled too, since each row has its own generator."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     one_by_one, batched = (TransformersEngine(tiny_llama, tokenizer, size) for size in (1, 3))
@@ -454,7 +454,7 @@ def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, sampling: Answer
 def test_a_batch_is_of_like_length_and_nobody_waits_for_ever(tiny_llama: LlamaForCausalLM) -> None:
     engine = TransformersEngine(tiny_llama, tiny_tokenizer(templates.CHATML), 2)
     for key, length in enumerate((3, 40, 4, 39, 5)):
-        engine.submit(Request(str(key), [7] * length, [], AnswerSampling(max_new_tokens=2), 0))
+        engine.submit(Request(str(key), [7] * length, [], GenerationSettings(max_new_tokens=2), 0))
     batches = [{key for key, _ in engine.collect()} for _ in range(3)]
     assert batches == [{"0", "2"}, {"1", "3"}, {"4"}]
 
@@ -464,7 +464,7 @@ def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama:
     tiny_llama.generation_config.repetition_penalty = 5.0
     try:
         engine = TransformersEngine(tiny_llama, tiny_tokenizer(templates.CHATML), 2)
-        engine.submit(Request("0", [5, 9, 30], [], AnswerSampling(max_new_tokens=12), 0))
+        engine.submit(Request("0", [5, 9, 30], [], GenerationSettings(max_new_tokens=12), 0))
         completion = engine.collect()[0][1]
         assert isinstance(completion, Completion)
         assert tiny_llama.generation_config.repetition_penalty == 5.0
@@ -486,9 +486,9 @@ def test_end_tokens(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatc
     assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, 2, 3, im_end})
     monkeypatch.undo()
     engine = TransformersEngine(tiny_llama, tokenizer, 4)
-    free = answers_of(engine, AnswerSampling(max_new_tokens=24))
+    free = answers_of(engine, GenerationSettings(max_new_tokens=24))
     engine.end_ids = sorted({free[0].token_ids[3], 1})  # stop the first row early; others go on beside its padding
-    stopped = answers_of(engine, AnswerSampling(max_new_tokens=24))
+    stopped = answers_of(engine, GenerationSettings(max_new_tokens=24))
     for before, after in zip(free, stopped, strict=True):
         ends = [t for t, token_id in enumerate(before.token_ids) if token_id in engine.end_ids]
         length = ends[0] + 1 if ends else len(before.token_ids)

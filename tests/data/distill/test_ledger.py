@@ -17,7 +17,7 @@ import pytest
 from draftsmith.data.distill import ledger as ledger_module
 from draftsmith.data.distill import ledger_view as distilled
 from draftsmith.data.distill.ledger import LEASE_S, Finished, Ledger
-from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, TRUNCATED
+from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, SHORTENED
 from draftsmith.data.distill.ledger_view import LedgerView
 from draftsmith.data.distill.shards import ShardReader, ShardWriter
 from draftsmith.recipes.errors import UserError
@@ -37,7 +37,7 @@ def lines_of(folder: Path) -> list[str]:
 def test_states_reasons_and_attempts(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         assert list(ledger.lease(IDS[:4]).taken) == IDS[:4]
-        cut = Finished(IDS[1], TRUNCATED, "answer cut short", {"messages": []})
+        cut = Finished(IDS[1], SHORTENED, "answer cut short", {"messages": []})
         assert ledger.commit([], [done(IDS[0]), cut, Finished(IDS[2], FAILED, "HTTP 500")]) == set()
         assert ledger.finished_ids() == set(IDS[:3])
         assert ledger.retry_failed(final=["HTTP 500", "other"]) == 0
@@ -49,7 +49,7 @@ def test_states_reasons_and_attempts(tmp_path: Path) -> None:
     assert view.counts() == {"done": {"": 2}, "truncated": {"answer cut short": 1}, "waiting": {"": 3}}
     assert view.attempts() == {1: 2, 2: 1}
     assert [record["id"] for record in view.records()] == IDS[:3]
-    assert [record["state"] for record in view.records()] == [DONE, TRUNCATED, DONE]
+    assert [record["state"] for record in view.records()] == [DONE, SHORTENED, DONE]
 
 
 def test_answers_of_a_conversation_at_work_outlive_its_worker(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.distill.ledger import Finished, Ledger
 from draftsmith.data.distill.ledger_db import DONE, LEDGER_FILE, SHARDS_FOLDER
 from draftsmith.data.distill.ledger_view import read_distilled
-from draftsmith.data.distill.token_dataset import build_token_dataset
+from draftsmith.data.distill.token_dataset import REPORT_NAME, build_token_dataset
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -97,10 +97,14 @@ def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     last = list(read_distilled(tmp_path))[-1].conversation
     length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), last).input_ids)
     report = build(tmp_path, max_length_tokens=length)
-    assert (report.rows, report.cut, report.too_long) == (2, 1, 1)
-    assert "1 cut on a turn boundary, 1 too long" in report.sentence()
+    assert (report.rows, report.shortened, report.too_long) == (2, 1, 1)
+    assert "1 shortened by whole turns, 1 too long" in report.sentence()
     rows = load(tmp_path)["input_ids"]
     assert rows[0] == rows[1]
+    file = tmp_path / "tokens" / REPORT_NAME  # as earlier versions wrote it
+    file.write_text(file.read_text().replace('"shortened"', '"cut"'))
+    again = build(tmp_path, max_length_tokens=length)
+    assert (again.reused, again.shortened) == (True, 1)
 
 
 def test_nothing_left(tmp_path: Path) -> None:

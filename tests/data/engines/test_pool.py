@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.fake_engine import FakeEngine, broken_engine
 
-from draftsmith.data.engines.engine import AnswerSampling, Completion, Outcome, Request
+from draftsmith.data.engines.engine import Completion, GenerationSettings, Outcome, Request
 from draftsmith.data.engines.pool import EnginePool
 from draftsmith.recipes.errors import UserError
 
@@ -22,7 +22,7 @@ def pool() -> Iterator[EnginePool]:
 
 
 def request(key: str, *prompt_ids: int) -> Request:
-    return Request(key, list(prompt_ids), [], AnswerSampling(), 0)
+    return Request(key, list(prompt_ids), [], GenerationSettings(), 0)
 
 
 def run(pool: EnginePool, asked: list[Request]) -> dict[str, Outcome]:

@@ -14,11 +14,11 @@ from support.vllm_server import ENVIRONMENT, VllmServer
 from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger_view import read_distilled
 from draftsmith.data.engines.engine import (
-    AnswerSampling,
     Completion,
     Engine,
     EngineSetting,
     Failure,
+    GenerationSettings,
     Outcome,
     Request,
     open_engine,
@@ -86,7 +86,7 @@ def setting(engine: str, **options: Any) -> EngineSetting:
 
 
 def questions(count: int, **sampling: Any) -> list[Request]:
-    drawn = AnswerSampling(**{"max_new_tokens": 96, **sampling})
+    drawn = GenerationSettings(**{"max_new_tokens": 96, **sampling})
     asked = [question.turns[0] for question in load_questions("embedded")][:count]
     assert len(asked) == count
     return [
@@ -161,7 +161,7 @@ def test_text_alone_is_the_text_of_the_ids(server_url: str) -> None:
 
 
 def test_a_prompt_too_long_is_a_failure_of_its_own(vllm_engine: Engine, server_url: str) -> None:
-    long = Request("long", [5] * 600, [], AnswerSampling(max_new_tokens=8), 0)
+    long = Request("long", [5] * 600, [], GenerationSettings(max_new_tokens=8), 0)
     assert run(vllm_engine, [long]) == {"long": Failure("prompt longer than max_model_len")}
     with open_engine(setting("openai", base_urls=[server_url])) as engine:
         outcomes = run(engine, [long, *questions(2)])
@@ -177,7 +177,7 @@ def test_sampled_answers_depend_on_their_seed_alone(vllm_engine: Engine) -> None
     together = run(vllm_engine, asked)
     alone = {key: outcome for request in reversed(asked) for key, outcome in run(vllm_engine, [request]).items()}
     assert alone == together
-    reseeded = [Request(r.key, r.prompt_ids, r.messages, r.sampling, r.seed + 1000) for r in asked]
+    reseeded = [Request(r.key, r.prompt_ids, r.messages, r.settings, r.seed + 1000) for r in asked]
     assert run(vllm_engine, reseeded) != together
 
 

@@ -10,7 +10,7 @@ from draftsmith.data.tokens.chat_tokens import (
     prompt_token_ids,
     template_answer_lead,
     tokenize_conversation,
-    tokenize_truncated,
+    tokenize_shortened,
 )
 from draftsmith.recipes.errors import UserError
 
@@ -137,11 +137,11 @@ def test_thoughts_that_the_template_throws_away_are_kept_where_their_ids_are_kno
     assert tokenized.answers() == [ids]
 
 
-def test_truncation_keeps_the_ids_of_the_turns_that_stay() -> None:
+def test_shortening_keeps_the_ids_of_the_turns_that_stay() -> None:
     tokenizer = FAMILIES["Llama 2"].tokenizer()
     ids = talk_ids(tokenizer, "Llama 2")
     whole = tokenize_conversation(tokenizer, TALK, ids)
-    result = tokenize_truncated(tokenizer, TALK, len(whole.input_ids) - 1, ids)
+    result = tokenize_shortened(tokenizer, TALK, len(whole.input_ids) - 1, ids)
     assert result is not None
     cut, dropped = result
     assert dropped == 2
@@ -160,4 +160,4 @@ def test_ids_of_another_conversation_are_refused() -> None:
         with pytest.raises(UserError, match=message):
             tokenize_conversation(tokenizer, TALK, ids)
         with pytest.raises(UserError, match=message):
-            tokenize_truncated(tokenizer, TALK, 8, ids)
+            tokenize_shortened(tokenizer, TALK, 8, ids)

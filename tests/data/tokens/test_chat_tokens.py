@@ -14,7 +14,7 @@ from draftsmith.data.tokens.chat_tokens import (
     template_answer_lead,
     template_end_token,
     tokenize_conversation,
-    tokenize_truncated,
+    tokenize_shortened,
 )
 from draftsmith.recipes.errors import UserError
 
@@ -166,9 +166,9 @@ def test_over_long_is_cut_on_a_turn_boundary() -> None:
     tokenizer = tiny_tokenizer(templates.CHATML)
     whole = tokenize_conversation(tokenizer, TWO_ROUNDS)
     first = tokenize_conversation(tokenizer, Conversation("first", TWO_ROUNDS.turns[:2]))
-    assert tokenize_truncated(tokenizer, TWO_ROUNDS, len(whole.input_ids)) == (whole, 0)
-    assert tokenize_truncated(tokenizer, TWO_ROUNDS, len(whole.input_ids) - 1) == (first, 2)
-    assert tokenize_truncated(tokenizer, TWO_ROUNDS, len(first.input_ids) - 1) is None
+    assert tokenize_shortened(tokenizer, TWO_ROUNDS, len(whole.input_ids)) == (whole, 0)
+    assert tokenize_shortened(tokenizer, TWO_ROUNDS, len(whole.input_ids) - 1) == (first, 2)
+    assert tokenize_shortened(tokenizer, TWO_ROUNDS, len(first.input_ids) - 1) is None
 
 
 @pytest.mark.skipif(not (MATERIAL / "models" / "neo3m_chat").exists(), reason="../shared/material is not there")

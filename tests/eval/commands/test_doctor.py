@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger import Finished, Ledger
-from draftsmith.data.distill.ledger_db import DONE, FAILED, TRUNCATED
+from draftsmith.data.distill.ledger_db import DONE, FAILED, SHORTENED
 from draftsmith.data.sources.parsing import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
@@ -191,7 +191,7 @@ def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
     warnings = {key for key, entry in findings.items() if entry["severity"] == "warning"}
     checks = ("empty conversations", "malformed conversations", "over-long", "vocabulary")
     assert warnings == {f"source/{check}" for check in checks}
-    assert findings["source/over-long"]["figures"] == {"cut": 1, "too_long": 0, "conversations": 3}
+    assert findings["source/over-long"]["figures"] == {"shortened": 1, "too_long": 0, "conversations": 3}
 
 
 def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedConversation]:
@@ -306,15 +306,15 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
     cut_short = "answer cut short by max_new_tokens"
     with Ledger(data) as ledger:
         ledger.lease(["0", "1", "2", "3", "4", "5"])
-        kept = [Finished("0", TRUNCATED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
+        kept = [Finished("0", SHORTENED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
         ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
-    report = {"conversations": 5, "rows": 3, "cut": 1, "too_long": 2, "refused": 0}
+    report = {"conversations": 5, "rows": 3, "shortened": 1, "too_long": 2, "refused": 0}
     (data / "tokens" / "token_report.json").write_text(json.dumps(report))
     code, findings, printed = case.examine()
     assert code == 0
-    assert findings["tokens/truncated answers"]["severity"] == "warning"
-    assert findings["tokens/truncated answers"]["figures"] == {"truncated": 2, "conversations": 5}
-    assert findings["tokens/over-long"]["figures"] == {"cut": 1, "too_long": 2, "conversations": 5}
+    assert findings["tokens/answers cut short"]["severity"] == "warning"
+    assert findings["tokens/answers cut short"]["figures"] == {"cut_short": 2, "conversations": 5}
+    assert findings["tokens/over-long"]["figures"] == {"shortened": 1, "too_long": 2, "conversations": 5}
     assert "Next: draftsmith train" in printed
 
 
