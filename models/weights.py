@@ -1,6 +1,7 @@
 """Weights from a checkpoint: all that the architecture has and no others, or none; and their hashes."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ def weights_sha256(folder: Path) -> dict[str, str]:
     return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
-def sampled_hash(folder: Path) -> str:
-    """What changes when another model is put into a folder, read in a moment: its files' sizes and parts of them."""
+def sampled_hash(files: Iterable[Path]) -> str:
+    """What changes when another model is put in a file's place, read in a moment: sizes, and parts of them."""
     digest = hashlib.sha256()
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for file in sorted(files):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as stream:
             for part in range(HASHED_PARTS):

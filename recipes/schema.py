@@ -25,6 +25,9 @@ class TargetRecipe(Section):
         "embedded", description="Hub id, local folder, or `embedded` for the target that ships with draftsmith"
     )
     revision: str | None = None
+    gguf_file: str | None = Field(
+        None, description="a GGUF file in that folder or repository; converted once, into $DRAFTSMITH_CACHE"
+    )
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; by default CUDA if there is one, else CPU")

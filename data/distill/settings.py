@@ -26,6 +26,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     return values | {
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,
+        "target.gguf_file": recipe.target.gguf_file,
         "target.dtype": recipe.target.dtype,
         "the target's weights (hash)": weights,
         "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from draftsmith.models.target.gguf_file import converted_folder
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
@@ -70,7 +71,7 @@ def weights_hash(recipe: TargetRecipe) -> str | None:
     folder = Path(target_location(recipe))
     if not folder.is_dir():
         return getattr(load_target_config(recipe), "_commit_hash", None)
-    return sampled_hash(folder)
+    return sampled_hash([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
 
 
 def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
@@ -127,6 +128,8 @@ def target_location(recipe: TargetRecipe) -> str:
         return str(EMBEDDED_TARGET)
     if _looks_like_a_path(recipe.model) and not Path(recipe.model).expanduser().is_dir():
         raise UserError(f"target.model {recipe.model} is not a folder: give a model folder, a Hub id, or `embedded`")
+    if recipe.gguf_file is not None:
+        return str(converted_folder(recipe))
     folder = Path(recipe.model).expanduser()
     return str(folder) if folder.is_dir() else recipe.model
 

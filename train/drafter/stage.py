@@ -122,6 +122,7 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         "seed": recipe.seed,
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,
+        "target.gguf_file": recipe.target.gguf_file,
         "target.dtype": recipe.target.dtype,
         "drafter.kind": recipe.drafter.kind,
     }

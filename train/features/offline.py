@@ -34,6 +34,7 @@ def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
     return {
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,
+        "target.gguf_file": recipe.target.gguf_file,
         "target.dtype": recipe.target.dtype,
         "the target's weights (hash)": weights_hash(recipe.target),
         "data.features.engine": recipe.data.features.engine,

@@ -1,0 +1,105 @@
+"""A target from a GGUF file: converted once into a folder of safetensors, which every process, and vLLM, then loads.
+
+transformers reads the architectures and quantizations that it knows and gives plain weights (`gguf_file=`). The folder
+lies in draftsmith's cache and is named after the file's content and the dtype, so that nobody mixes two versions up; it
+gets its name when it is whole.
+"""
+
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from huggingface_hub import hf_hub_download
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.import_utils import is_gguf_available
+
+from draftsmith.models.weights import read_pretrained, sampled_hash
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetRecipe
+
+CACHE_VARIABLE = "DRAFTSMITH_CACHE"
+
+
+def converted_folder(recipe: TargetRecipe) -> Path:
+    """The checkpoint that `target.gguf_file` stands for; converts it the first time.
+
+    With `dtype: auto` it is kept in fp32, which holds every dequantized weight exactly.
+
+    Raises:
+        UserError: There is no such file, the package gguf is missing, or transformers does not know its architecture.
+    """
+    file = _local_file(recipe)
+    dtype = "float32" if recipe.dtype == "auto" else recipe.dtype
+    folder = cache_root() / "gguf" / f"{file.stem}-{sampled_hash([file])}-{dtype}"
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(folder.name + ".lock")):
+        if not (folder / "config.json").is_file():
+            _convert(recipe, file, folder, getattr(torch, dtype))
+    return folder
+
+
+def cache_root() -> Path:
+    """`$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "draftsmith"
+
+
+def _local_file(recipe: TargetRecipe) -> Path:
+    """In the folder `target.model`, or downloaded from the repository of that name."""
+    assert recipe.gguf_file is not None
+    folder = Path(recipe.model).expanduser()
+    if folder.is_dir():
+        file = folder / recipe.gguf_file
+        if not file.is_file():
+            there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
+            raise UserError(f"target.gguf_file {recipe.gguf_file} is not in {folder}: GGUF files there are {there}")
+        return file
+    return Path(
+        read_pretrained(
+            "target.gguf_file",
+            f"{recipe.model}/{recipe.gguf_file}",
+            lambda: hf_hub_download(recipe.model, recipe.gguf_file, revision=recipe.revision),
+        )
+    )
+
+
+def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype) -> None:
+    if not is_gguf_available():
+        raise UserError(
+            f"target.gguf_file {file.name} needs the package gguf to be read: pip install 'draftsmith[gguf]'"
+        )
+
+    def read(model_class: Any, **options: Any) -> Any:
+        try:
+            return model_class.from_pretrained(file.parent, gguf_file=file.name, **options)
+        except (struct.error, IndexError, KeyError, TypeError) as error:  # what its parser comes to in a damaged file
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+    what, location = "target.gguf_file", str(file)
+    tokenizer = read_pretrained(what, location, lambda: read(AutoTokenizer))
+    found = read_pretrained(what, location, lambda: read(AutoModelForCausalLM, dtype=dtype))
+    # A fresh model of the same architecture: the one that was read is marked as quantized, and would not be saved.
+    config = type(found.config).from_dict(
+        {key: value for key, value in found.config.to_dict().items() if key != "quantization_config"}
+    )
+    config.dtype = dtype
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    plain.load_state_dict(found.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = found.generation_config
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    try:
+        plain.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

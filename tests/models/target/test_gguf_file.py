@@ -1,0 +1,151 @@
+"""A GGUF file is a target like any other: the same logits, converted once, kept under its content's name."""
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from draftsmith.models.target import gguf_file
+from draftsmith.models.target.gguf_file import converted_folder
+from draftsmith.models.target.loading import load_target, weights_hash
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetRecipe
+
+gguf = pytest.importorskip("gguf")
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+HEADS, KV_HEADS = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+
+
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=261, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def pairs_side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp rotates neighbouring rows, transformers the two halves of a head."""
+    return weight.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str = "llama") -> None:
+    """As llama.cpp's converter names things, in F32, with a byte-level vocabulary."""
+    writer, config = gguf.GGUFWriter(str(file), architecture), model.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    letters += [chr(256 + number) for number in range(256 - len(letters))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<s>", "</s>", "<unk>", "<pad>", *letters, "ab"])
+    writer.add_token_types([3] * 4 + [1] * 257)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(TEMPLATE)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if "q_proj" in name or "k_proj" in name:
+            weight = pairs_side_by_side(weight, HEADS if "q_proj" in name else KV_HEADS)
+        stem, _, suffix = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> TargetRecipe:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    return TargetRecipe(model=str(tmp_path), gguf_file="tiny.gguf", device="cpu")
+
+
+@torch.no_grad()
+def test_the_same_model(recipe: TargetRecipe) -> None:
+    target, tokenizer = load_target(recipe)
+    ids = torch.arange(20)[None] * 11 % 261
+    torch.testing.assert_close(target(ids).logits, tiny_llama()(ids).logits, rtol=1e-5, atol=1e-5)
+    assert target.dtype == torch.float32
+    assert tokenizer.chat_template == TEMPLATE
+    assert (tokenizer.eos_token, tokenizer.decode(tokenizer("Hi, you").input_ids)) == ("</s>", "Hi, you")
+
+
+def test_the_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
+    """What vLLM and others load: no trace of a quantization."""
+    folder = converted_folder(recipe)
+    assert '"quantization_config"' not in (folder / "config.json").read_text()
+    AutoModelForCausalLM.from_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder)
+    assert weights_hash(recipe) is not None
+
+
+def test_converted_once(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = converted_folder(recipe)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(gguf_file, "_convert", never)
+    assert converted_folder(recipe) == first
+
+
+def test_another_content_or_dtype_is_another_folder(recipe: TargetRecipe) -> None:
+    first = converted_folder(recipe)
+    half = converted_folder(recipe.model_copy(update={"dtype": "bfloat16"}))
+    assert AutoModelForCausalLM.from_pretrained(half, dtype="auto").dtype == torch.bfloat16
+    write_gguf(Path(recipe.model) / "tiny.gguf", tiny_llama(seed=1))
+    assert len({first, half, converted_folder(recipe)}) == 3
+
+
+def test_killed_while_it_converts(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", killed)
+        with pytest.raises(KeyboardInterrupt):
+            converted_folder(recipe)
+    assert converted_folder(recipe).is_dir()
+
+
+def _converted(recipe: TargetRecipe) -> str:
+    return str(converted_folder(recipe))
+
+
+@pytest.mark.slow
+def test_several_processes_at_once(recipe: TargetRecipe) -> None:
+    assert os.environ["DRAFTSMITH_CACHE"]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert len(set(pool.map(_converted, [recipe] * 4))) == 1
+
+
+def test_what_cannot_be_read(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"target\.gguf_file other\.gguf is not in .*: GGUF files there are tiny\.gguf"):
+        converted_folder(recipe.model_copy(update={"gguf_file": "other.gguf"}))
+    write_gguf(Path(recipe.model) / "rwkv.gguf", tiny_llama(), architecture="rwkv6")
+    with pytest.raises(UserError, match=r"target\.gguf_file .*rwkv\.gguf cannot be loaded \(.*rwkv6"):
+        converted_folder(recipe.model_copy(update={"gguf_file": "rwkv.gguf"}))
+    (Path(recipe.model) / "broken.gguf").write_bytes(b"GGUF no more")
+    with pytest.raises(UserError, match=r"broken\.gguf cannot be loaded"):
+        converted_folder(recipe.model_copy(update={"gguf_file": "broken.gguf"}))
+    monkeypatch.setattr(gguf_file, "is_gguf_available", lambda: False)
+    with pytest.raises(UserError, match=r"needs the package gguf to be read: pip install 'draftsmith\[gguf\]'"):
+        converted_folder(recipe.model_copy(update={"dtype": "float64"}))
