@@ -23,7 +23,7 @@ Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the te
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,8 @@ def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
     return F.smooth_l1_loss(features.to(dtype), teacher_features.to(dtype), reduction="none").mean(-1)
 
 
-LOSSES: dict[str, Callable[..., Tensor]]
-LOSSES = {"ce": ce, "kl": kl, "tv": tv, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
+LossName = Literal["ce", "kl", "tv", "lk_alpha", "lk_lambda"]
+LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
 TEACHER_LOSSES = frozenset(LOSSES) - {"ce"}
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.groups.alignment import IGNORED_LABEL
 from draftsmith.models.losses import DrafterOutput, depth_loss
-from draftsmith.recipes.errors import UserError
 
 ROWS_AT_ONCE = 1000
 
@@ -28,19 +27,10 @@ class DraftVocabulary(Drafter):
     t2d: Tensor
 
     def add_draft_vocabulary(self, vocabulary: int, draft_vocabulary: int | None, hidden_size: int) -> None:
-        """Make the head and the map, of the lowest ids at first; None for the target's own head.
-
-        Raises:
-            UserError: More tokens than the target has.
-        """
+        """Make the head and the map, of the lowest ids at first; None for the target's own head."""
         self._vocabulary, self._reduced = vocabulary, draft_vocabulary is not None
         if draft_vocabulary is None:
             return
-        if draft_vocabulary > vocabulary:
-            raise UserError(
-                f"key `drafter.options.draft_vocab_size` {draft_vocabulary} is more than the target's vocabulary of "
-                f"{vocabulary}: lower it, or leave it out to draft all tokens"
-            )
         self.lm_head = nn.Linear(hidden_size, draft_vocabulary, bias=False)
         self.register_buffer("d2t", torch.zeros(draft_vocabulary, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(vocabulary) < draft_vocabulary)
@@ -63,7 +53,6 @@ class DraftVocabulary(Drafter):
         self.t2d.zero_()[chosen] = True
         self.initialize_draft_head()
 
-    @torch.no_grad()
     def initialize_draft_head(self) -> None:
         """The rows of the target's head, if the head is not the target's anyway."""
         if self._reduced:

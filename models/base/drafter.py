@@ -6,19 +6,19 @@ What a depth predicts, and from what, is the same for all of them: `models/group
 Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary.
 """
 
-import difflib
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from draftsmith.models.base.options import DrafterOptions
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.losses import DrafterOutput
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
@@ -28,21 +28,36 @@ MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
 
 
 class DrafterConfig(PreTrainedConfig):
-    """What all drafters record: the target that they were made for.
+    """What all drafters record: the target that they were made for, and their kind's options.
 
     Args:
         target_config: The target's own config as a dictionary, so that a drafter can be built without its target.
         target_name_or_path: Where that target came from, for humans.
+        kwargs: Keys of `Options`, all of which become attributes. Those that it does not know are kept as they are.
     """
 
     model_type = "draftsmith"
+    has_no_defaults_at_init = True
+    Options: ClassVar[type[DrafterOptions]] = DrafterOptions
 
-    def __init__(
-        self, target_config: dict[str, Any] | None = None, target_name_or_path: str = "", **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self.target_config = target_config or {}
-        self.target_name_or_path = target_name_or_path
+    target_config: dict[str, Any] = field(default_factory=dict)
+    target_name_or_path: str = ""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        given = {key: kwargs.pop(key) for key in self.Options.model_fields if key in kwargs}
+        super().__post_init__(**kwargs)
+        for key, value in self.Options.checked(given, self.target_config):
+            setattr(self, key, value)
+
+    @property
+    def options(self) -> DrafterOptions:
+        """The attributes that are options, as such."""
+        return self.Options.model_construct(**{key: getattr(self, key) for key in self.Options.model_fields})
+
+    @property
+    def num_depths(self) -> int:
+        """G, the depths that are trained."""
+        return self.options.num_depths
 
 
 @dataclass
@@ -58,11 +73,21 @@ class Drafter(PreTrainedModel):
     """Base of all drafters: attaches to a target, is built from one, and is saved without the target's weights."""
 
     config_class = DrafterConfig
+    base_model_prefix = "drafter"
+    _no_split_modules: list[str] = []  # noqa: RUF012
     _attached: Attached | None = None
     # Why it cannot be trained on features from disk (`data.features.source: offline`), for the user; None if it can.
     offline_obstacle: str | None = None
     # Optimiser steps done; the trainer keeps it up to date.
     training_step = 0
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.build(config)
+        self.post_init()
+
+    def build(self, config: DrafterConfig) -> None:
+        """Make the parameters."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -110,7 +135,7 @@ class Drafter(PreTrainedModel):
         """Factors on the recipe's learning rate, by the beginning of the parameters' names."""
         return {}
 
-    def attach(self, target: PreTrainedModel) -> "Drafter":
+    def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
         expected, found = self.config.target_config, target.config
         for key in MATCHED_KEYS:
@@ -129,6 +154,27 @@ class Drafter(PreTrainedModel):
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._attached
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        teacher_features: Tensor | None = None,
+    ) -> DrafterOutput:
+        """The training loss, of all groups at once.
+
+        Args:
+            input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
+            features: [B, S, F] of the target, AT each token.
+            loss_mask: [B, S], 1 at tokens that may be predicted.
+            position_ids: [B, S], 0..S-1 by default; packed documents each have their own, from 0 on, and at their
+                first token a `loss_mask` of 0.
+            teacher_features: [B, S, D] that the LM head reads, if the loss compares with the target's distribution and
+                `features` are others (`needs_teacher`).
+        """
+        raise NotImplementedError
+
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """A decoder for sequences of at most this many tokens, prompt included."""
         raise NotImplementedError
@@ -145,33 +191,28 @@ class Drafter(PreTrainedModel):
         raise NotImplementedError
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, options: dict[str, Any]) -> "Drafter":
+    def from_target(cls, target: PreTrainedModel, options: dict[str, Any]) -> Self:
         """A new, untrained drafter for this target, attached to it.
 
         Args:
-            options: `drafter.options` of the recipe, the keys of the drafter's config.
+            options: `drafter.options` of the recipe, keys of the config's `Options`.
 
         Raises:
             UserError: An option is unknown or has a wrong value, or the architecture is not supported.
         """
-        reserved = {"self", "kwargs", "target_config", "target_name_or_path"}
-        valid = [key for key in inspect.signature(cls.config_class.__init__).parameters if key not in reserved]
-        for key in options:
-            if key not in valid:
-                nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-                hint = f"did you mean `{nearest[0]}`?" if nearest else f"valid keys there are {', '.join(valid)}"
-                raise UserError(f"unknown key `drafter.options.{key}`: {hint}")
         # Under these names too where the architecture has others for them, as GPT-2 has.
         matched = {key: getattr(target.config, key) for key in MATCHED_KEYS}
+        target_config = {**target.config.to_dict(), **matched}
         config = cls.config_class(
-            target_config={**target.config.to_dict(), **matched},
+            target_config=target_config,
             target_name_or_path=target.config._name_or_path,
-            **options,
+            **cls.config_class.Options.checked(options, target_config).model_dump(),
         )
         cls.complete_config(config, target)
-        drafter = cls(config).to(target.device)
-        drafter.attach(target)
-        drafter.initialize_from_target(target)
+        # In fp32 at least, to be trained.
+        drafter = cls(config).to(target.device, torch.promote_types(target.dtype, torch.float32)).attach(target)
+        with torch.no_grad():
+            drafter.initialize_from_target(target)
         return drafter
 
     @classmethod
@@ -184,6 +225,6 @@ class Drafter(PreTrainedModel):
     def prepare(self, dataset: Dataset) -> None:
         """Look at the tokens that it will be trained on (`input_ids`, `loss_mask`), once, before the first step."""
 
-    def freeze(self) -> "Drafter":
+    def freeze(self) -> Self:
         """Trained: from now on it only drafts, in eval mode and without gradients."""
         return self.eval().requires_grad_(False)

@@ -9,15 +9,17 @@ Shapes: D hidden, E = 2D input width of the first layer, F = 3D features, N rows
 """
 
 import copy
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
-from draftsmith.models.base.options import layer_numbers, whole_number
-from draftsmith.models.drafters.parallel import ParallelDrafter, ParallelDrafterConfig
+from draftsmith.models.base.drafter import DrafterConfig
+from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.options import DepthOptions, Init, ascending_layers
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.losses import DrafterOutput
 
@@ -25,31 +27,32 @@ from draftsmith.models.losses import DrafterOutput
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
-class Eagle3ShapeConfig(ParallelDrafterConfig):
-    """Options of both, beside those of `ParallelDrafterConfig` that each takes.
+def _layers_or_default(layers: list[int] | None, info: ValidationInfo) -> list[int]:
+    if layers is None:
+        return default_feature_layers((info.context or {}).get("num_hidden_layers", 1))
+    return ascending_layers(layers, info)
 
-    Args:
-        feature_layers: Layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the
-            embeddings. By default EAGLE-3's low, middle and high one.
-        draft_vocab_size: Draft this many of the most frequent tokens only, with a head of its own; None for all.
-    """
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        feature_layers: list[int] | None = None,
-        draft_vocab_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(target_config, target_name_or_path, **kwargs)
-        num_layers = self.target_config.get("num_hidden_layers", 1)
-        self.feature_layers = default_feature_layers(num_layers)
-        if feature_layers is not None:
-            self.feature_layers = layer_numbers(feature_layers, num_layers)
-        self.draft_vocab_size = draft_vocab_size
-        if draft_vocab_size is not None:
-            whole_number("draft_vocab_size", draft_vocab_size, at_least=1)
+def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None:
+    vocabulary = (info.context or {}).get("vocab_size")
+    if size is not None and vocabulary is not None and size > vocabulary:
+        raise ValueError(f"must be at most the target's vocabulary of {vocabulary} (leave it out to draft all tokens)")
+    return size
+
+
+class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
+    """Of both."""
+
+    feature_layers: Annotated[list[int] | None, AfterValidator(_layers_or_default)] = Field(
+        None,
+        validate_default=True,
+        description="layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the "
+        "embeddings. By default EAGLE-3's low, middle and high one",
+    )
+    draft_vocab_size: Annotated[PositiveInt | None, AfterValidator(_within_the_vocabulary)] = Field(
+        None, description="draft this many of the most frequent tokens only, with a head of its own"
+    )
+    init: Init = "target"
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -107,16 +110,12 @@ class Eagle3Layer(nn.Module):
             self.hidden_norm.load_state_dict(source.input_layernorm.state_dict())
 
 
-class Eagle3Shape(DraftVocabulary, ParallelDrafter):
+class Eagle3Shape(DraftVocabulary, GroupWiseDrafter):
     """Parameters, inputs, loss and logits of both; they differ in how depths follow one another."""
 
-    layers: nn.ModuleList
-    norm: nn.Module
-
-    config_class: type[Eagle3ShapeConfig] = Eagle3ShapeConfig
-
-    def build(self, config: ParallelDrafterConfig) -> None:
-        self.layers_config = layers_config(config.target_config, config.num_layers)
+    def build_shape(self, config: DrafterConfig, num_layers: int) -> None:
+        """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
+        self.layers_config = layers_config(config.target_config, num_layers)
         built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
         first = Eagle3Layer(built.layers[0], getattr(self.layers_config, "initializer_range", 0.02))
         self.layers, self.norm = nn.ModuleList([first, *built.layers[1:]]), built.norm
@@ -127,10 +126,8 @@ class Eagle3Shape(DraftVocabulary, ParallelDrafter):
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(self.config.feature_layers)
 
-    @torch.no_grad()
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """In fp32 at least; with `init: target` the target's last layers, and g near the mean of the features."""
-        self.to(torch.promote_types(target.dtype, torch.float32))
+        """With `init: target` the target's last layers, and g near the mean of the features."""
         self.initialize_draft_head()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target":
@@ -147,7 +144,7 @@ class Eagle3Shape(DraftVocabulary, ParallelDrafter):
     def label_loss(
         self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
     ) -> DrafterOutput:
-        weights = self.config.resolved_depth_weights()
+        weights = self.config.options.depth_shares
         return self.vocabulary_loss(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.config.loss, weights)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:

@@ -1,59 +1,101 @@
-"""Checks of `drafter.options`, shared by the drafters' configs: each error names its key."""
+"""`drafter.options` of a recipe: what several kinds have in common, checked by pydantic like the rest of a recipe.
 
-from typing import Any
+A kind's own are the `Options` of its config class, which writes them flat into `config.json`. What must fit the target
+is compared with the target's config, which is pydantic's validation context here.
+"""
 
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, ValidationError, ValidationInfo, WrapValidator, model_validator
+
+from draftsmith.models.groups.attention import Backend
+from draftsmith.models.losses import LossName
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import explain
+from draftsmith.recipes.schema import Section
 
 
-def whole_number(key: str, value: Any, at_least: int) -> int:
-    """`value`, if it is an int of at least this."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise UserError(f"key `drafter.options.{key}` must be a whole number of at least {at_least}, not {value!r}")
-    return value
+def one_message(message: str) -> WrapValidator:
+    """For a value of several possible types: this sentence, in place of pydantic's own about each of them."""
+
+    def check(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
 
 
-def number(
-    key: str, value: Any, above: float | None = None, at_least: float | None = None, at_most: float = 1e9
-) -> float:
-    """`value`, if it is a number in that range."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and value <= at_most
-    if not good or (above is not None and value <= above) or (at_least is not None and value < at_least):
-        low = f"above {above}" if above is not None else f"of at least {at_least}"
-        high = f" and at most {at_most}" if at_most < 1e9 else ""
-        raise UserError(f"key `drafter.options.{key}` must be a number {low}{high}, not {value!r}")
-    return float(value)
+Attention = Annotated[Backend, Field(description="training backend, see `models/groups/attention.py`")]
+DepthWeights = Annotated[
+    PositiveFloat | list[PositiveFloat],
+    one_message("must be one positive number, or a list of one for each depth"),
+    Field(description="lambda of each depth, from the first; or one number d for d**0, d**1, ..."),
+]
+DraftDepth = Annotated[int, Field(ge=1, description="the longest path that is drafted, one forward a level")]
+Loss = Annotated[LossName, Field(description="see `models/losses.py`; `ce` needs no teacher")]
+NumLayers = Annotated[int, Field(ge=1, description="decoder layers of the target's kind")]
+MaskResidual = Annotated[
+    bool, Field(description="add the newest token's input to each of its masks (not in the paper)")
+]
+Init = Annotated[
+    Literal["target", "random"], Field(description="start the layers and the norm from the target's, or at random")
+]
 
 
-def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    """`value`, if it is one of these."""
-    if value not in allowed:
-        raise UserError(f"key `drafter.options.{key}` must be one of {', '.join(map(str, allowed))}, not {value!r}")
-    return value
+class DrafterOptions(Section):
+    """Base of all `Options`. One depth is trained; deeper ones, if any, are drafted with the same weights."""
+
+    @classmethod
+    def checked(cls, values: dict[str, Any], target_config: dict[str, Any]) -> Self:
+        """Typed options, with the defaults that depend on the target.
+
+        Raises:
+            UserError: An option is unknown, or has a wrong value.
+        """
+        try:
+            return cls.model_validate(values, context=target_config)
+        except ValidationError as error:
+            raise UserError(explain(cls, error, "drafter.options")) from None
+
+    @property
+    def num_depths(self) -> int:
+        """G, the depths that are trained."""
+        return 1
+
+    @property
+    def depth_shares(self) -> list[float]:
+        """lambda of each depth, normalised to sum 1."""
+        return [1.0]
 
 
-def layer_numbers(value: Any, num_layers: int, final: int | None = None) -> list[int]:
-    """`value`, if it lists layers of the target in ascending order; `final` may stand at the end for its last norm."""
-    layers = value[:-1] if isinstance(value, list) and value and value[-1] == final else value
-    good = isinstance(layers, list) and value and all(isinstance(layer, int) for layer in layers)
-    if not good or layers != sorted(set(layers)) or not all(0 <= layer < num_layers for layer in layers):
+class DepthOptions(DrafterOptions):
+    """Of kinds that train several depths; they say how many."""
+
+    depth_weights: DepthWeights = 0.8
+
+    @property
+    def depth_shares(self) -> list[float]:
+        given = self.depth_weights
+        weights = given if isinstance(given, list) else [given**j for j in range(self.num_depths)]
+        return [weight / sum(weights) for weight in weights]
+
+    @model_validator(mode="after")
+    def _one_weight_a_depth(self) -> Self:
+        if len(self.depth_shares) != self.num_depths:
+            raise ValueError(
+                f"`depth_weights` must be one positive number or {self.num_depths} of them (one for each depth), not "
+                f"{self.depth_weights}"
+            )
+        return self
+
+
+def ascending_layers(layers: list[int], info: ValidationInfo, final: int | None = None) -> list[int]:
+    """Check that these are layers of the target; `final` may stand at the end for its last norm."""
+    inner = layers[:-1] if layers and layers[-1] == final else layers
+    num_layers = (info.context or {}).get("num_hidden_layers", 1)
+    if not layers or inner != sorted(set(inner)) or not all(0 <= layer < num_layers for layer in inner):
         end = "" if final is None else f" (and {final} at the end for the final hidden states)"
-        raise UserError(
-            f"key `drafter.options.feature_layers` must be a list of ascending layer numbers from 0 to "
-            f"{num_layers - 1}{end}, not {value!r}"
-        )
-    return list(value)
-
-
-def normalized_weights(key: str, value: float | list[float], num_depths: int) -> list[float]:
-    """Depth weights that sum to 1, from `num_depths` numbers, or from one number d that stands for d**0, d**1, ..."""
-    weights = [float(value) ** j for j in range(num_depths)] if isinstance(value, int | float) else value
-    if not isinstance(weights, list) or len(weights) != num_depths or not all(_positive(w) for w in weights):
-        raise UserError(
-            f"key `drafter.options.{key}` must be one positive number or {num_depths} of them (one for each depth), "
-            f"not {value!r}"
-        )
-    return [weight / sum(weights) for weight in weights]
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        raise ValueError(f"must be a list of ascending layer numbers from 0 to {num_layers - 1}{end}")
+    return layers

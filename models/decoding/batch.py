@@ -79,7 +79,7 @@ class BatchParallelDecoder(BatchDecoder):
     def __init__(self, drafter: Any, max_length_tokens: int, batch_size: int) -> None:
         super().__init__(batch_size)
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
-        self._num_masks, self._mask_residual = drafter.config.num_masks, drafter.config.mask_residual
+        self._num_masks, self._mask_residual = drafter.config.num_masks, drafter.mask_residual
         self._masks_ke = drafter.mask_inputs().detach()
         capacity = max_length_tokens + self._num_masks + SMALL_STEP_TOKENS
         self._cache = BatchAttention(drafter.layers_config, batch_size, capacity, self._device, drafter.dtype)

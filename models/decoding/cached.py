@@ -25,7 +25,7 @@ class CachedDecoder:
     """What both kinds share: one sequence at a time, its pending tokens, its cache and its positions.
 
     Args:
-        drafter: Has `layers_config`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as `ParallelDrafter` has.
+        drafter: Has `layers_config`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as `GroupWiseDrafter` has.
         max_length_tokens: Committed tokens that fit, the prompt included.
         extra_rows: Drafted rows that one forward, or one tree, may hold behind them.
     """
@@ -113,7 +113,7 @@ class ParallelDecoder(CachedDecoder):
 
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
-        self._masks_ke, self._mask_residual = drafter.mask_inputs().detach(), drafter.config.mask_residual
+        self._masks_ke, self._mask_residual = drafter.mask_inputs().detach(), drafter.mask_residual
 
     @torch.inference_mode()
     def draft(self) -> Tensor:
@@ -131,7 +131,7 @@ class TreeDecoder(CachedDecoder):
     """For drafters that read their own output (EAGLE); see `protocols.StepwiseDecoder`.
 
     A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
-    reads what its parent gave (`feedback_of`, then `drafted_inputs`) in place of the target's feature.
+    reads its parent's output (`drafted_inputs`) in place of the target's feature.
     """
 
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
@@ -146,7 +146,7 @@ class TreeDecoder(CachedDecoder):
         ids, features = self._take_pending()
         newest_1d, logits_1v = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         self._cache.length += len(ids)
-        self._feedback_md = self._drafter.feedback_of(newest_1d)
+        self._feedback_md = newest_1d
         self._tree.begin()
         return logits_1v
 
@@ -165,5 +165,5 @@ class TreeDecoder(CachedDecoder):
             rotary = self._rotary_of(hidden, places)
             hidden_wd = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
             logits_wv = self._drafter.logits_of(hidden_wd).float()
-        self._feedback_md = torch.cat([self._feedback_md, self._drafter.feedback_of(hidden_wd)])
+        self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
         return logits_wv

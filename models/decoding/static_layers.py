@@ -23,7 +23,7 @@ class StaticLayers:
     """Runs the rows of a round.
 
     Args:
-        drafter: Has `run_layers` and `logits_of`, as `ParallelDrafter` has.
+        drafter: Has `run_layers` and `logits_of`, as `GroupWiseDrafter` has.
         cache: With room for `LONGEST_STATIC_ROWS` behind the rows that are ever wanted.
         backend: Of `torch.compile`.
     """

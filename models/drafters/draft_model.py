@@ -7,67 +7,40 @@ drafts one token at a time over its own KV cache (`TreeDecoder`).
 It shares the target's embedding and LM head, frozen, so its width is the target's. A draft model that somebody else
 has trained needs no training here: `kind: draft_model` in `eval.methods` takes any causal language model.
 
-Shapes: N labelled rows, D hidden, E = D input width of the layers, W tree nodes of a call.
+Shapes: D hidden, E = D input width of the layers.
 """
 
 import copy
-from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
-from draftsmith.models.base.options import whole_number
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.options import DraftDepth, Init, NumLayers
 from draftsmith.models.decoding.cached import TreeDecoder
-from draftsmith.models.drafters.parallel import ParallelDrafter, ParallelDrafterConfig
 
 
-class DraftModelConfig(ParallelDrafterConfig):
-    """Options of the draft model, the keys of `drafter.options` in a recipe.
-
-    Args:
-        num_layers: Decoder layers of the target's kind.
-        draft_depth: gamma, the longest path that is drafted, one forward of the layers a level.
-        attention: Training backend: `folded`, `dense` or `flex`.
-        loss: A name in `losses.LOSSES`; `ce` needs no teacher.
-        init: Start from layers of the target, spread evenly from its first to its last (`target`), or at random.
-    """
-
+class DraftModelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "draft_model"
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        num_layers: int = 2,
-        draft_depth: int = 5,
-        attention: str = "folded",
-        loss: str = "kl",
-        init: str = "target",
-        **kwargs: Any,
-    ) -> None:
-        # One stream that reads tokens alone.
-        fixed = {"num_masks": 0, "inputs": "embedding", "depth_weights": 1.0}
-        options = {"num_layers": num_layers, "attention": attention, "loss": loss, "init": init}
-        super().__init__(target_config, target_name_or_path, **{**kwargs, **options, **fixed})
-        self.draft_depth = whole_number("draft_depth", draft_depth, at_least=1)
+    class Options(GroupWiseOptions):
+        """The keys of `drafter.options` in a recipe. Layers of the target that it starts from are spread evenly."""
+
+        num_layers: NumLayers = 2
+        draft_depth: DraftDepth = 5
+        init: Init = "target"
 
 
-class DraftModel(ParallelDrafter):
+class DraftModel(GroupWiseDrafter):
     """The draft model q; see the module's docstring."""
 
     config_class = DraftModelConfig
-    batch_decoders = Drafter.batch_decoders
+    # Saved drafters once had a parameter of no masks.
+    _keys_to_ignore_on_load_unexpected = ["masks"]  # noqa: RUF012
 
-    def build(self, config: ParallelDrafterConfig) -> None:
-        super().build(config)
-        self.masks.requires_grad_(False)  # there are none
-
-    @torch.no_grad()
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """With `init: target`, every so many of the target's layers and its final norm."""
-        self.to(torch.promote_types(target.dtype, torch.float32))
+        """With `init: target`, every so many of the target's layers, from its first to its last, and its final norm."""
         if self.config.init != "target":
             return
         source = target.base_model
@@ -92,13 +65,9 @@ class DraftModel(ParallelDrafter):
         model.base_model.norm.load_state_dict(self.norm.state_dict())
         return model.eval().requires_grad_(False)
 
-    def feedback_of(self, hidden: Tensor) -> Tensor:
-        """[R, D]; nothing is fed back but the token."""
-        return hidden
-
-    def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
-        """[W, E] of drafted tokens [W]."""
-        return self.real_inputs(input_ids, feedback)
+    def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
+        """[..., E] of tokens [...]; nothing else is read."""
+        return self.attached.embedding(input_ids).to(self.dtype)
 
     def decoder(self, max_length_tokens: int) -> TreeDecoder:
         return TreeDecoder(self, max_length_tokens, self.config.draft_depth)

@@ -7,8 +7,8 @@ features count from the token that they are at, its tokens from the one that the
 
 Loss of a row: SmoothL1(f_t, h_t), mean over D, plus w_cls times the distance of its distribution to the target's.
 In training, uniform noise on the features that are read, never on those that are regressed, makes up for what drafting
-adds up. Training is one stream of the group-wise code (`parallel.py` with no mask), decoding grows a tree over the
-layer's own KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
+adds up. Training is one stream of the group-wise code (`group_wise.py`), decoding grows a tree over the layer's own
+KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
 
 As in the authors' code, the layer has no input norm and there is no final norm (it is vLLM's layout too). Where we
 differ from that code:
@@ -21,91 +21,40 @@ differ from that code:
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V vocabulary, G depths.
 """
 
-from typing import Any
-
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
-from draftsmith.models.base.options import number, one_of, whole_number
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.options import DraftDepth
 from draftsmith.models.decoding.cached import TreeDecoder
-from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.models.groups.attention import BACKENDS
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import LOSSES, DrafterOutput, depth_loss, smooth_l1
-from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.losses import DrafterOutput, depth_loss, smooth_l1
 
 
-class EagleLayerConfig(DrafterConfig):
-    """Options of both flavours, EAGLE's own and ParallelSpec's (`eagle_parallel.py`).
+class EagleLayerOptions(GroupWiseOptions):
+    """Of both flavours, EAGLE's own and ParallelSpec's (`eagle_parallel.py`). `loss`: the distributions' distance."""
 
-    Args:
-        attention: Training backend: `folded`, `dense` or `flex`.
-        loss: The distance of the distributions, a name in `losses.LOSSES`.
-        class_weight: w_cls, its weight beside the regression's 1.
-        feature_noise: a of the uniform noise U(-a, a) on the features that are read in training.
-    """
-
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        attention: str = "folded",
-        loss: str = "kl",
-        class_weight: float = 0.1,
-        feature_noise: float = 0.1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(target_config=target_config, target_name_or_path=target_name_or_path, **kwargs)
-        self.attention = one_of("attention", attention, BACKENDS)
-        self.loss = one_of("loss", loss, tuple(LOSSES))
-        self.class_weight = number("class_weight", class_weight, at_least=0)
-        self.feature_noise = number("feature_noise", feature_noise, at_least=0)
+    class_weight: float = Field(0.1, ge=0, description="w_cls, the weight of `loss` beside the regression's 1")
+    feature_noise: float = Field(
+        0.1, ge=0, description="a of the uniform noise U(-a, a) on the features that are read in training"
+    )
 
 
-class EagleConfig(EagleLayerConfig):
-    """Options of EAGLE, the keys of `drafter.options` in a recipe.
-
-    Args:
-        draft_depth: The longest path that is drafted, one forward of the layer a level.
-
-    The others are those of `EagleLayerConfig`.
-    """
-
+class EagleConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle"
-    # What the group-wise code asks: one stream, every row of it trained.
-    num_masks, keep_ratio, mask_residual = 0, 1.0, False
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        draft_depth: int = 5,
-        attention: str = "folded",
-        loss: str = "kl",
-        class_weight: float = 0.1,
-        feature_noise: float = 0.1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(target_config, target_name_or_path, attention, loss, class_weight, feature_noise, **kwargs)
-        self.draft_depth = whole_number("draft_depth", draft_depth, at_least=1)
+    class Options(EagleLayerOptions):
+        """The keys of `drafter.options` in a recipe."""
 
-    @property
-    def num_depths(self) -> int:
-        """Depths that are trained; deeper ones are drafted with the same weights."""
-        return 1
-
-    def resolved_depth_weights(self) -> list[float]:
-        """All weight on that one."""
-        return [1.0]
+        draft_depth: DraftDepth = 5
 
 
-class EagleLayer(ParallelDrafter):
+class EagleLayer(GroupWiseDrafter):
     """The layer and its loss, for both flavours; see the module's docstring."""
-
-    config_class: type[DrafterConfig] = EagleLayerConfig
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.target_config, num_layers=1)
@@ -115,17 +64,11 @@ class EagleLayer(ParallelDrafter):
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return (FINAL_FEATURES,)
-
-    @property
     def needs_teacher(self) -> bool:
         return True
 
-    @torch.no_grad()
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """In fp32 at least, and at random: the target's last layer, used to larger inputs, is no better start."""
-        self.to(torch.promote_types(target.dtype, torch.float32))
+        """At random: the target's last layer, used to larger inputs, is no better start."""
 
     # ---- training ----
 
@@ -145,7 +88,7 @@ class EagleLayer(ParallelDrafter):
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
         lm_head = self.attached.lm_head
         feature_loss_n = smooth_l1(hidden_nd, teacher_nd)
-        weight_g = feature_loss_n.new_tensor(self.config.resolved_depth_weights())
+        weight_g = feature_loss_n.new_tensor(self.config.options.depth_shares)
         output = depth_loss(
             hidden_nd,
             depth_n,
@@ -169,24 +112,11 @@ class EagleLayer(ParallelDrafter):
         embedded = self.attached.embedding(input_ids)
         return self.fc(torch.cat([embedded.to(dtype), previous_features.to(dtype)], dim=-1))
 
-    def mask_inputs(self) -> Tensor:
-        """[0, E]: there is no mask."""
-        return self.fc.weight.new_empty(0, self.fc.out_features)
-
 
 class EagleDrafter(EagleLayer):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleConfig
-    batch_decoders = Drafter.batch_decoders
-
-    def feedback_of(self, hidden: Tensor) -> Tensor:
-        """[R, D]: the predicted feature as it is."""
-        return hidden
-
-    def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
-        """[W, E] from drafted tokens [W] and the features that predicted them [W, D]."""
-        return self.real_inputs(input_ids, feedback)
 
     def decoder(self, max_length_tokens: int) -> TreeDecoder:
         return TreeDecoder(self, max_length_tokens, self.config.draft_depth)

@@ -4,7 +4,7 @@ The layer (`eagle3_shape.py`) reads x_t and g_{t-1} and predicts x_{t+1}. Its ou
 token is drafted. No loss ties that output to a feature: instead training drafts too ("training-time test"). Step j of
 group t reads e(x_{t+j}) and the output of step j-1, stands at position t+j, and sees the real tokens up to x_t and
 steps 1..j of its own group. That is group attention (`attention.py`) whose stream j is computed after stream j-1,
-so groups, rows, labels and loss are those of the parallel drafter.
+so groups, rows, labels and loss are those of `group_wise.py`.
 
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
 loss is a mean of its own and the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
@@ -15,14 +15,13 @@ are (with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by def
 Shapes: B batch, S sequence, G depths, N present rows, D hidden, E input width of the layer, F features, Dh head size.
 """
 
-from typing import Any
-
 import torch
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
-from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeConfig
-from draftsmith.models.base.options import whole_number
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeOptions
+from draftsmith.models.base.options import DraftDepth
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.groups.alignment import previous_features
@@ -30,59 +29,36 @@ from draftsmith.models.groups.attention import group_attention
 from draftsmith.models.groups.rows import GroupRows
 
 
-class Eagle3Config(Eagle3ShapeConfig):
-    """Options of EAGLE-3, the keys of `drafter.options` in a recipe.
-
-    Args:
-        ttt_steps: Depths that are trained, each on the outputs of the one before; 1 is no training-time test.
-        draft_depth: The longest path that is drafted, one forward of the layer a level; `ttt_steps` by default.
-        feature_layers: Layers of the target whose residual streams are fused.
-        draft_vocab_size: Draft this many of the most frequent tokens only.
-        attention: Training backend: `folded`, `dense` or `flex`.
-        loss: A name in `losses.LOSSES`; `ce` needs no teacher.
-        depth_weights: One number d for weights d**j, or one weight a depth.
-        init: Start the layer and the norm from the target's last ones (`target`) or at random (`random`).
-    """
-
+class Eagle3Config(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle3"
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        ttt_steps: int = 5,
-        draft_depth: int | None = None,
-        feature_layers: list[int] | None = None,
-        draft_vocab_size: int | None = None,
-        attention: str = "folded",
-        loss: str = "kl",
-        depth_weights: float | list[float] = 0.8,
-        init: str = "target",
-        **kwargs: Any,
-    ) -> None:
-        self.ttt_steps = whole_number("ttt_steps", ttt_steps, at_least=1)
-        self.draft_depth = ttt_steps
-        if draft_depth is not None:
-            self.draft_depth = whole_number("draft_depth", draft_depth, at_least=1)
-        kwargs["num_masks"] = ttt_steps - 1
-        super().__init__(
-            target_config,
-            target_name_or_path,
-            feature_layers,
-            draft_vocab_size,
-            attention=attention,
-            loss=loss,
-            depth_weights=depth_weights,
-            init=init,
-            **kwargs,
+    class Options(Eagle3ShapeOptions):
+        """The keys of `drafter.options` in a recipe."""
+
+        ttt_steps: int = Field(
+            5, ge=1, description="depths that are trained, each on the outputs of the one before; 1 is no such training"
         )
+        draft_depth: DraftDepth | None = Field(
+            None, validate_default=True, description="the longest path that is drafted; `ttt_steps` by default"
+        )
+
+        @field_validator("draft_depth")
+        @classmethod
+        def _as_trained(cls, depth: int | None, info: ValidationInfo) -> int | None:
+            return info.data.get("ttt_steps") if depth is None else depth
+
+        @property
+        def num_depths(self) -> int:
+            return self.ttt_steps
 
 
 class Eagle3Drafter(Eagle3Shape):
     """The drafter q; see the module's docstring."""
 
     config_class = Eagle3Config
-    batch_decoders = Drafter.batch_decoders
+
+    def build(self, config: DrafterConfig) -> None:
+        self.build_shape(config, num_layers=1)
 
     def rows_hidden(
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
@@ -109,17 +85,8 @@ class Eagle3Drafter(Eagle3Shape):
             memory.begin_stream(stream.in_documents(positions_bs))
             outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
             places.append(place_n)
-            feedback_nd = self.feedback_of(outputs[-1])
-            feedback_bsd = feedback_nd.new_zeros(feedback_bsd.shape).index_copy(0, stream.index_n, feedback_nd)
+            feedback_bsd = outputs[-1].new_zeros(feedback_bsd.shape).index_copy(0, stream.index_n, outputs[-1])
         return torch.cat(outputs)[torch.cat(places).argsort()]
-
-    def feedback_of(self, hidden: Tensor) -> Tensor:
-        """[R, D]: the output before the final norm, as it is."""
-        return hidden
-
-    def mask_inputs(self) -> Tensor:
-        """[0, E]: there is no mask."""
-        return self.fc.weight.new_empty(0, 2 * self.fc.out_features)
 
     def decoder(self, max_length_tokens: int) -> StepwiseDecoder:
         return TreeDecoder(self, max_length_tokens, self.config.draft_depth)

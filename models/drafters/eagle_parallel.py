@@ -15,68 +15,32 @@ of a deeper, rarer depth a little more. What hard against soft is worth is not m
 quickstart's data, 1,970 steps, KL, a tree of 12 nodes has a tau of 2.42 with `class_weight` 1 and lambda_j = 1, 2.61
 with 0.1 and lambda_j = 0.5**j.
 
-`mask_residual` and `keep_ratio` are not the paper's; see `ParallelDrafterConfig`.
+`mask_residual` and `keep_ratio` are not the paper's; see `parallel.py`.
 
 Shapes: K masks, D hidden, E = D input width of the layer.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.options import normalized_weights, number, one_of, whole_number
-from draftsmith.models.drafters.eagle import EagleLayer, EagleLayerConfig
+from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, embeddings_of
+from draftsmith.models.base.options import DepthWeights, MaskResidual
+from draftsmith.models.drafters.eagle import EagleLayer, EagleLayerOptions
 
 
-class EagleParallelConfig(EagleLayerConfig):
-    """Options of the parallel EAGLE, the keys of `drafter.options` in a recipe.
-
-    Args:
-        num_masks: K; a round drafts K+1 tokens.
-        depth_weights: lambda_j, K+1 numbers; or one number d for lambda_j = d**j.
-        keep_ratio: Train [MASK]_j at a random keep_ratio**j of its positions; 1 keeps all.
-        mask_residual: Add the newest token's input to each of its masks.
-
-    The others are those of `EagleLayerConfig`.
-    """
-
+class EagleParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle_parallel"
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        num_masks: int = 4,
-        depth_weights: float | list[float] = 1.0,
-        keep_ratio: float = 1.0,
-        mask_residual: bool = False,
-        attention: str = "folded",
-        loss: str = "kl",
-        class_weight: float = 0.1,
-        feature_noise: float = 0.1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(target_config, target_name_or_path, attention, loss, class_weight, feature_noise, **kwargs)
-        self.num_masks = whole_number("num_masks", num_masks, at_least=0)
-        self.keep_ratio = number("keep_ratio", keep_ratio, above=0, at_most=1)
-        self.mask_residual = one_of("mask_residual", mask_residual, (True, False))
-        self.depth_weights = depth_weights
-        self.resolved_depth_weights()
+    class Options(EagleLayerOptions, MaskOptions):
+        """The keys of `drafter.options` in a recipe."""
 
-    @property
-    def num_depths(self) -> int:
-        """G, the tokens drafted in one forward."""
-        return self.num_masks + 1
-
-    def resolved_depth_weights(self) -> list[float]:
-        """lambda_0..lambda_K, normalised to sum 1."""
-        return normalized_weights("depth_weights", self.depth_weights, self.num_depths)
+        depth_weights: DepthWeights = 1.0
+        mask_residual: MaskResidual = False
 
 
-class EagleParallelDrafter(EagleLayer):
+class EagleParallelDrafter(EagleLayer, MaskedDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleParallelConfig
@@ -86,19 +50,19 @@ class EagleParallelDrafter(EagleLayer):
         # The embedding, then the feature.
         self.masks = nn.Parameter(torch.randn(config.num_masks, self.fc.in_features))
 
-    @torch.no_grad()
+    @property
+    def mask_residual(self) -> bool:
+        return self.config.mask_residual
+
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Masks near the mean embedding, with a random feature of the size that the target's have."""
-        super().initialize_from_target(target)
-        vocabulary = torch.arange(target.config.vocab_size, device=target.device)
-        embedding_vd = target.get_input_embeddings()(vocabulary).to(self.masks.dtype)
+        embedding_vd = embeddings_of(target).to(self.masks.dtype)
         noise_kd, stream_kd = torch.randn_like(self.masks).chunk(2, dim=1)
         embedding_kd = embedding_vd.mean(0) + embedding_vd.std() * noise_kd
         feature_kd = target.base_model.norm(stream_kd.to(target.dtype)).to(self.masks.dtype)
         self.masks.copy_(torch.cat([embedding_kd, feature_kd], dim=1))
 
     def mask_inputs(self) -> Tensor:
-        """[K, E] inputs of [MASK]_1..K."""
         return self.fc(self.masks)
 
 

@@ -19,73 +19,33 @@ Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary. "St
 prefix: h_{t-1}, or what prefix attention makes of it.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
-from draftsmith.models.base.options import normalized_weights, one_of, whole_number
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
+from draftsmith.models.base.options import Attention, DepthWeights
 from draftsmith.models.decoding.hydra import HydraDecoder
-from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
-from draftsmith.models.groups.attention import BACKENDS
+from draftsmith.models.groups.alignment import depth_labels, previous_features
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import LOSSES, DrafterOutput, head_loss
-from draftsmith.recipes.errors import UserError
+from draftsmith.models.losses import DrafterOutput
 
 
 class HydraConfig(DrafterConfig):
-    """Options of the Hydra drafter, the keys of `drafter.options` in a recipe.
-
-    Args:
-        num_heads: G, the longest path that is drafted.
-        num_layers: Residual blocks of a head; 1 in Hydra, 4 in Hydra++.
-        lm_heads: `separate` gives every head an LM head of its own, which starts as the target's (as the paper does);
-            `shared` leaves all with the target's frozen one.
-        prefix_attention: Hydra++'s decoder layer over the prefix.
-        embedding_norm: Normalise the embeddings that the heads read.
-        attention: Training backend of that layer: `folded`, `dense` or `flex`.
-        loss: A name in `losses.LOSSES`; `kl` is Hydra++'s teacher loss, `ce` needs no teacher.
-        depth_weights: lambda_d, G numbers; or one number w for lambda_d = w**(d-1). 1 is the paper's plain sum.
-    """
-
     model_type = MODEL_TYPE_PREFIX + "hydra"
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        num_heads: int = 5,
-        num_layers: int = 1,
-        lm_heads: str = "separate",
-        prefix_attention: bool = False,
-        embedding_norm: bool = True,
-        attention: str = "folded",
-        loss: str = "ce",
-        depth_weights: float | list[float] = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(target_config=target_config, target_name_or_path=target_name_or_path, **kwargs)
-        self.num_heads = whole_number("num_heads", num_heads, at_least=1)
-        self.num_layers = whole_number("num_layers", num_layers, at_least=1)
-        self.lm_heads = one_of("lm_heads", lm_heads, ("separate", "shared"))
-        self.prefix_attention = one_of("prefix_attention", prefix_attention, (True, False))
-        self.embedding_norm = one_of("embedding_norm", embedding_norm, (True, False))
-        self.attention = one_of("attention", attention, BACKENDS)
-        self.loss = one_of("loss", loss, tuple(LOSSES))
-        self.depth_weights = depth_weights
-        self.resolved_depth_weights()
+    class Options(HeadOptions):
+        """The keys of `drafter.options` in a recipe. Hydra++ has 4 layers, prefix attention and the loss `kl`."""
 
-    @property
-    def num_depths(self) -> int:
-        """G: a head drafts one depth."""
-        return self.num_heads
-
-    def resolved_depth_weights(self) -> list[float]:
-        """lambda_1..lambda_G, normalised to sum 1."""
-        return normalized_weights("depth_weights", self.depth_weights, self.num_heads)
+        prefix_attention: bool = Field(False, description="Hydra++'s decoder layer over the prefix")
+        embedding_norm: bool = Field(True, description="normalise the embeddings that the heads read")
+        attention: Attention = "folded"
+        depth_weights: DepthWeights = 1.0
 
 
 class ResidualBlock(nn.Module):
@@ -140,17 +100,13 @@ class PrefixAttention(nn.Module):
         return self.norm(self.layer(hidden, position_embeddings=rotary, **attention))
 
 
-class HydraDrafter(Drafter):
+class HydraDrafter(HeadsDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = HydraConfig
-    base_model_prefix = "drafter"
-    _no_split_modules: list[str] = []  # noqa: RUF012
 
-    def __init__(self, config: HydraConfig) -> None:
-        super().__init__(config)
-        target_config = config.target_config
-        hidden_size, vocabulary = target_config["hidden_size"], target_config["vocab_size"]
+    def build(self, config: DrafterConfig) -> None:
+        hidden_size = config.target_config["hidden_size"]
         # Head index j reads the state and j+1 embeddings.
         self.heads = nn.ModuleList(
             nn.Sequential(
@@ -159,37 +115,23 @@ class HydraDrafter(Drafter):
             )
             for j in range(config.num_heads)
         )
-        if config.lm_heads == "separate":
-            self.lm_heads = nn.ModuleList(
-                nn.Linear(hidden_size, vocabulary, bias=False) for _ in range(config.num_heads)
-            )
+        self.add_lm_heads(config)
         if config.embedding_norm:
             self.embedding_norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.prefix = PrefixAttention(target_config) if config.prefix_attention else None
-        self.post_init()
+        self.prefix = PrefixAttention(config.target_config) if config.prefix_attention else None
 
-    def attach(self, target: PreTrainedModel) -> "HydraDrafter":
+    def attach(self, target: PreTrainedModel) -> Self:
         super().attach(target)
         if self.prefix is not None:
             self.prefix.attach(target)
         return self
 
-    @torch.no_grad()
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Heads that hand h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
-        self.to(torch.promote_types(target.dtype, torch.float32))
         for module in self.modules():
             if isinstance(module, ResidualBlock):
                 module.pass_on()
-        if self.config.lm_heads == "separate":
-            lm_head = self.attached.lm_head
-            if getattr(lm_head, "bias", None) is not None:
-                raise UserError(
-                    f"the LM head of {type(target).__name__} has a bias, which LM heads of Hydra's own have not: set "
-                    "drafter.options.lm_heads to shared"
-                )
-            for own in self.lm_heads:
-                own.load_state_dict(lm_head.state_dict())
+        super().initialize_from_target(target)
 
     # ---- training: all groups of a sequence at once ----
 
@@ -198,44 +140,18 @@ class HydraDrafter(Drafter):
         input_ids: Tensor,
         features: Tensor,
         loss_mask: Tensor,
-        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
     ) -> DrafterOutput:
-        """The training loss.
-
-        Args:
-            input_ids: [B, S], padded on the right if at all.
-            features: [B, S, D] of the target, AT each token; also the teacher's, where the loss has one.
-            loss_mask: [B, S], 1 at tokens that may be predicted.
-            attention_mask: Not needed: padding carries no label and nothing real sees it.
-            position_ids: [B, S] for prefix attention, 0..S-1 by default.
-            teacher_features: Not needed.
-        """
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        rows = GroupRows.that_matter(labels_bgs[:, :1])
-        states_bsd = self.states_of(rows, features, position_ids)
+        states_bsd = self.states_of(GroupRows.that_matter(labels_bgs[:, :1]), features, position_ids)
         embedded_bsd = self.embedded(input_ids)
-        results = []
-        for j, weight in enumerate(self.config.resolved_depth_weights()):
-            row_n, position_n = (labels_bgs[:, j] != IGNORED_LABEL).nonzero(as_tuple=True)
-            parts = [states_bsd[row_n, position_n], *(embedded_bsd[row_n, position_n + i] for i in range(j + 1))]
-            result = head_loss(
-                self.heads[j](torch.cat(parts, dim=-1)),
-                self.lm_head_of(j),
-                labels_bgs[row_n, j, position_n],
-                states_bsd.new_full((len(row_n),), weight / max(len(row_n), 1)),
-                loss=self.config.loss,
-                teacher_nd=features[row_n, position_n + j],  # h_{t+j} predicts x_{t+1+j}
-                teacher_head=self.attached.lm_head,
-            )
-            results.append(result)
-        return DrafterOutput(
-            loss=torch.stack([result.loss for result in results]).sum(),
-            depth_loss_sum=torch.stack([result.cross_entropy_n.sum() for result in results]),
-            depth_correct=torch.stack([result.correct_n.sum() for result in results]),
-            depth_count=torch.tensor([len(result.correct_n) for result in results], device=input_ids.device),
-        )
+
+        def hidden_of(j: int, batch_n: Tensor, position_n: Tensor) -> Tensor:
+            read = [states_bsd[batch_n, position_n], *(embedded_bsd[batch_n, position_n + i] for i in range(j + 1))]
+            return self.heads[j](torch.cat(read, dim=-1))
+
+        return self.loss_of_heads(labels_bgs, features, hidden_of)
 
     def states_of(self, rows: GroupRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros outside `rows`, which has one stream."""
@@ -271,9 +187,6 @@ class HydraDrafter(Drafter):
         """[...] -> [..., D], as the heads read them."""
         embedded = self.attached.embedding(input_ids).to(self.dtype)
         return self.embedding_norm(embedded) if self.config.embedding_norm else embedded
-
-    def lm_head_of(self, j: int) -> nn.Module:
-        return self.lm_heads[j] if self.config.lm_heads == "separate" else self.attached.lm_head
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
         """Logits [..., V] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""

@@ -20,59 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
-from draftsmith.models.base.options import normalized_weights, one_of, whole_number
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.batch import BatchDecoder
 from draftsmith.models.decoding.protocols import SequenceDecoder
-from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
-from draftsmith.models.losses import LOSSES, DrafterOutput, head_loss
-from draftsmith.recipes.errors import UserError
-
-LM_HEADS = ("separate", "shared")
+from draftsmith.models.groups.alignment import depth_labels, previous_features
+from draftsmith.models.losses import DrafterOutput
 
 
 class MedusaConfig(DrafterConfig):
-    """Options of Medusa, the keys of `drafter.options` in a recipe.
-
-    Args:
-        num_heads: G; a round drafts G tokens.
-        num_layers: Residual blocks of a head.
-        lm_heads: `separate` gives each head an LM head of its own (the paper); `shared` borrows the target's frozen
-            one, which leaves only the blocks to train.
-        loss: A name in `losses.LOSSES`.
-        depth_weights: lambda_d, G numbers; or one number x for lambda_d = x**(d-1).
-    """
-
     model_type = MODEL_TYPE_PREFIX + "medusa"
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        num_heads: int = 5,
-        num_layers: int = 1,
-        lm_heads: str = "separate",
-        loss: str = "ce",
-        depth_weights: float | list[float] = 0.8,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(target_config=target_config, target_name_or_path=target_name_or_path, **kwargs)
-        self.num_heads = whole_number("num_heads", num_heads, at_least=1)
-        self.num_layers = whole_number("num_layers", num_layers, at_least=1)
-        self.lm_heads = one_of("lm_heads", lm_heads, LM_HEADS)
-        self.loss = one_of("loss", loss, tuple(LOSSES))
-        self.depth_weights = depth_weights
-        self.resolved_depth_weights()
-
-    @property
-    def num_depths(self) -> int:
-        """G, the tokens drafted in one forward."""
-        return self.num_heads
-
-    def resolved_depth_weights(self) -> list[float]:
-        """lambda_1..lambda_G, normalised to sum 1."""
-        return normalized_weights("depth_weights", self.depth_weights, self.num_depths)
+    class Options(HeadOptions):
+        """The keys of `drafter.options` in a recipe."""
 
 
 class ResidualBlocks(nn.Module):
@@ -88,97 +49,40 @@ class ResidualBlocks(nn.Module):
         return hidden
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(HeadsDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = MedusaConfig
-    base_model_prefix = "drafter"
-    _no_split_modules: list[str] = []  # noqa: RUF012
 
-    def __init__(self, config: MedusaConfig) -> None:
-        super().__init__(config)
-        self.build(config)
-        self.post_init()
-
-    def build(self, config: MedusaConfig) -> None:
-        """Make the parameters."""
-        hidden_size, vocabulary = (config.target_config[key] for key in ("hidden_size", "vocab_size"))
+    def build(self, config: DrafterConfig) -> None:
+        hidden_size = config.target_config["hidden_size"]
         self.blocks = nn.ModuleList(ResidualBlocks(hidden_size, config.num_layers) for _ in range(config.num_heads))
-        if config.lm_heads == "separate":
-            own_heads = (nn.Linear(hidden_size, vocabulary, bias=False) for _ in range(config.num_heads))
-            self.lm_heads = nn.ModuleList(own_heads)
+        self.add_lm_heads(config)
 
-    @torch.no_grad()
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Every head starts as the target's own LM head.
-
-        Raises:
-            UserError: That has a bias, which heads of our own do not have.
-        """
-        self.to(torch.promote_types(target.dtype, torch.float32))
+        """Every head starts as the target's own LM head."""
         for parameter in self.blocks.parameters():
             parameter.zero_()
-        if self.config.lm_heads == "separate":
-            source = target.get_output_embeddings()
-            if source.bias is not None:
-                raise UserError(
-                    "the target's LM head has a bias, so Medusa's own heads cannot start as it: use "
-                    "drafter.options.lm_heads=shared"
-                )
-            for parameter in self.lm_heads.parameters():
-                parameter.copy_(source.weight)
-
-    # ---- training: all groups of a sequence at once ----
+        super().initialize_from_target(target)
 
     def forward(
         self,
         input_ids: Tensor,
         features: Tensor,
         loss_mask: Tensor,
-        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
     ) -> DrafterOutput:
-        """The training loss.
-
-        Args:
-            input_ids: [B, S], padded on the right if at all.
-            features: [B, S, D] of the target, AT each token; also the teacher's, where the loss has one.
-            loss_mask: [B, S], 1 at tokens that may be predicted.
-            attention_mask: Not needed: heads see one position.
-            position_ids: [B, S] of packed documents, which each start anew at 0; else not needed.
-            teacher_features: Not needed.
-        """
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
         previous_bsd = previous_features(features, position_ids)
-        results = []
-        for j, weight in enumerate(self.config.resolved_depth_weights()):
-            batch_n, position_n = (labels_bgs[:, j] != IGNORED_LABEL).nonzero(as_tuple=True)
-            result = head_loss(
-                self.blocks[j](previous_bsd[batch_n, position_n].to(self.dtype)),
-                self.lm_head_of(j),
-                labels_bgs[batch_n, j, position_n],
-                torch.full_like(batch_n, weight / max(len(batch_n), 1), dtype=torch.float32),
-                loss=self.config.loss,
-                teacher_nd=features[batch_n, position_n + j],  # h_{t+j} predicts x_{t+1+j}
-                teacher_head=self.attached.lm_head,
-            )
-            results.append(result)
-        return DrafterOutput(
-            loss=torch.stack([result.loss for result in results]).sum(),
-            depth_loss_sum=torch.stack([result.cross_entropy_n.sum() for result in results]),
-            depth_correct=torch.stack([result.correct_n.sum() for result in results]),
-            depth_count=torch.tensor([len(result.losses_n) for result in results], device=features.device),
-        )
+
+        def hidden_of(j: int, batch_n: Tensor, position_n: Tensor) -> Tensor:
+            return self.blocks[j](previous_bsd[batch_n, position_n].to(self.dtype))
+
+        return self.loss_of_heads(labels_bgs, features, hidden_of)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.logits_of(previous_features(features, position_ids)).movedim(0, 1)
-
-    # ---- shared by training and decoding ----
-
-    def lm_head_of(self, j: int) -> nn.Module:
-        """The linear layer [V, D] for depth j+1."""
-        return self.lm_heads[j] if self.config.lm_heads == "separate" else self.attached.lm_head
 
     def logits_of(self, previous: Tensor) -> Tensor:
         """h_{t-1} [..., D] -> [G, ..., V] of all heads."""

@@ -19,14 +19,17 @@ Shapes: B batch, S sequence, N labelled positions, D hidden.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Literal, Self
 
 import torch
+from annotated_types import MinLen
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.options import number, one_of, whole_number
+from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
 from draftsmith.models.losses import DrafterOutput, head_loss
@@ -42,54 +45,33 @@ from draftsmith.models.target.adapter import (
 )
 from draftsmith.recipes.errors import UserError
 
-LM_LOSSES = ("kl", "ce")
-
 
 class Medusa2Config(MedusaConfig):
-    """Options of Medusa-2: those of Medusa, and
-
-    Args:
-        lora_rank: Rank of the target's change.
-        lora_alpha: The change is scaled with lora_alpha / lora_rank.
-        lora_targets: `all-linear` layers of the target's decoder, or a list of their names, such as [q_proj, v_proj].
-        lora_learning_rate: The LoRA's learning rate as a share of the heads', which is `train.learning_rate`.
-        lm_loss: `kl` to the original target, for self-distilled answers; `ce` with the next token, for others.
-        heads_weight: lambda_0.
-        warmup_steps: Optimiser steps in which only the heads learn.
-    """
+    """Adds what is found out from the target and is no option: `lora_shapes`, {layer: [inputs, outputs]}."""
 
     model_type = MODEL_TYPE_PREFIX + "medusa2"
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        num_heads: int = 5,
-        num_layers: int = 1,
-        lm_heads: str = "separate",
-        loss: str = "ce",
-        depth_weights: float | list[float] = 0.8,
-        lora_rank: int = 32,
-        lora_alpha: float = 16.0,
-        lora_targets: str | list[str] = ALL_LINEAR,
-        lora_learning_rate: float = 0.25,
-        lm_loss: str = "kl",
-        heads_weight: float = 0.5,
-        warmup_steps: int = 200,
-        **kwargs: Any,
-    ) -> None:
-        # Found out from the target, not an option: {layer: [inputs, outputs]}.
-        self.lora_shapes: dict[str, list[int]] = kwargs.pop("lora_shapes", {})
-        super().__init__(
-            target_config, target_name_or_path, num_heads, num_layers, lm_heads, loss, depth_weights, **kwargs
+    class Options(MedusaConfig.Options):
+        """The keys of `drafter.options` in a recipe: Medusa's, and those of the target's change."""
+
+        lora_rank: int = Field(32, ge=1)
+        lora_alpha: float = Field(16.0, gt=0, description="the change is scaled with lora_alpha / lora_rank")
+        lora_targets: Annotated[
+            Literal["all-linear"] | Annotated[list[str], MinLen(1)],
+            one_message(
+                "must be `all-linear` or a list of names of the target's linear layers, such as [q_proj, v_proj]"
+            ),
+        ] = "all-linear"
+        lora_learning_rate: float = Field(
+            0.25, gt=0, description="the LoRA's learning rate as a share of the heads', which is `train.learning_rate`"
         )
-        self.lora_rank = whole_number("lora_rank", lora_rank, at_least=1)
-        self.lora_alpha = number("lora_alpha", lora_alpha, above=0)
-        self.lora_targets = _layer_names(lora_targets)
-        self.lora_learning_rate = number("lora_learning_rate", lora_learning_rate, above=0)
-        self.lm_loss = one_of("lm_loss", lm_loss, LM_LOSSES)
-        self.heads_weight = number("heads_weight", heads_weight, above=0)
-        self.warmup_steps = whole_number("warmup_steps", warmup_steps, at_least=0)
+        lm_loss: Literal["kl", "ce"] = Field(
+            "kl", description="to the original target, for self-distilled answers; `ce` with the next token, for others"
+        )
+        heads_weight: float = Field(0.5, gt=0, description="lambda_0")
+        warmup_steps: int = Field(200, ge=0, description="optimiser steps in which only the heads learn")
+
+    lora_shapes: dict[str, list[int]] = field(default_factory=dict)
 
 
 class Medusa2Drafter(MedusaDrafter):
@@ -98,7 +80,7 @@ class Medusa2Drafter(MedusaDrafter):
     config_class = Medusa2Config
     offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
 
-    def build(self, config: Medusa2Config) -> None:
+    def build(self, config: DrafterConfig) -> None:
         super().build(config)
         self.lora = lora_tree(config.lora_shapes, config.lora_rank)
 
@@ -107,7 +89,7 @@ class Medusa2Drafter(MedusaDrafter):
         remove(target)
         config.lora_shapes = linear_shapes(target, config.lora_targets)
 
-    def attach(self, target: PreTrainedModel) -> "Medusa2Drafter":
+    def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the embedding and the LM head, and lend the LoRA to the target in place of an earlier one."""
         super().attach(target)
         config = self.config
@@ -128,7 +110,7 @@ class Medusa2Drafter(MedusaDrafter):
             if isinstance(module, LoraPair):
                 module.reset()
 
-    def freeze(self) -> "Medusa2Drafter":
+    def freeze(self) -> Self:
         super().freeze()
         merge(self.attached.target)
         return self
@@ -164,7 +146,6 @@ class Medusa2Drafter(MedusaDrafter):
         input_ids: Tensor,
         features: Tensor,
         loss_mask: Tensor,
-        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
     ) -> DrafterOutput:
@@ -197,16 +178,6 @@ class Medusa2Drafter(MedusaDrafter):
             loss=self.config.lm_loss,
             teacher_nd=None if original_bsd is None else original_bsd[labelled],
         ).loss
-
-
-def _layer_names(value: Any) -> str | list[str]:
-    is_list = isinstance(value, list) and value and all(isinstance(name, str) for name in value)
-    if value != ALL_LINEAR and not is_list:
-        raise UserError(
-            f"key `drafter.options.lora_targets` must be `{ALL_LINEAR}` or a list of names of the target's linear "
-            f"layers, such as [q_proj, v_proj], not {value!r}"
-        )
-    return value
 
 
 DRAFTER = Medusa2Drafter

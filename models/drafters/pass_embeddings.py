@@ -16,73 +16,45 @@ the output still is.
 Shapes: B batch, S sequence, G = T+1 streams, D hidden.
 """
 
-from typing import Any
+from typing import Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
-from draftsmith.models.base.options import whole_number
-from draftsmith.models.drafters.parallel import ParallelDrafter, ParallelDrafterConfig
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, draw_near_mean_embedding
+from draftsmith.models.base.options import DepthWeights, Loss
 from draftsmith.models.groups.layers import TargetLayers, build_target_layers, layers_config
 
-# What PaSS does not leave open.
-FIXED_OPTIONS = {"inputs": "embedding", "mask_residual": False, "init": "target"}
 
-
-class PassEmbeddingsConfig(ParallelDrafterConfig):
-    """Options of PaSS, the keys of `drafter.options` in a recipe.
-
-    Args:
-        num_masks: T, the look-ahead embeddings; a round drafts T+1 tokens, the first of which is always right.
-        attention: Training backend: `folded`, `dense` or `flex`.
-        loss: A name in `losses.LOSSES`; `ce` needs no teacher.
-        depth_weights: lambda_j, T+1 numbers; or one number d for lambda_j = d**j. The first, of the target's own next
-            token, moves nothing.
-        keep_ratio: Train embedding j at a random keep_ratio**j of its positions; 1 keeps all.
-    """
-
+class PassEmbeddingsConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "pass_embeddings"
 
-    def __init__(
-        self,
-        target_config: dict[str, Any] | None = None,
-        target_name_or_path: str = "",
-        num_masks: int = 4,
-        attention: str = "folded",
-        loss: str = "ce",
-        depth_weights: float | list[float] = 1.0,
-        keep_ratio: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            target_config=target_config,
-            target_name_or_path=target_name_or_path,
-            num_masks=whole_number("num_masks", num_masks, at_least=1),
-            attention=attention,
-            loss=loss,
-            depth_weights=depth_weights,
-            keep_ratio=keep_ratio,
-            **{**kwargs, **FIXED_OPTIONS, "num_layers": (target_config or {}).get("num_hidden_layers", 1)},
-        )
+    class Options(MaskOptions):
+        """The keys of `drafter.options` in a recipe. The first depth's weight moves nothing: it is always right."""
+
+        num_masks: int = Field(4, ge=1, description="T, the look-ahead embeddings; a round drafts T+1 tokens")
+        loss: Loss = "ce"
+        depth_weights: DepthWeights = 1.0
 
 
-class PassEmbeddingsDrafter(ParallelDrafter):
+class PassEmbeddingsDrafter(MaskedDrafter):
     """The drafter q, whose only parameters are `masks` [T, D]; see the module's docstring."""
 
     config_class = PassEmbeddingsConfig
     offline_obstacle = "it reads no features: its own forward runs the target's layers"
 
-    def build(self, config: PassEmbeddingsConfig) -> None:
-        self.layers_config = layers_config(config.target_config, config.num_layers)
+    def build(self, config: DrafterConfig) -> None:
+        self.layers_config = layers_config(config.target_config, config.target_config.get("num_hidden_layers", 1))
         self.masks = nn.Parameter(torch.randn(config.num_masks, self.layers_config.hidden_size))
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return (0,)
 
-    def attach(self, target: PreTrainedModel) -> "PassEmbeddingsDrafter":
+    def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the target's layers too: copies without memory of their own, which attend as groups do."""
         super().attach(target)
         with torch.device("meta"):
@@ -101,13 +73,9 @@ class PassEmbeddingsDrafter(ParallelDrafter):
     def norm(self) -> nn.Module:  # type: ignore[override]
         return self._of_the_target.norm
 
-    @torch.no_grad()
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Look-ahead embeddings near the mean of the target's."""
-        self.to(torch.promote_types(target.dtype, torch.float32))
-        embedding_vd = target.get_input_embeddings()(torch.arange(target.config.vocab_size, device=target.device))
-        embedding_vd = embedding_vd.to(self.masks.dtype)
-        self.masks.normal_(0.0, embedding_vd.std().item()).add_(embedding_vd.mean(0))
+        draw_near_mean_embedding(self.masks, target)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., D]: what the target reads, in its dtype."""

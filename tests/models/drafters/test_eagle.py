@@ -180,10 +180,10 @@ def test_draft_depth_is_how_deep_the_decoder_goes() -> None:
     ("options", "message"),
     [
         ({"num_masks": 4}, "unknown key `drafter.options.num_masks`"),
-        ({"draft_depth": 0}, "drafter.options.draft_depth` must be a whole number of at least 1, not 0"),
-        ({"class_weight": -1}, "drafter.options.class_weight` must be a number of at least 0"),
-        ({"loss": "mse"}, "drafter.options.loss` must be one of ce, kl"),
-        ({"feature_noise": "much"}, "drafter.options.feature_noise` must be a number"),
+        ({"draft_depth": 0}, "drafter.options.draft_depth`: input should be greater than or equal to 1, not 0"),
+        ({"class_weight": -1}, "drafter.options.class_weight`: input should be greater than or equal to 0, not -1"),
+        ({"loss": "mse"}, "drafter.options.loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"),
+        ({"feature_noise": "much"}, "drafter.options.feature_noise`: input should be a valid number, .*, not 'much'"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

@@ -191,16 +191,19 @@ def test_default_feature_layers(num_layers: int, expected: list[int]) -> None:
     [
         (
             {"feature_layers": [1, 4]},
-            r"feature_layers` must be a list of ascending layer numbers from 0 to 3, not \[1,",
+            r"feature_layers`: must be a list of ascending layer numbers from 0 to 3, not \[1,",
         ),
         ({"feature_layers": [2, 1]}, "ascending"),
         ({"feature_layers": []}, "ascending"),
-        ({"feature_layers": 3}, "ascending"),
-        ({"ttt_steps": 0}, "ttt_steps` must be a whole number of at least 1"),
-        ({"draft_depth": 0}, "draft_depth` must be a whole number of at least 1"),
+        ({"feature_layers": 3}, "feature_layers`: input should be a valid list, not 3"),
+        ({"ttt_steps": 0}, "ttt_steps`: input should be greater than or equal to 1, not 0"),
+        ({"draft_depth": 0}, "draft_depth`: input should be greater than or equal to 1, not 0"),
         ({"num_masks": 2}, "unknown key `drafter.options.num_masks`"),
-        ({"draft_vocab_size": 62}, "draft_vocab_size` 62 is more than the target's vocabulary of 61"),
-        ({"draft_vocab_size": 0}, "draft_vocab_size` must be a whole number of at least 1"),
+        (
+            {"draft_vocab_size": 62},
+            "draft_vocab_size`: must be at most the target's vocabulary of 61 .*, not 62",
+        ),
+        ({"draft_vocab_size": 0}, "draft_vocab_size`: input should be greater than 0, not 0"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

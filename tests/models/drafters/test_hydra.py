@@ -235,7 +235,7 @@ def test_an_lm_head_with_a_bias_can_only_be_shared() -> None:
         num_attention_heads=4,
     )  # fmt: skip
     target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    with pytest.raises(UserError, match=r"has a bias.*set drafter.options.lm_heads to shared"):
+    with pytest.raises(UserError, match=r"has a bias.*drafter.options.lm_heads=shared"):
         HydraDrafter.from_target(target, {})
     drafter = hydra(target, lm_heads="shared")
     ids = random_batch(target)["input_ids"]
@@ -273,9 +273,9 @@ def test_the_decoder_refuses_what_cannot_be() -> None:
     ("options", "message"),
     [
         ({"num_head": 4}, "did you mean `num_heads`"),
-        ({"num_heads": 0}, "num_heads` must be a whole number of at least 1, not 0"),
-        ({"lm_heads": "tied"}, "lm_heads` must be one of separate, shared, not 'tied'"),
-        ({"loss": "mse"}, "loss` must be one of ce, kl"),
+        ({"num_heads": 0}, "num_heads`: input should be greater than or equal to 1, not 0"),
+        ({"lm_heads": "tied"}, "lm_heads`: input should be 'separate' or 'shared', not 'tied'"),
+        ({"loss": "mse"}, "loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"),
         ({"depth_weights": [1.0, 1.0]}, r"5 of them \(one for each depth\)"),
     ],
 )

@@ -172,9 +172,9 @@ def test_a_bf16_target_trains_fp32_heads_and_decodes_in_bf16() -> None:
     ("options", "message"),
     [
         ({"num_head": 4}, "did you mean `num_heads`"),
-        ({"num_heads": 0}, "`drafter.options.num_heads` must be a whole number of at least 1, not 0"),
-        ({"lm_heads": "own"}, "`drafter.options.lm_heads` must be one of separate, shared, not 'own'"),
-        ({"loss": "mse"}, "`drafter.options.loss` must be one of ce, kl"),
+        ({"num_heads": 0}, "`drafter.options.num_heads`: input should be greater than or equal to 1, not 0"),
+        ({"lm_heads": "own"}, "`drafter.options.lm_heads`: input should be 'separate' or 'shared', not 'own'"),
+        ({"loss": "mse"}, "`drafter.options.loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"),
         ({"depth_weights": [1.0]}, r"5 of them \(one for each depth\)"),
     ],
 )

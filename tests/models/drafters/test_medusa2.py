@@ -362,13 +362,13 @@ def test_other_drafters_change_no_target() -> None:
     ("options", "message"),
     [
         ({"lora_targets": ["q_proj", "query"]}, r"no linear layer `query`; use some of down_proj, .*or `all-linear`"),
-        ({"lora_targets": "q_proj"}, r"`drafter.options.lora_targets` must be `all-linear` or a list"),
+        ({"lora_targets": "q_proj"}, r"`drafter.options.lora_targets`: must be `all-linear` or a list"),
         ({"lora_targets": []}, "must be `all-linear` or a list"),
-        ({"lora_rank": 0}, "`drafter.options.lora_rank` must be a whole number of at least 1"),
-        ({"lora_alpha": 0}, "`drafter.options.lora_alpha` must be a number above 0"),
-        ({"lm_loss": "tv"}, "`drafter.options.lm_loss` must be one of kl, ce"),
+        ({"lora_rank": 0}, "`drafter.options.lora_rank`: input should be greater than or equal to 1, not 0"),
+        ({"lora_alpha": 0}, "`drafter.options.lora_alpha`: input should be greater than 0, not 0"),
+        ({"lm_loss": "tv"}, "`drafter.options.lm_loss`: input should be 'kl' or 'ce', not 'tv'"),
         ({"lora_shapes": {}}, "unknown key `drafter.options.lora_shapes`"),
-        ({"heads_weight": -1}, "`drafter.options.heads_weight` must be a number above 0"),
+        ({"heads_weight": -1}, "`drafter.options.heads_weight`: input should be greater than 0, not -1"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

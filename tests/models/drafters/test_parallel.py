@@ -241,8 +241,8 @@ def test_unsupported_architecture_names_those_that_work() -> None:
     ("options", "message"),
     [
         ({"num_mask": 4}, "did you mean `num_masks`"),
-        ({"inputs": "hiden"}, "drafter.options.inputs` must be one of embedding, hidden, both"),
-        ({"num_masks": "four"}, "must be a whole number"),
+        ({"inputs": "hiden"}, "drafter.options.inputs`: input should be 'embedding', 'hidden' or 'both', not 'hiden'"),
+        ({"num_masks": "four"}, "num_masks`: input should be a valid integer, .*, not 'four'"),
         ({"feature_layers": [1, 0]}, r"ascending layer numbers from 0 to 1 \(and -1 at the end .*not \[1, 0\]"),
         ({"feature_layers": [-1, 0]}, "ascending layer numbers"),
         ({"feature_layers": []}, "ascending layer numbers"),

@@ -102,7 +102,7 @@ def test_nothing_but_the_embeddings_is_trained_or_saved(tmp_path: Path) -> None:
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert list(file.keys()) == ["masks"]
     loaded = load_drafter(tmp_path, target)
-    assert loaded.config.num_layers == LAYERS
+    assert len(loaded.layers) == LAYERS
     batch = random_batch(target, drafter=drafter)
     with torch.no_grad():
         assert torch.equal(
@@ -182,7 +182,7 @@ def test_unsupported_architecture_names_those_that_work() -> None:
     [
         ({"inputs": "both"}, "unknown key `drafter.options.inputs`"),
         ({"num_layers": 1}, "unknown key `drafter.options.num_layers`"),
-        ({"num_masks": 0}, "num_masks` must be a whole number of at least 1"),
+        ({"num_masks": 0}, "num_masks`: input should be greater than or equal to 1, not 0"),
         ({"depth_weights": [1.0]}, r"5 of them \(one for each depth\)"),
     ],
 )

@@ -99,10 +99,10 @@ def test_default_mask_token(pad: int | None, expected: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask_token_id": 61}, "mask_token_id` must be a token id from 0 to 60, not 61"),
-        ({"mask_token_id": "<mask>"}, "mask_token_id` must be a token id"),
+        ({"mask_token_id": 61}, "mask_token_id`: must be a token id from 0 to 60, not 61"),
+        ({"mask_token_id": "<mask>"}, "mask_token_id`: input should be a valid integer, .*, not '<mask>'"),
         ({"mask_residual": True}, "unknown key `drafter.options.mask_residual`"),
-        ({"num_layers": 0}, "num_layers` must be a whole number of at least 1"),
+        ({"num_layers": 0}, "num_layers`: input should be greater than or equal to 1, not 0"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,147 @@
+"""Drafters made of decoder layers of the target's kind, trained on all groups of a sequence at once (2410.05589, 4.1).
+
+Stream 0 of a group reads the newest token and what the target knew before it. Further streams, if any, follow it:
+masks, whose depths all come from one forward (`masks.py`), or the drafter's own output (EAGLE-3). Only the rows that
+carry a label are computed, with group attention; a drafter at work attends to its own KV cache instead.
+
+Shapes: B batch, S sequence, G streams = depths that are trained, N present rows, D hidden, E input width of a layer, F
+features, V vocabulary, W tree nodes of a call.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.options import Attention, DrafterOptions, Loss
+from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
+from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
+from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput, depth_loss
+
+
+class GroupWiseOptions(DrafterOptions):
+    """Of all kinds that are trained so."""
+
+    attention: Attention = "folded"
+    loss: Loss = "kl"
+
+
+class GroupWiseDrafter(Drafter):
+    """A kind says what a row reads (`real_inputs`), and may have other layers or another loss; never other groups."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    layers_config: PreTrainedConfig
+    _rotary: Rotary | None = None
+
+    def build(self, config: DrafterConfig) -> None:
+        self.layers_config = layers_config(config.target_config, config.num_layers)
+        built = build_target_layers(self.layers_config)
+        self.layers, self.norm = built.layers, built.norm
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.config.loss in TEACHER_LOSSES
+
+    def attach(self, target: PreTrainedModel) -> Self:
+        self._rotary = Rotary(target, self.layers_config)
+        return super().attach(target)
+
+    # ---- training ----
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        teacher_features: Tensor | None = None,
+    ) -> DrafterOutput:
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        rows = self.labelled_rows(labels_bgs)
+        hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
+        labels_n = labels_bgs.flatten()[rows.index_n]
+        labelled = labels_n != IGNORED_LABEL
+        depth_n = rows.stream_n[labelled]
+        teacher_nd = None
+        if teacher_features is not None:
+            # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
+            teacher_nd = teacher_features[rows.batch_n[labelled], rows.position_n[labelled] + depth_n]
+        return self.label_loss(hidden_nd[labelled], depth_n, labels_n[labelled], teacher_nd)
+
+    def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
+        """The rows to compute: those with a label, and what they attend to."""
+        return GroupRows.that_matter(labels_bgs)
+
+    def label_loss(
+        self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
+    ) -> DrafterOutput:
+        """The loss of N labelled rows: their last hidden states, depth indices, labels and the target's features."""
+        lm_head = self.attached.lm_head
+        return depth_loss(
+            self.norm(hidden_nd),
+            depth_n,
+            labels_n,
+            lm_head,
+            torch.tensor(self.config.options.depth_shares, device=hidden_nd.device),
+            loss=self.config.loss,
+            teacher_nd=teacher_nd,
+            teacher_head=lm_head,
+        )
+
+    def rows_hidden(
+        self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """[N, D] of the present rows, before the final norm. Features are those AT each token."""
+        real_bse = self.real_inputs(input_ids, previous_features(features, position_ids))
+        hidden = self.rows_inputs(rows, real_bse[rows.batch_n, rows.position_n]).unsqueeze(0)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        else:
+            rows = rows.in_documents(position_ids)
+        positions_n = position_ids.expand_as(input_ids)[rows.batch_n, rows.position_n] + rows.stream_n
+        rotary = self.rotary_of(hidden, positions_n.unsqueeze(0))
+        return self.run_layers(hidden, rotary, group_rows=rows, group_backend=self.config.attention)[0]
+
+    def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
+        """[N, E] of the present rows, given the inputs of their groups' newest tokens."""
+        return newest_ne
+
+    def stream_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[B, G, S, D] of all streams, before the final norm."""
+        batch, length = input_ids.shape
+        rows = GroupRows.full(batch, self.config.num_depths, length, input_ids.device)
+        return self.rows_hidden(rows, input_ids, features, position_ids).unflatten(0, rows.shape)
+
+    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.logits_of(self.stream_hidden(input_ids, features, position_ids))
+
+    # ---- shared by training and decoding ----
+
+    def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
+        """[..., E] of the newest tokens x_t [...], from them and h_{t-1} [..., F]."""
+        raise NotImplementedError
+
+    def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
+        """[W, E] of drafted tokens [W], from them and, in place of h, the outputs that predicted them [W, D]."""
+        return self.real_inputs(input_ids, feedback)
+
+    def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
+        """[1, N, E] to [1, N, D]; `attention` says how the layers attend, see `groups/layers.py`."""
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=rotary, **attention)
+        return hidden
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        lm_head = self.attached.lm_head
+        return lm_head(self.norm(hidden).to(lm_head.weight.dtype))
+
+    def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, N, Dh] at positions [1, N]."""
+        if self._rotary is None:
+            raise ValueError("the drafter has no target: call drafter.attach(target) first")
+        return self._rotary(hidden, position_ids)

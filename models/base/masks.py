@@ -1,0 +1,72 @@
+"""Group-wise drafters whose depths come from one forward: K trainable [MASK]s follow the newest token.
+
+Shapes: G = K+1 streams, K masks, N present rows, E input width of a layer, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.options import DepthOptions
+from draftsmith.models.decoding.batch import BatchParallelDecoder
+from draftsmith.models.decoding.cached import ParallelDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder
+from draftsmith.models.groups.rows import GroupRows
+
+
+class MaskOptions(GroupWiseOptions, DepthOptions):
+    """Of all kinds with masks."""
+
+    num_masks: int = Field(4, ge=0, description="K; a round drafts K+1 tokens")
+    keep_ratio: float = Field(
+        1.0, gt=0, le=1, description="train [MASK]_j at a random keep_ratio**j of its positions (P-EAGLE); 1 keeps all"
+    )
+
+    @property
+    def num_depths(self) -> int:
+        return self.num_masks + 1
+
+
+class MaskedDrafter(GroupWiseDrafter):
+    """A kind says what its masks read, and whether the newest token's input is added to it."""
+
+    @property
+    def mask_residual(self) -> bool:
+        """Whether a mask reads its group's newest token too: its input is added."""
+        return False
+
+    def mask_inputs(self) -> Tensor:
+        """[K, E] inputs of [MASK]_1..K."""
+        raise NotImplementedError
+
+    def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
+        return GroupRows.that_matter(labels_bgs, self.config.keep_ratio if self.training else 1.0)
+
+    def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
+        if self.config.num_masks == 0:
+            return newest_ne
+        of_masks_ne = self.mask_inputs()[(rows.stream_n - 1).clamp_min(0)]
+        if self.mask_residual:
+            of_masks_ne = of_masks_ne + newest_ne
+        return torch.where((rows.stream_n > 0)[:, None], of_masks_ne, newest_ne)
+
+    def decoder(self, max_length_tokens: int) -> DrafterDecoder:
+        return ParallelDecoder(self, max_length_tokens)
+
+    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
+        return BatchParallelDecoder(self, max_length_tokens, batch_size).rows
+
+
+def embeddings_of(target: PreTrainedModel) -> Tensor:
+    """[V, D] of all its tokens, scaled where the target scales them."""
+    return target.get_input_embeddings()(torch.arange(target.config.vocab_size, device=target.device))
+
+
+def draw_near_mean_embedding(masks_kd: Tensor, target: PreTrainedModel) -> None:
+    """Fill with normal values around the target's mean embedding, as wide as all its embeddings lie apart."""
+    embedding_vd = embeddings_of(target).to(masks_kd.dtype)
+    masks_kd.normal_(0.0, embedding_vd.std().item()).add_(embedding_vd.mean(0))
