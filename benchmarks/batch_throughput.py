@@ -123,7 +123,7 @@ def main() -> None:
     methods = [resolve_tuned(method, folder) for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
     if not methods:
         raise UserError(f"recipe {recipe.name} has no method that drafts with its drafter: add one to eval.methods")
-    questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
+    questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
     limit = longest_sequence_tokens(target)
     prompts = first_turn_prompts(tokenizer, questions, arguments.prompts, arguments.new_tokens, limit)
     job = {

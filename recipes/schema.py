@@ -215,6 +215,9 @@ class EvalRecipe(Section):
         "embedded", description="Spec-Bench question.jsonl, or `embedded` for the questions that ship"
     )
     limit_per_category: int | None = Field(None, ge=1)
+    limit_per_task: int | None = Field(
+        None, ge=1, description="Spec-Bench's tasks, of which its eight MT-bench categories are one"
+    )
     max_new_tokens: int = Field(512, ge=1)
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="strings that end an answer, beside the end tokens; they are no part of its text"

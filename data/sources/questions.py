@@ -16,6 +16,9 @@ from draftsmith.recipes.errors import UserError
 
 EMBEDDED = "embedded"
 EMBEDDED_FILE = Path(__file__).parents[1] / "stdlib" / "embedded.jsonl"
+# The task that these categories are together; every other category is a task of its own (its evaluation/speed.py).
+MT_BENCH = "mt_bench"
+MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 FORMAT = 'Spec-Bench lines look like {"question_id": 81, "category": "writing", "turns": ["...", "..."]}'
 
 
@@ -26,13 +29,20 @@ class Question:
     turns: tuple[str, ...]
 
 
+def task_of(category: str) -> str:
+    """The one of Spec-Bench's six tasks that a category belongs to."""
+    return MT_BENCH if category in MT_BENCH_CATEGORIES else category
+
+
 def questions_file(source: str) -> Path:
     """The file behind the recipe's `eval.questions`."""
     return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
 
 
-def load_questions(source: str, limit_per_category: int | None = None) -> list[Question]:
-    """Read and check the questions.
+def load_questions(
+    source: str, limit_per_category: int | None = None, limit_per_task: int | None = None
+) -> list[Question]:
+    """Read and check the questions; with limits the first ones, of a task evenly from its categories.
 
     Raises:
         UserError: The file is missing or empty, or a line is no question.
@@ -42,7 +52,6 @@ def load_questions(source: str, limit_per_category: int | None = None) -> list[Q
         raise UserError(f"questions file {file} does not exist: set eval.questions to a JSONL file or to `embedded`")
     questions: list[Question] = []
     seen: dict[int | str, int] = {}
-    taken: Counter[str] = Counter()
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
@@ -53,12 +62,26 @@ def load_questions(source: str, limit_per_category: int | None = None) -> list[Q
                 f"{file} line {number}: question_id {question.question_id!r} is already used on line {first}"
             )
         seen[question.question_id] = number
-        taken[question.category] += 1
-        if limit_per_category is None or taken[question.category] <= limit_per_category:
-            questions.append(question)
+        questions.append(question)
     if not questions:
         raise UserError(f"questions file {file} holds no question: {FORMAT}")
-    return questions
+    return _limited(questions, limit_per_category or len(questions), limit_per_task or len(questions))
+
+
+def _limited(questions: list[Question], per_category: int, per_task: int) -> list[Question]:
+    """In the order of the file."""
+    of_category: dict[str, list[int]] = {}
+    for index, question in enumerate(questions):
+        of_category.setdefault(question.category, []).append(index)
+    ranked = [(rank, index) for indices in of_category.values() for rank, index in enumerate(indices[:per_category])]
+    kept: list[int] = []
+    taken: Counter[str] = Counter()
+    for _, index in sorted(ranked):
+        task = task_of(questions[index].category)
+        taken[task] += 1
+        if taken[task] <= per_task:
+            kept.append(index)
+    return [questions[index] for index in sorted(kept)]
 
 
 def _parse(line: str, where: str) -> Question:

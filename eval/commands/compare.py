@@ -22,8 +22,8 @@ from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 # What every recipe of a comparison must say alike: who answers which questions, and how.
 SHARED_EVAL_KEYS = (
-    "questions", "limit_per_category", "max_new_tokens", "stop", "runs", "warmup_questions", "temperatures", "top_k",
-    "top_p",
+    "questions", "limit_per_category", "limit_per_task", "max_new_tokens", "stop", "runs", "warmup_questions",
+    "temperatures", "top_k", "top_p",
 )  # fmt: skip
 
 # Of the data section, what only training and the tokeniser's speed know of.

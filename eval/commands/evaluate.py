@@ -53,14 +53,14 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
     for trained in drafter_folders(recipe):
         if not (trained / "config.json").is_file():
             raise UserError(f"no trained drafter in {trained}: run `draftsmith train` with its recipe first")
-    questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
+    choices = recipe.eval
+    questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
     settings = measurement_settings(recipe)
     check_settings(folder.eval / SETTINGS, settings, "measure again")
     write_settings(folder.eval / SETTINGS, settings)
     log = JsonlLog(folder.eval / RECORDS)
     check_complete(list(log))
     target, tokenizer, drafters = load_models(recipe)
-    choices = recipe.eval
     bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
     try:
         arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)

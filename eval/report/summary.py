@@ -1,9 +1,13 @@
 """From the harness's records to numbers: tau, speedup and its spread, greedy identity, and where the time went.
 
-tau                  tokens kept per round, the target's own included (the paper's acceptance length)
+tau                  tokens kept per round, the target's own included (the paper's acceptance length), over all rounds
+tau_by_question      mean over questions of the tau of each
 tau_without_bonus    drafted tokens kept per round
 speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions, same
-                     process, prefill included on both sides; mean and standard deviation are over the runs
+                     process, prefill included on both sides; mean and standard deviation are over the runs. Pooled:
+                     all tokens / all seconds
+speedup_by_question  the same, with means over questions of each one's tokens / s (Spec-Bench, evaluation/speed.py,
+                     whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above
 tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
 latency              seconds between tokens as a user sees them: see `latency_percentiles`
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds
@@ -22,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith.data.sources.questions import MT_BENCH, task_of
 from draftsmith.eval.bench.fair_clock import Answer, Record, check_fair_clock
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.theory_table import theory_row
@@ -30,16 +35,20 @@ OVERALL = "overall"
 
 
 def summarize(records: list[Record]) -> list[dict[str, Any]]:
-    """One row for each method, temperature and category, `overall` included.
+    """One row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
 
     Raises:
         UserError: There is no record, or one compares what cannot be compared.
     """
     check_fair_clock(records)
+    categories = list(dict.fromkeys(record["category"] for record in records))
+    together = [category for category in categories if task_of(category) == MT_BENCH]
+    if 1 < len(together) < len(categories) and MT_BENCH not in categories:
+        categories.append(MT_BENCH)
     return [
         _row(_pairs(records, key, category), category)
         for key in records[0]["answers"]
-        for category in [*dict.fromkeys(record["category"] for record in records), OVERALL]
+        for category in [*categories, OVERALL]
     ]
 
 
@@ -49,7 +58,7 @@ Pair = tuple[int, Answer, Answer]  # run, the method's answer, the baseline's an
 def _pairs(records: list[Record], key: str, category: str) -> list[Pair]:
     pairs = []
     for record in records:
-        if category in (OVERALL, record["category"]):
+        if category in (OVERALL, record["category"], task_of(record["category"])):
             answer = record["answers"][key]
             baseline = record["answers"][f"{AUTOREGRESSIVE}@{answer['temperature']:g}"]
             pairs.append((record["run"], answer, baseline))
@@ -60,10 +69,13 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
     answers = [answer for _, answer, _ in pairs]
     rounds = sum(len(answer["accept_lengths"]) for answer in answers)
     runs = sorted({run for run, _, _ in pairs})
-    speedups = []
+    speedups, by_question = [], []
     for run in runs:
         of_run = [(answer, baseline) for number, answer, baseline in pairs if number == run]
         speedups.append(_speed(answer for answer, _ in of_run) / _speed(baseline for _, baseline in of_run))
+        speeds = [(_speed([answer]), _speed([baseline])) for answer, baseline in of_run]
+        by_question.append(sum(mine for mine, _ in speeds) / sum(base for _, base in speeds))
+    taus = [statistics.fmean(answer["accept_lengths"]) for answer in answers if answer["accept_lengths"]]
     # Records older than lenience have none.
     lossless = answers[0].get("lenience", 1.0) == 1
     greedy = answers[0]["temperature"] == 0 and lossless
@@ -71,10 +83,14 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         "method": answers[0]["method"],
         "temperature": answers[0]["temperature"],
         "category": category,
+        "task": None if category == OVERALL else task_of(category),
         "tau": sum(sum(answer["accept_lengths"]) for answer in answers) / rounds if rounds else None,
+        "tau_by_question": statistics.fmean(taus) if taus else None,
         "tau_without_bonus": sum(sum(answer["draft_lengths"]) for answer in answers) / rounds if rounds else None,
         "speedup_mean": statistics.fmean(speedups),
         "speedup_std": statistics.stdev(speedups) if len(speedups) > 1 else None,
+        "speedup_by_question_mean": statistics.fmean(by_question),
+        "speedup_by_question_std": statistics.stdev(by_question) if len(by_question) > 1 else None,
         "runs": len(runs),
         "tokens": sum(sum(answer["new_tokens"]) for answer in answers),
         "tokens_per_s": _speed(answers),

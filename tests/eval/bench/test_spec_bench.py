@@ -1,6 +1,7 @@
 """The harness: questions in, records and Spec-Bench answers out; resumable, and never comparing across processes."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from support.records import made_up
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.sources.questions import Question, load_questions
+from draftsmith.data.sources.questions import Question, load_questions, task_of
 from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.record_log import JsonlLog
@@ -26,6 +27,7 @@ from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 
 SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"
+TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 V = 40
 QUESTIONS = [
     Question(1, "writing", ("ab", "cd")),
@@ -125,8 +127,9 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
     summary = summarize(records)
     assert [row["category"] for row in summary[:3]] == ["writing", "math", "overall"]
     assert len(summary) == 6 * 3
-    keys = """method temperature category tau tau_without_bonus speedup_mean speedup_std runs tokens tokens_per_s
-        first_token_s latency_p50_s latency_p90_s lossless greedy_identical"""
+    keys = """method temperature category task tau tau_by_question tau_without_bonus speedup_mean speedup_std
+        speedup_by_question_mean speedup_by_question_std runs tokens tokens_per_s first_token_s latency_p50_s
+        latency_p90_s lossless greedy_identical"""
     for row in summary:
         assert list(row) == keys.split()
         assert row["lossless"]
@@ -137,6 +140,11 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
         assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
         if row["method"] == "autoregressive":
             assert (row["tau"], row["speedup_mean"], row["speedup_std"]) == (1, 1, 0)
+            assert (row["tau_by_question"], row["speedup_by_question_mean"], row["speedup_by_question_std"]) == (
+                1,
+                1,
+                0,
+            )
     timing = summarize_timing(records)
     assert [row["method"] for row in timing] == ["autoregressive", "chain", "tree"] * 2
     assert all(0 < row["loop_efficiency"] < 2 for row in timing)
@@ -281,6 +289,45 @@ def test_speedup_by_hand() -> None:
     assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
 
 
+def a_question(number: int, category: str, seconds: float, baseline_seconds: float, rounds: int) -> dict[str, Any]:
+    """10 tokens, the last 9 of them in as many rounds as the drafter takes."""
+    record = made_up(0, seconds, baseline_seconds) | {"question_id": number, "category": category}
+    answer = record["answers"]["chain@0"]
+    answer |= {"accept_lengths": [9 // rounds] * rounds, "draft_lengths": [9 // rounds - 1] * rounds}
+    answer |= {"round_s": [0.1] * rounds, "draft_depths": [2] * rounds}
+    return record
+
+
+def test_pooled_and_by_question_by_hand() -> None:
+    """5 and 10 tokens/s against 2.5 and 10: 20 tokens in 3 s against 5 s is 5/3; the means 7.5 against 6.25 are 1.2.
+
+    The drafter's tau is 3 in 3 rounds and 9 in 1: 18 tokens in 4 rounds, or 6 by question.
+    """
+    records = [a_question(1, "qa", 2.0, 4.0, rounds=3), a_question(2, "qa", 1.0, 1.0, rounds=1)]
+    row = summarize(records)[-1]
+    assert (row["method"], row["category"], row["task"]) == ("chain", "overall", None)
+    assert (row["speedup_mean"], row["speedup_by_question_mean"]) == (pytest.approx(5 / 3), pytest.approx(1.2))
+    assert (row["tau"], row["tau_by_question"]) == (4.5, 6)
+    assert row["speedup_by_question_std"] is None
+    again = [record | {"run": 1} for record in (a_question(1, "qa", 1.0, 4.0, 3), a_question(2, "qa", 1.0, 1.0, 1))]
+    row = summarize([*records, *again])[-1]
+    assert row["speedup_by_question_mean"] == pytest.approx(1.4)  # 1.2 and 1.6
+    assert row["speedup_by_question_std"] == pytest.approx(0.2 * 2**0.5)
+
+
+def test_the_eight_categories_of_mt_bench_are_one_task() -> None:
+    """As in Spec-Bench's evaluation/speed.py. A row of its own, where it is not everything, nor one category alone."""
+    names = ["writing", "math", "qa"]
+    records = [a_question(number, name, 2.0, 4.0 * number, 3) for number, name in enumerate(names, 1)]
+    rows = {row["category"]: row for row in summarize(records) if row["method"] == "chain"}
+    assert list(rows) == [*names, "mt_bench", "overall"]
+    assert [row["task"] for row in rows.values()] == ["mt_bench", "mt_bench", "qa", "mt_bench", None]
+    assert rows["mt_bench"]["speedup_mean"] == pytest.approx(3.0)
+    assert (rows["mt_bench"]["tokens"], rows["overall"]["tokens"]) == (20, 30)
+    for some in ([0, 1], [0, 2]):
+        assert "mt_bench" not in {row["category"] for row in summarize([records[index] for index in some])}
+
+
 def test_timing_by_hand() -> None:
     """t_target 0.2, t_draft 0.1, t_verify 0.2, tau 3: predicted 3 * 0.2 / 0.3 = 2; measured 4.5 / 2.5 = 1.8."""
     row = summarize_timing([made_up(0, 2.5, 4.5)])[-1]
@@ -345,6 +392,24 @@ def test_spec_bench_questions() -> None:
     questions = load_questions(str(SPEC_BENCH))
     assert len(questions) == 480
     assert len({question.category for question in questions}) == 13
+    assert Counter(task_of(question.category) for question in questions) == dict.fromkeys(TASKS, 80)
+
+
+def test_limits(tmp_path: Path) -> None:
+    """A task is cut evenly over its categories; the order is the file's."""
+    file = tmp_path / "question.jsonl"
+    categories = ["writing"] * 4 + ["math"] * 4 + ["coding"] + ["qa"] * 4
+    lines = ({"question_id": n, "category": category, "turns": ["a"]} for n, category in enumerate(categories))
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+
+    def kept(*limits: int | None) -> list[Any]:
+        return [question.question_id for question in load_questions(str(file), *limits)]
+
+    assert kept() == list(range(13))
+    assert kept(2) == [0, 1, 4, 5, 8, 9, 10]
+    assert kept(None, 4) == [0, 1, 4, 8, 9, 10, 11, 12]
+    assert kept(1, 4) == [0, 4, 8, 9]
+    assert kept(None, 1) == [0, 9]
 
 
 def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:

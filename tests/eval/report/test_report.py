@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from draftsmith.data.sources.questions import task_of
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.report import headline, next_steps, print_table, write_report
 from draftsmith.eval.report.theory_charts import draw_theory
@@ -18,10 +19,14 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "method": method,
         "temperature": temperature,
         "category": category,
+        "task": None if category == "overall" else task_of(category),
         "tau": 2.5,
+        "tau_by_question": 2.61,
         "tau_without_bonus": 1.5,
         "speedup_mean": 1.8,
         "speedup_std": 0.05,
+        "speedup_by_question_mean": 1.73,
+        "speedup_by_question_std": None,
         "runs": 3,
         "tokens": 1234,
         "lossless": True,
@@ -107,7 +112,10 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     text = markdown.read_text()
     assert text.index("times as fast as the autoregressive loop") < text.index("## Overall")
     assert "tau = mean tokens committed per round, including the one token that the target itself contributes" in text
+    assert "the mean of the questions' tokens per second" in text
+    assert "| tree | 0 | 2.50 | 2.61 | 1.50 | 2.01 | 0.100 | 1.73 | - | 1234 | yes |" in text
     assert "| writing | tree" in text
+    assert "mt_bench" not in text
     assert "| tree | 0 | 432.1 | 12.30 | 2.10 | - |" in text
     assert "| tree | 0 | 4.00 | 1.00 | 4.50 | 0.200 | 0.123 | 0.25 | 1.90 | 1.80 | 0.95 |" in text
     assert "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 1.25 | 5 |" in text
@@ -126,6 +134,11 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert page.count('src="data:image/png;base64,') == 2 + 3
     assert not re.search(r'(src|href)="(?!data:)', page), "the page must not need any other file"
     assert page.count("<table>") == page.count("</table>") == 6
+
+
+def test_mt_bench_is_explained_where_it_stands(tmp_path: Path) -> None:
+    for file in write_report(tmp_path, facts([*SUMMARY, row("tree", "mt_bench")]), []):
+        assert "Spec-Bench's task of the eight MT-bench categories together" in file.read_text()
 
 
 def test_stop_strings_are_reported(tmp_path: Path) -> None:
@@ -161,6 +174,8 @@ def test_terminal_table() -> None:
     print_table(SUMMARY, console)
     text = console.export_text()
     assert "2.01 ± 0.10" in text
+    assert re.search(r"tree +writing +2.50 +1.50 +2.01 ± 0.10 +1.73 +yes", text)
+    assert "the mean of the questions' tokens per second" in " ".join(text.split())
     assert "1234" not in text, "a cell without a heading"
     assert "including the one token that the target itself contributes" in text
     assert "autoregressive" not in text
