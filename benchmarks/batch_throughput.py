@@ -129,7 +129,7 @@ def main() -> None:
     job = {
         "prompts": [ids for _, ids in prompts],
         "new_tokens": arguments.new_tokens,
-        "end_ids": frozenset(answer_end_ids(target, tokenizer)),
+        "end_ids": frozenset(answer_end_ids(target.generation_config, tokenizer)),
         "runs": arguments.runs,
     }
     rows = []

@@ -39,7 +39,7 @@ def main() -> None:
     asked = first_turn_prompts(tokenizer, questions, options.prompts, options.new_tokens, limit)
     prompts = [ids for _, ids in asked]
     longest = max(map(len, prompts)) + options.new_tokens
-    end_ids = frozenset(answer_end_ids(target, tokenizer))
+    end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     expected: list[list[int]] = []  # the first arm is the baseline
     result = {}
     with TargetSession(target, longest) as session:

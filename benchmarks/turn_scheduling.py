@@ -23,7 +23,7 @@ from simulated_server import Latencies, SimulatedServer
 
 from draftsmith.data.distill.distill import distill
 from draftsmith.data.engines.engine import Engine, EngineSetting, open_engine
-from draftsmith.data.tokens.end_ids import end_ids_of
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.models.target.loading import load_generation_config, load_tokenizer, target_location
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -77,7 +77,7 @@ def main() -> None:
     latencies = Latencies()
     recipe = Recipe.model_validate({"name": "turn_scheduling", "data": {"max_length_tokens": 100_000}})
     tokenizer = load_tokenizer(recipe.target)
-    end_ids = tuple(end_ids_of(load_generation_config(recipe.target), tokenizer))
+    end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     tokens = set()
     with tempfile.TemporaryDirectory(prefix="turn-scheduling-") as folder:

@@ -23,7 +23,7 @@ from draftsmith.data.engines.vllm_engine import VllmEngine, sampling_parameters
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.end_ids import end_ids_of
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.models.target.loading import load_generation_config, load_tokenizer, target_location
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
@@ -97,7 +97,7 @@ def main() -> None:
     }  # fmt: skip
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     tokenizer = load_tokenizer(recipe.target)
-    end_ids = tuple(end_ids_of(load_generation_config(recipe.target), tokenizer))
+    end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
     setting = EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, lambda: None)
     engine = VllmEngine.make(VllmEngine.Options.model_validate(options), setting)
     assert isinstance(engine, VllmEngine)

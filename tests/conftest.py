@@ -20,7 +20,7 @@ def start_server() -> Iterator[StartServer]:
 @pytest.fixture
 def start_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartEngine]:
     """The openai engine, with short pauses."""
-    monkeypatch.setattr(servers, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(servers, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(servers, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(servers, "LONGEST_BACKOFF_S", 0.1)
     with engines_to_start() as start:
         yield start

@@ -73,7 +73,7 @@ class CardInput:
 
 
 @dataclass
-class _Made:
+class _Totals:
     """What was distilled, by source; samples are those with the smallest hashes, so that they stay the same."""
 
     distilled: Counter[str] = field(default_factory=Counter)
@@ -115,16 +115,16 @@ def write_card_of_run(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weig
 
 def write_data_card(folder: Path, card: CardInput) -> Path:
     """Write the card, its picture and its JSON into the run's data folder. Returns the card's path."""
-    made = _Made()
+    totals = _Totals()
     for conversation in card.conversations:
-        made.add(conversation)
+        totals.add(conversation)
     answer_tokens = answer_lengths(card.tokens)
     prompt_tokens = [length - answers for length, answers in zip(row_lengths(card.tokens), answer_tokens, strict=True)]
-    values = _values(folder, card, made) | {
+    values = _values(folder, card, totals) | {
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)}
     }
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
-    title = f"{card.recipe.name}: {made.distilled.total():,} conversations"
+    title = f"{card.recipe.name}: {totals.distilled.total():,} conversations"
     _draw_token_histogram(prompt_tokens, answer_tokens, folder / PICTURE, title)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -135,30 +135,33 @@ def write_data_card(folder: Path, card: CardInput) -> Path:
     environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
     text = environment.get_template("data_card.md.j2").render(
         values,
-        front_matter=_front_matter(folder, card, made.distilled.total()),
+        front_matter=_front_matter(folder, card, totals.distilled.total()),
         picture=PICTURE,
-        samples=[conversation for *_, conversation in sorted(made.samples, reverse=True)],
+        samples=[conversation for *_, conversation in sorted(totals.samples, reverse=True)],
     )
     write_atomically(folder / CARD, text)
     return folder / CARD
 
 
-def _values(folder: Path, card: CardInput, made: _Made) -> dict[str, Any]:
+def _values(folder: Path, card: CardInput, totals: _Totals) -> dict[str, Any]:
     recipe, distilling = card.recipe, card.recipe.data.distill
-    names = [*card.counts.by_source, *(name for name in made.distilled if name not in card.counts.by_source)]
+    # A Hub id as it is, of a local folder the last name.
+    model = Path(recipe.target.model).name if Path(recipe.target.model).expanduser().is_dir() else recipe.target.model
+    vocabulary = json.dumps(card.tokenizer.get_vocab(), sort_keys=True)
+    names = [*card.counts.by_source, *(name for name in totals.distilled if name not in card.counts.by_source)]
     sources = {}
     for name in names:
         tally = card.counts.by_source.get(name)
-        distilled = made.distilled[name]
+        distilled = totals.distilled[name]
         sources[name] = {
             **(tally.as_json() if tally else {}),
             "distilled": distilled,
-            "shortened": dict(made.shortened.get(name, {})),
+            "shortened": dict(totals.shortened.get(name, {})),
             "without_answer": max(0, tally.kept - distilled) if tally else 0,
         }
     return {
         "name": recipe.name,
-        "target": recipe.target.model_dump(include={"revision", "dtype"}) | {"model": _model_name(recipe.target.model)},
+        "target": {"revision": recipe.target.revision, "dtype": recipe.target.dtype, "model": model},
         "sources": sources,
         "failed": dict(card.failed),
         "contaminated_ids": card.counts.contaminated_ids,
@@ -171,15 +174,11 @@ def _values(folder: Path, card: CardInput, made: _Made) -> dict[str, Any]:
             "sources": {s.label: _origin(s) for s in recipe.data.conversations.sources},
             "data_files": {file.relative_to(folder).as_posix(): sha256_of(file) for file in sorted(card.data_files)},
             "records": card.records_hash,
-            **_tokenizer_hashes(card.tokenizer),
+            "vocabulary": hashlib.sha256(vocabulary.encode()).hexdigest(),
+            "chat_template": hashlib.sha256(str(card.tokenizer.chat_template).encode()).hexdigest(),
         },
         "versions": versions(),
     }
-
-
-def _model_name(model: str) -> str:
-    """A Hub id as it is, of a local folder the last name."""
-    return Path(model).name if Path(model).expanduser().is_dir() else model
 
 
 def _origin(source: MixedSourceRecipe) -> str:
@@ -191,14 +190,6 @@ def _origin(source: MixedSourceRecipe) -> str:
         return f"{file.name}, SHA-256 {sha256_of(file)}"
     parts = [source.file or f"split {source.hub_split}", f"revision {source.revision or 'main'}"]
     return f"Hub dataset {source.source}, {', '.join(parts)}"
-
-
-def _tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
-    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return {
-        "vocabulary": hashlib.sha256(vocabulary.encode()).hexdigest(),
-        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
-    }
 
 
 def _lengths(tokens: list[int]) -> dict[str, float]:

@@ -6,8 +6,6 @@ Before distillation a sample of the source's conversations is tokenised as train
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +18,14 @@ from draftsmith.data.distill.token_dataset import read_token_report
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.counts import SourceCounts, counted_reasons
 from draftsmith.data.sources.mixture import load_conversations, question_sources
-from draftsmith.data.tokens.chat_tokens import (
-    PROBE,
-    TemplateProblem,
-    TemplateRefusal,
-    TokenizedConversation,
-    tokenize_shortened,
-)
+from draftsmith.data.tokens.answer_spans import PROBE, TemplateProblem, TemplateRefusal
+from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_shortened
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import FiltersRecipe, Recipe
 
 SAMPLE_CONVERSATIONS = 256
 EXAMPLE_ROWS = 64
 MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
-
-
-@dataclass
-class _Lost:
-    """What tokenising the sample cost."""
-
-    shortened: int = 0
-    too_long: int = 0
-    problems: list[TemplateProblem] = field(default_factory=list)
 
 
 def check_source(recipe: Recipe, expected: Expected) -> Checked:
@@ -54,17 +38,26 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
     except UserError as error:
         return Checked("source conversations", [*_invalid(recipe, counts, 0), Finding("source", "defect", str(error))])
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
-    lost = _Lost()
-    prompts = [_with_stand_in_answers(conversation) for conversation in sample if not conversation.is_answered]
-    _tokenize(expected.tokenizer, prompts, recipe.data.max_length_tokens, lost)
-    answered = [conversation for conversation in sample if conversation.is_answered]
-    rows = _tokenize(expected.tokenizer, answered, recipe.data.max_length_tokens, lost)
+    rows: list[TokenizedConversation] = []
+    problems: list[TemplateProblem] = []
+    shortened = too_long = 0
+    for conversation in sample:
+        whole = conversation if conversation.is_answered else _with_stand_in_answers(conversation)
+        try:
+            result = tokenize_shortened(expected.tokenizer, whole, recipe.data.max_length_tokens)
+        except TemplateProblem as problem:
+            problems.append(problem)
+            continue
+        too_long += result is None
+        shortened += result is not None and result[1] > 0
+        if result is not None and conversation.is_answered:
+            rows.append(result[0])
     findings = [
         *_invalid(recipe, counts, len(found)),
         *_left_out(recipe, counts),
         *_unanswered(found),
-        _template(recipe, lost, len(sample)),
-        _lengths(lost.shortened, lost.too_long, len(sample), recipe.data.max_length_tokens),
+        _template(recipe, problems, len(sample)),
+        _lengths(shortened, too_long, len(sample), recipe.data.max_length_tokens),
         *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
     ]
     return Checked(f"source conversations ({len(found)} found, {len(sample)} of them tokenised)", findings, rows)
@@ -72,7 +65,10 @@ def check_source(recipe: Recipe, expected: Expected) -> Checked:
 
 def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expected: Expected) -> Checked:
     """Every row of the dataset that distillation wrote to `folder`/tokens."""
-    findings = check_rows(_rows_of(dataset), expected, f"delete {folder / 'tokens'} and run `draftsmith distill` again")
+    batches = dataset.with_format("numpy").iter(batch_size=1024)
+    pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
+    remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
+    findings = check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy)
     report = read_token_report(folder / "tokens")
     if report is not None:
         counts = report["shortened"], report["too_long"], report["conversations"]
@@ -84,31 +80,6 @@ def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expecte
         for row in dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
     ]
     return Checked(f"tokens to train on ({len(dataset)} rows)", findings, examples)
-
-
-def _rows_of(dataset: Any) -> Iterator[TokenizedConversation]:
-    for batch in dataset.with_format("numpy").iter(batch_size=1024):
-        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
-            yield TokenizedConversation(ids, mask)
-
-
-def _tokenize(
-    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int, lost: _Lost
-) -> list[TokenizedConversation]:
-    rows = []
-    for conversation in conversations:
-        try:
-            result = tokenize_shortened(tokenizer, conversation, max_length_tokens)
-        except TemplateProblem as problem:
-            lost.problems.append(problem)
-            continue
-        if result is None:
-            lost.too_long += 1
-            continue
-        tokenized, dropped_turns = result
-        lost.shortened += dropped_turns > 0
-        rows.append(tokenized)
-    return rows
 
 
 def _with_stand_in_answers(conversation: Conversation) -> Conversation:
@@ -128,7 +99,10 @@ def _unanswered(found: list[Conversation]) -> list[Finding]:
 
 def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
     """Empty conversations, and other records that are none."""
-    empty = Counter({reason: count for reason, count in counts.invalid.items() if _is_empty(reason)})
+    reasons = [
+        reason for reason in counts.invalid if reason.startswith("empty ") or reason in ("no turns", "no user turn")
+    ]
+    empty = Counter({reason: counts.invalid[reason] for reason in reasons})
     skips = recipe.data.conversations.skip_invalid
     findings = []
     for check, what in (("empty conversations", empty), ("malformed conversations", counts.invalid - empty)):
@@ -173,20 +147,16 @@ def _left_out(recipe: Recipe, counts: SourceCounts) -> list[Finding]:
     return findings
 
 
-def _is_empty(reason: str) -> bool:
-    return reason.startswith("empty ") or reason in ("no turns", "no user turn")
-
-
-def _template(recipe: Recipe, lost: _Lost, sampled: int) -> Finding:
+def _template(recipe: Recipe, problems: list[TemplateProblem], sampled: int) -> Finding:
     """Conversations that do not go through the chat template. Distillation stops at those that it refuses."""
-    refused = len(lost.problems)
+    refused = len(problems)
     figures = {"refused": refused, "sampled": sampled}
     if not refused:
         return Finding("chat template", "ok", f"takes all {sampled} conversations", figures)
     asks = recipe.data.distill.engine != "none" and not recipe.data.conversations.skip_invalid
-    stops = asks and any(isinstance(problem, TemplateRefusal) for problem in lost.problems)
+    stops = asks and any(isinstance(problem, TemplateRefusal) for problem in problems)
     severity: Any = "defect" if stops or refused == sampled else "warning"
-    return Finding("chat template", severity, f"{refused} of {sampled} do not go through: {lost.problems[0]}", figures)
+    return Finding("chat template", severity, f"{refused} of {sampled} do not go through: {problems[0]}", figures)
 
 
 def _lengths(shortened: int, too_long: int, conversations: int, max_length_tokens: int) -> Finding:

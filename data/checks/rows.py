@@ -12,7 +12,8 @@ import numpy as np
 
 from draftsmith.data.checks.finding import Finding
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import PROBE, TokenizedConversation, special_ids, tokenize_conversation
+from draftsmith.data.tokens.answer_spans import PROBE
+from draftsmith.data.tokens.chat_tokens import TokenizedConversation, special_ids, tokenize_conversation
 from draftsmith.data.tokens.end_ids import answer_end_ids
 
 LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the work is for nothing
@@ -50,7 +51,8 @@ def expected_of(target: Any, tokenizer: Any, collate: Collate) -> Expected:
         vocabulary_size=target.get_input_embeddings().weight.shape[0],
         max_positions=getattr(target.config.get_text_config(), "max_position_embeddings", None),
         special=special,
-        ends=frozenset(answer_end_ids(target, tokenizer)) | (special & {answer[-1] for answer in answers}),
+        ends=frozenset(answer_end_ids(target.generation_config, tokenizer))
+        | (special & {answer[-1] for answer in answers}),
         collate=collate,
     )
 

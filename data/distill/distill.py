@@ -7,7 +7,7 @@ A drafter has to predict what the target says, not what some other author said. 
 
 A conversation's next turn is asked the moment its previous answer is there: there are no waves, so the engine stays
 full whatever the number of turns. Answers go to the ledger as they come, so that a kill costs those in flight and those
-of the last moment at most (`LONGEST_PAUSE_S`).
+of the last moment at most (`LONGEST_WRITE_INTERVAL_S`).
 """
 
 import hashlib
@@ -39,22 +39,17 @@ from draftsmith.data.engines.engine import Completion, Engine, Failure, Generati
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import counted_reasons
 from draftsmith.data.sources.mixture import load_conversations
-from draftsmith.data.tokens.chat_tokens import (
-    TemplateProblem,
-    TemplateRefusal,
-    prompt_token_ids,
-    template_answer_lead,
-    template_end_token,
-    tokenize_conversation,
-)
+from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.end_ids import template_end_token
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
 
-LOOK_AGAIN_S = 2.0  # at conversations that another process holds
-PASSED_AT_ONCE = 1024
-LONGEST_PAUSE_S = 1.0  # between two writes
+HELD_POLL_S = 2.0  # between two looks at conversations that another process holds
+LONGEST_WRITE_INTERVAL_S = 1.0
+CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
 
@@ -172,7 +167,7 @@ class _Distillation:
                     for key, outcome in self.engine.collect():
                         self._take(self.at_work[key], outcome)
                 elif self.held:
-                    time.sleep(LOOK_AGAIN_S)
+                    time.sleep(HELD_POLL_S)
                 if not waiting:
                     waiting, self.held = self.held, waiting
                 # Waiting for the disk keeps some engines from generating: not more than a twentieth of the time.
@@ -267,26 +262,23 @@ class _Distillation:
             return
         while rewriting.turns[-1].role != "assistant":
             rewriting.turns.pop()
-        try:
-            record = self._record(rewriting)
-        except TemplateProblem:  # an answer that the template rewrites, with two </think> for instance
-            self.finished.append(Finished(rewriting.id, FAILED, REWRITTEN))
-            return
-        self.finished.append(Finished(rewriting.id, DONE if reason is None else state, reason, record))
-
-    def _record(self, rewriting: _Rewriting) -> dict[str, Any]:
-        source = self.conversations[rewriting.id].source
-        conversation = Conversation(rewriting.id, tuple(rewriting.turns), source)
+        conversation, answer_ids = Conversation(rewriting.id, tuple(rewriting.turns)), rewriting.answer_ids
         # Can it be trained on? One answer can, behind the very prompt that asked for it; earlier ones may be rewritten.
-        if len(rewriting.answer_ids) > 1 or None in rewriting.answer_ids:
-            tokenize_conversation(self.tokenizer, conversation, rewriting.answer_ids)
-        return {"source": source, "messages": conversation.messages, "answer_ids": rewriting.answer_ids}
+        if len(answer_ids) > 1 or None in answer_ids:
+            try:
+                tokenize_conversation(self.tokenizer, conversation, answer_ids)
+            except TemplateProblem:  # an answer with two </think>, for instance
+                self.finished.append(Finished(rewriting.id, FAILED, REWRITTEN))
+                return
+        source = self.conversations[rewriting.id].source
+        record = {"source": source, "messages": conversation.messages, "answer_ids": answer_ids}
+        self.finished.append(Finished(rewriting.id, DONE if reason is None else state, reason, record))
 
     def _write(self) -> None:
         """All that is new goes to the ledger at once."""
         began = time.monotonic()
         lost = self.ledger.commit(self.answers, self.finished)
-        self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_PAUSE_S)
+        self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_WRITE_INTERVAL_S)
         for conversation in self.finished:
             if conversation.id in lost:
                 continue
@@ -303,9 +295,6 @@ class _Distillation:
             else:
                 self.held.append(key)
         self.answers, self.finished = [], []
-        self._show()
-
-    def _show(self) -> None:
         seconds = self.bar.format_dict["elapsed"]
         rate = self.report.tokens_generated / seconds if seconds else 0.0
         self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
@@ -322,7 +311,7 @@ def _pass_through(
 ) -> None:
     """`engine: none`: the conversations as they are, without a question that nobody answered."""
     keys = iter(waiting)
-    while page := list(islice(keys, PASSED_AT_ONCE)):
+    while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
         finished = []
         for key in ledger.lease(page).taken:
             messages = conversations[key].messages

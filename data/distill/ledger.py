@@ -94,19 +94,19 @@ class Ledger:
         self._reader = ShardReader(folder / SHARDS_FOLDER)
         self._beats: dict[int, tuple[int, float]] = {}  # of the others: the last beat, and when it was first seen
         try:
-            self.worker = self._begin_work()
+            self.worker = self._register()
         except BaseException:
             self._connection.close()
             raise
         self._writer = ShardWriter(folder / SHARDS_FOLDER, f"{self.worker:05d}")
         self._closing = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
-        self._heart.start()
+        self._heartbeat = threading.Thread(target=self._keep_beating, name="lease heartbeat", daemon=True)
+        self._heartbeat.start()
 
     def close(self) -> None:
         """Give back what is leased; its answers stay."""
         self._closing.set()
-        self._heart.join()
+        self._heartbeat.join()
         try:
             with self._transaction():
                 self._release(self.worker)
@@ -152,12 +152,21 @@ class Ledger:
             return set()
         with self._transaction():
             concerned = {key for key, _, _ in answers} | {conversation.id for conversation in finished}
-            mine = {key for key in concerned if self._holder(key) == self.worker}
+            held = self._connection.execute("SELECT id FROM conversations WHERE worker = ?", (self.worker,))
+            mine = concerned.intersection(key for (key,) in held)
             rows = [(key, turn, json.dumps(answer)) for key, turn, answer in answers if key in mine]
             self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
             ended = [conversation for conversation in finished if conversation.id in mine]
-            kept = [conversation for conversation in ended if conversation.record is not None]
-            records = [_line(conversation) for conversation in kept]
+            records = [
+                {
+                    "id": conversation.id,
+                    "state": conversation.state,
+                    "reason": conversation.reason,
+                    **conversation.record,
+                }
+                for conversation in ended
+                if conversation.record is not None
+            ]
             for record, place in zip(records, self._writer.append(records), strict=True):
                 self._index(record, place)
             for conversation in ended:
@@ -180,23 +189,17 @@ class Ledger:
         states = (DONE, SHORTENED, FAILED)
         return {key for (key,) in self._connection.execute(f"SELECT id FROM conversations WHERE state IN {states}")}
 
-    def _begin_work(self) -> int:
+    def _register(self) -> int:
         """This worker's number."""
         with self._transaction():
             for statement in filter(str.strip, SCHEMA.split(";")):
                 self._connection.execute(statement)
             row = self._connection.execute("INSERT INTO workers (host, pid) VALUES (?, ?)", (_host(), os.getpid()))
-            self._find_unknown_lines()
+            self._index_unknown_lines()
         assert row.lastrowid is not None
         return row.lastrowid
 
     # --- inside a transaction ---
-
-    def _holder(self, key: str) -> int | None:
-        row = self._connection.execute(
-            "SELECT worker FROM conversations WHERE id = ? AND state = ?", (key, LEASED)
-        ).fetchone()
-        return row[0] if row else None
 
     def _index(self, record: dict[str, Any], place: Place) -> None:
         digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
@@ -221,7 +224,7 @@ class Ledger:
         holders = self._connection.execute("SELECT DISTINCT worker FROM conversations WHERE worker IS NOT NULL")
         dead = [worker for (worker,) in holders.fetchall() if worker != self.worker and self._is_dead(worker)]
         if dead:
-            self._find_unknown_lines()
+            self._index_unknown_lines()
         for worker in dead:
             self._release(worker)
 
@@ -229,7 +232,7 @@ class Ledger:
         host, pid, beat = self._connection.execute(
             "SELECT host, pid, beat FROM workers WHERE number = ?", (worker,)
         ).fetchone()
-        if host == _host() and (pid == os.getpid() or not _runs(pid)):
+        if host == _host() and (pid == os.getpid() or not _is_running(pid)):
             return True
         now = time.monotonic()
         seen, since = self._beats.get(worker, (None, now))
@@ -241,7 +244,7 @@ class Ledger:
             "UPDATE conversations SET state = ?, worker = NULL WHERE worker = ?", (WAITING, worker)
         )
 
-    def _find_unknown_lines(self) -> None:
+    def _index_unknown_lines(self) -> None:
         """Lines behind those the ledger knows: their writer was killed before it could say so, or the ledger is new."""
         known = dict(
             self._connection.execute(
@@ -269,18 +272,13 @@ class Ledger:
                 raise
             self._connection.execute("COMMIT")
 
-    def _beat(self) -> None:
+    def _keep_beating(self) -> None:
         while not self._closing.wait(LEASE_S / 6):
             connection = connect(self._folder / LEDGER_FILE)
             # A full disk or a long lock is the main thread's to tell; a beat left out is no harm.
             with suppress(sqlite3.OperationalError):
                 connection.execute("UPDATE workers SET beat = beat + 1 WHERE number = ?", (self.worker,))
             connection.close()
-
-
-def _line(conversation: Finished) -> dict[str, Any]:
-    assert conversation.record is not None
-    return {"id": conversation.id, "state": conversation.state, "reason": conversation.reason, **conversation.record}
 
 
 @lru_cache(maxsize=1)
@@ -292,7 +290,7 @@ def _host() -> str:
     return " ".join([socket.gethostname(), *linux])
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -101,11 +101,11 @@ class ShardReader:
         with (self._folder / shard).open("rb") as stream:
             stream.seek(offset_bytes)
             for line in stream:
-                try:
-                    record = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
+                if not line.endswith(b"\n"):
                     return
-                if record is None:
+                try:
+                    record = json.loads(line)
+                except ValueError:
                     return
                 yield Place(shard, offset_bytes, len(line) - 1), record
                 offset_bytes += len(line)

@@ -54,42 +54,35 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
     Raises:
         UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
     """
-    view = LedgerView(folder.data)
+    view, max_length_tokens = LedgerView(folder.data), recipe.data.max_length_tokens
+    final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share a folder end at the same time.
     with FileLock(folder.data / "tokens.lock"):
-        return _build(recipe, tokenizer, folder, view, progress)
-
-
-def _build(recipe: Recipe, tokenizer: Any, folder: RunFolder, view: LedgerView, progress: bool) -> TokenReport:
-    final = folder.data / "tokens"
-    max_length_tokens = recipe.data.max_length_tokens
-    fingerprint = _fingerprint(view, tokenizer, max_length_tokens)
-    reusable = _existing_report(final, fingerprint)
-    if reusable is not None:
-        return reusable
-    building = final.with_name(final.name + ".partial")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    rows_file = building / "rows.arrow"
-    with tqdm(total=len(view), desc="tokenise", unit="conv", disable=not progress) as bar:
-        counts = write_token_rows(
-            ((distilled.conversation, distilled.answer_ids) for distilled in read_distilled(folder.data)),
-            tokenizer,
-            max_length_tokens,
-            rows_file,
-            recipe.data.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
-            bar,
-        )
-    if counts.rows == 0:
-        shutil.rmtree(building)
-        raise UserError(
-            f"no conversation of {folder.data} is left to train on ({counts.conversations} read, {counts.too_long} "
-            f"longer than {max_length_tokens} tokens, {counts.refused} refused by the chat template): "
-            "raise data.max_length_tokens"
-        )
-    report = TokenReport(**asdict(counts), path=str(final))
-    _save_atomically(rows_file, final, report, fingerprint)
-    return report
+        fingerprint = _fingerprint(view, tokenizer, max_length_tokens)
+        recorded = read_token_report(final)
+        if recorded is not None and recorded.pop("fingerprint", None) == fingerprint:
+            return TokenReport(**(recorded | {"path": str(final), "reused": True}))
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        with tqdm(total=len(view), desc="tokenise", unit="conv", disable=not progress) as bar:
+            counts = write_token_rows(
+                ((distilled.conversation, distilled.answer_ids) for distilled in read_distilled(folder.data)),
+                tokenizer,
+                max_length_tokens,
+                building / "rows.arrow",
+                recipe.data.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
+                bar,
+            )
+        if counts.rows == 0:
+            shutil.rmtree(building)
+            raise UserError(
+                f"no conversation of {folder.data} is left to train on ({counts.conversations} read, {counts.too_long} "
+                f"longer than {max_length_tokens} tokens, {counts.refused} refused by the chat template): "
+                "raise data.max_length_tokens"
+            )
+        report = TokenReport(**asdict(counts), path=str(final))
+        _save_atomically(building / "rows.arrow", final, report, fingerprint)
+        return report
 
 
 def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> str:
@@ -105,14 +98,6 @@ def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> st
     ):
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()
-
-
-def _existing_report(final: Path, fingerprint: str) -> TokenReport | None:
-    """The report of the dataset that is there, if it was made from the same inputs."""
-    recorded = read_token_report(final)
-    if recorded is None or recorded.pop("fingerprint", None) != fingerprint:
-        return None
-    return TokenReport(**(recorded | {"path": str(final), "reused": True}))
 
 
 def read_token_report(tokens: Path) -> dict[str, Any] | None:

@@ -4,13 +4,14 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 PlaceT = TypeVar("PlaceT")
+REMEMBERED_PER_REQUEST = 8  # in flight
 
 
 class Affinity(Generic[PlaceT]):
-    """The last place of each conversation, the least recently used forgotten beyond `capacity` of them."""
+    """The last place of each conversation; of `concurrency` requests at once, the least recently used are forgotten."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, concurrency: int) -> None:
+        self.capacity = REMEMBERED_PER_REQUEST * concurrency
         self._places: OrderedDict[str, PlaceT] = OrderedDict()
 
     def get(self, key: str) -> PlaceT | None:

@@ -30,9 +30,9 @@ CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 2.0
 LONGEST_MODEL_LIST_BYTES = 16 << 20
 # A proxy says so when the server behind it is down, a server while it loads its model.
-NOBODY_THERE = {502, 503}
+UNAVAILABLE = {502, 503}
 # These are about one request. All others from 400 on are about what every request has in common.
-REQUEST_IS_REFUSED = {400, 413, 422, 451}
+REQUEST_REFUSED = {400, 413, 422, 451}
 
 
 class OpenAIClient:
@@ -124,11 +124,11 @@ class OpenAIClient:
         status = response.status_code
         if status == 429:
             raise Throttled(retry_after_s(response.headers))
-        if status in NOBODY_THERE or (status != 200 and status < 400):
+        if status in UNAVAILABLE or (status != 200 and status < 400):
             raise Unreachable(f"HTTP {status}" + (", a redirect" if 300 <= status < 400 else ""))
         if status >= 500 or status == 408:
             raise BadAnswer(f"HTTP {status}")
-        if status != 200 and status not in REQUEST_IS_REFUSED:
+        if status != 200 and status not in REQUEST_REFUSED:
             raise UserError(
                 f"{url}{path} says {self._refusal(status, content)}: "
                 "check base_urls (they usually end in /v1), model and api_key_env in data.distill.options"

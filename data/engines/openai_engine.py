@@ -26,12 +26,13 @@ from draftsmith.data.engines.engine import EngineSetting, Failure, GenerationSet
 from draftsmith.data.engines.openai_client import OpenAIClient
 from draftsmith.data.engines.openai_protocol import OTHER_PROMPT, Api, BadAnswer, ModelCard
 from draftsmith.data.engines.servers import Server, Servers, Throttled, Unreachable, backoff_s
-from draftsmith.data.tokens.chat_tokens import PROBE, prompt_token_ids
+from draftsmith.data.tokens.answer_spans import PROBE
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.masking import ENVIRONMENT_VARIABLE, MASK
 from draftsmith.recipes.schema import Section
 
-FIRST_TRIES = 3
+START_ATTEMPTS = 3
 
 
 class OpenAIOptions(Section):
@@ -189,7 +190,7 @@ class OpenAIEngine:
     async def _first_check(self, server: Server) -> str | None:
         """A few tries; returns what the problem is, if there still is one."""
         problem = ""
-        for attempt in range(1, FIRST_TRIES + 1):
+        for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 await self._check(server.url)
                 return None
@@ -197,7 +198,7 @@ class OpenAIEngine:
                 return None
             except (Unreachable, BadAnswer) as error:
                 problem = str(error)
-            if attempt < FIRST_TRIES:
+            if attempt < START_ATTEMPTS:
                 await asyncio.sleep(backoff_s(attempt))
         return problem
 

@@ -19,8 +19,6 @@ from draftsmith.data.engines.engine import Engine, Outcome, Request
 from draftsmith.recipes.errors import UserError
 
 CLOSE_TIMEOUT_S = 10.0
-# Conversations whose worker is remembered, for each request in flight.
-REMEMBERED = 8
 
 
 class EnginePool:
@@ -44,7 +42,7 @@ class EnginePool:
         self.concurrency = sum(concurrency for concurrency, _ in ready)
         bounds = [bound for _, bound in ready if bound is not None]
         self.max_length_tokens: int | None = min(bounds, default=None)
-        self._affinity: Affinity[_Worker] = Affinity(REMEMBERED * self.concurrency)
+        self._affinity: Affinity[_Worker] = Affinity(self.concurrency)
 
     def submit(self, request: Request) -> None:
         least = min(self._workers, key=lambda worker: worker.in_flight)

@@ -23,11 +23,9 @@ from draftsmith.data.engines.affinity import Affinity
 from draftsmith.data.engines.openai_protocol import BadAnswer
 from draftsmith.recipes.errors import UserError
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 60.0
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 60.0
 BAD_ANSWERS_IN_A_ROW = 3
-# Conversations whose last server is remembered, for each request in flight.
-REMEMBERED = 8
 
 
 class Throttled(Exception):
@@ -107,7 +105,7 @@ class Servers:
         self.all = [Server(url, concurrency) for url in urls]
         self.give_up_after_s = give_up_after_s
         self._check = check
-        self._affinity: Affinity[Server] = Affinity(REMEMBERED * concurrency * len(urls))
+        self._affinity: Affinity[Server] = Affinity(concurrency * len(urls))
         self._changed = asyncio.Event()
         self._unusable_since: float | None = None
         self.checking: set[asyncio.Task[None]] = set()
@@ -157,11 +155,11 @@ class Servers:
         self.checking.add(task)
         task.add_done_callback(self.checking.discard)
         if all(other.is_out for other in self.all):
-            say(
+            warn(
                 f"no server answers ({self._problems()}): waiting up to {self.give_up_after_s:g} s for one to come back"
             )
         else:
-            say(f"{server.url}: {problem}; its requests go to the other servers")
+            warn(f"{server.url}: {problem}; its requests go to the other servers")
         self._wake()
 
     async def _check_until_back(self, server: Server) -> None:
@@ -174,7 +172,7 @@ class Servers:
                 server.problem = str(problem)
             except UserError as mistake:
                 if server.problem != str(mistake):
-                    say(f"{mistake}; it is left out")
+                    warn(f"{mistake}; it is left out")
                 server.problem = str(mistake)
             except Throttled:
                 break
@@ -183,7 +181,7 @@ class Servers:
         server.is_out = False
         server.limit, server.threshold = 1.0, float(server.concurrency)
         server.bad_answers = BAD_ANSWERS_IN_A_ROW - 1  # on trial: the next bad answer takes it out again
-        say(f"{server.url} answers again")
+        warn(f"{server.url} answers again")
         self._wake()
 
     async def _wait(self) -> None:
@@ -213,10 +211,10 @@ class Servers:
 
 def backoff_s(failures: int) -> float:
     """Exponential, with jitter so that requests that failed together do not come back together."""
-    pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (min(failures, 32) - 1))
+    pause_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (min(failures, 32) - 1))
     return random.SystemRandom().uniform(pause_s / 2, pause_s)
 
 
-def say(message: str) -> None:
+def warn(message: str) -> None:
     """A line on stderr that leaves a progress bar whole."""
     tqdm.write(f"warning: {message}", file=sys.stderr)

@@ -56,7 +56,7 @@ class TransformersEngine:
         self.batch_size = batch_size
         self.concurrency = batch_size * BATCHES_AT_ONCE
         self.max_length_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.end_ids = answer_end_ids(model, tokenizer)
+        self.end_ids = answer_end_ids(model.generation_config, tokenizer)
         # Whatever pads is masked on the left, and cut off behind the end token on the right: it may well be the eos.
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_ids[0]
         self._waiting: list[Request] = []

@@ -17,9 +17,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.answer_spans import PROBE, Span, TemplateProblem, find_span, render, token_ids
-from draftsmith.data.tokens.answer_spans import TemplateRefusal as TemplateRefusal
-from draftsmith.data.tokens.answer_spans import template_answer_lead as template_answer_lead
+from draftsmith.data.tokens.answer_spans import Span, TemplateProblem, find_span, render, token_ids
 from draftsmith.recipes.errors import UserError
 
 AnswerIds = list[list[int] | None]
@@ -79,6 +77,7 @@ def tokenize_conversation(
     """
     turns, given = conversation.turns, _ids_by_turn(conversation, answer_ids)
     last = len(turns) - 1
+    # Ids that are given for the last answer follow the prompt that asked for it, so the answer itself is not rendered.
     asking = last in given
     shown = turns[:-1] if asking else turns
     text = render(tokenizer, shown, add_generation_prompt=asking)
@@ -90,9 +89,11 @@ def tokenize_conversation(
         for index, turn in enumerate(shown)
         if turn.role == "assistant"
     }
-    cut_short = {index for index, ids in given.items() if ids[-1] not in special}
-    borders = [p for index, span in spans.items() for p in (span.start, _end(span, index in cut_short))]
-    pieces = _pieces(tokenizer, text, borders)
+    borders = []
+    for index, span in spans.items():
+        is_cut_short = index in given and given[index][-1] not in special
+        borders += [span.start, span.content_end if is_cut_short else span.end]
+    pieces = _pieces(tokenizer, text, borders)  # before an answer, the answer, before the next one, ...
     marked = None if given else _generation_mask(tokenizer, conversation, list(chain(*pieces)))
     input_ids, loss_mask, unsaid = [], [], []
     for number, index in enumerate(spans):
@@ -101,6 +102,7 @@ def tokenize_conversation(
         input_ids += before
         loss_mask += [0] * len(before)
         start = len(input_ids)
+        # What the target reads of an answer that the template rewrites is not what it said: without loss.
         if answer is not rendered and not _same_words(tokenizer, answer, rendered):
             unsaid.append(index)
             input_ids += rendered
@@ -114,9 +116,9 @@ def tokenize_conversation(
     loss_mask += [0] * len(pieces[-1]) + [1] * len(final)
     _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid))
-    if turns[last].role == "assistant" and not asking and _forgets_the_prompt(tokenizer, turns, text, spans[last]):
-        answers = sum(turn.role == "assistant" for turn in turns)
-        earlier = [None] * (answers - 1) if answer_ids is None else answer_ids[:-1]
+    if turns[last].role == "assistant" and not asking and _has_another_prompt(tokenizer, turns, text, spans[last]):
+        # Once more, the last answer's ids given now, so that it stands behind the prompt that asks for it.
+        earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
         return tokenize_conversation(tokenizer, conversation, [*earlier, tokenized.answers()[-1]])
     return tokenized
 
@@ -149,15 +151,6 @@ def up_to_turn(
     return Conversation(conversation.id, turns), None if answer_ids is None else answer_ids[:answers]
 
 
-def template_end_token(tokenizer: Any) -> int | None:
-    """The token that ends an assistant turn in this template, or None where the template has none.
-
-    It need not be among the model's eos tokens (a base model given a ChatML template): generation must stop at it too.
-    """
-    last = tokenize_conversation(tokenizer, Conversation("probe", PROBE)).answers()[-1][-1]
-    return last if last in special_ids(tokenizer) else None
-
-
 def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
     """Thoughts may go missing from the history, as at inference, but what the target just said must all be there."""
     last = next((turn.content for turn in reversed(turns) if turn.role == "assistant"), "")
@@ -181,7 +174,7 @@ def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> di
     return {index: ids for index, ids in zip(answers, answer_ids, strict=True) if ids is not None}
 
 
-def _forgets_the_prompt(tokenizer: Any, turns: tuple[Turn, ...], text: str, span: Span) -> bool:
+def _has_another_prompt(tokenizer: Any, turns: tuple[Turn, ...], text: str, span: Span) -> bool:
     """Whether the last answer stands behind other words than the target was asked with.
 
     Mistral's templates have the system prompt in the last turn if that is the user's, and nowhere if it is not.
@@ -191,18 +184,14 @@ def _forgets_the_prompt(tokenizer: Any, turns: tuple[Turn, ...], text: str, span
     return not text.startswith(prompt) and not prompt.startswith(text[: span.start])
 
 
-def _end(span: Span, is_cut_short: bool) -> int:
-    return span.content_end if is_cut_short else span.end
-
-
 def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
     """Token ids of the pieces of `text` between the borders (ascending), each as it follows what is before it."""
-    cuts = [0, *borders, len(text)]
-    pieces = [token_ids(tokenizer, text[start:end]) if end > start else [] for start, end in pairwise(cuts)]
+    bounds = [0, *borders, len(text)]
+    pieces = [token_ids(tokenizer, text[start:end]) if end > start else [] for start, end in pairwise(bounds)]
     if list(chain(*pieces)) == token_ids(tokenizer, text):
         return pieces
     # A token would lie across a border, or a piece gets another beginning by itself (SentencePiece's first space).
-    heads = [token_ids(tokenizer, text[:cut]) if cut else [] for cut in cuts]
+    heads = [token_ids(tokenizer, text[:end]) if end else [] for end in bounds]
     return [
         longer[len(shorter) :] if longer[: len(shorter)] == shorter else piece
         for piece, (shorter, longer) in zip(pieces, pairwise(heads), strict=True)

@@ -18,9 +18,9 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
 from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.tokens.answer_spans import TemplateProblem
 from draftsmith.data.tokens.chat_tokens import (
     AnswerIds,
-    TemplateProblem,
     TokenizedConversation,
     tokenize_conversation,
     tokenize_shortened,
@@ -28,7 +28,11 @@ from draftsmith.data.tokens.chat_tokens import (
 )
 
 Answered = tuple[Conversation, AnswerIds | None]
-FEATURES = {"input_ids": "int32", "loss_mask": "int8", "length": "int32"}
+FEATURES = datasets.Features(
+    input_ids=datasets.Sequence(datasets.Value("int32")),
+    loss_mask=datasets.Sequence(datasets.Value("int8")),
+    length=datasets.Value("int32"),
+)
 CHUNK_CONVERSATIONS = 128
 CHUNKS_PER_PROCESS = 3  # at work or waiting: one is always ready
 ROWS_IN_A_BATCH = 1000
@@ -66,8 +70,8 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What every chunk is tokenised with."""
+class _ChunkTokenizer:
+    """What every chunk is tokenised with, in every process."""
 
     tokenizer: Any
     max_length_tokens: int
@@ -130,10 +134,8 @@ def write_token_rows(
         UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
     """
     counts, waiting = TokenCounts(), _Chunk()
-    work = _Work(tokenizer, max_length_tokens)
-    columns = {name: datasets.Sequence(datasets.Value(dtype)) for name, dtype in FEATURES.items() if name != "length"}
-    features = datasets.Features({**columns, "length": datasets.Value(FEATURES["length"])})
-    with ArrowWriter(path=str(file), features=features) as writer:
+    work = _ChunkTokenizer(tokenizer, max_length_tokens)
+    with ArrowWriter(path=str(file), features=FEATURES) as writer:
         for chunk in _tokenized_chunks(iter(conversations), work, processes):
             counts.add(chunk.counts)
             bar.update(chunk.counts.conversations)
@@ -153,7 +155,7 @@ def _write(writer: ArrowWriter, chunk: _Chunk) -> None:
     writer.write_batch({"input_ids": chunk.ids, "loss_mask": chunk.masks, "length": lengths})
 
 
-def _tokenized_chunks(conversations: Iterator[Answered], work: _Work, processes: int) -> Iterator[_Chunk]:
+def _tokenized_chunks(conversations: Iterator[Answered], work: _ChunkTokenizer, processes: int) -> Iterator[_Chunk]:
     chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
     # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
     ahead = list(islice(chunks, processes * CHUNKS_PER_PROCESS))
@@ -173,10 +175,10 @@ def _tokenized_chunks(conversations: Iterator[Answered], work: _Work, processes:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_of_this_process: list[_Work] = []
+_of_this_process: list[_ChunkTokenizer] = []
 
 
-def _begin(work: _Work) -> None:
+def _begin(work: _ChunkTokenizer) -> None:
     """In a worker process, once."""
     _of_this_process[:] = [work]
 

@@ -65,7 +65,7 @@ class SpecBench:
         compiles: bool = False,
     ) -> None:
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
-        self.end_ids = frozenset(answer_end_ids(target, tokenizer))
+        self.end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         self._of_target = target_settings(target)
         limit = longest_sequence_tokens(target)

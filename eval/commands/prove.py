@@ -65,7 +65,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
     asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
-    end_ids = frozenset(answer_end_ids(target, tokenizer))
+    end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(len(ids) for _, ids in asked) + new_tokens
     temperatures = [t for t in recipe.eval.temperatures if t > 0] or [DEFAULT_TEMPERATURE]
     evaluation = recipe.eval.model_copy(update={"temperatures": [0.0, *temperatures]})

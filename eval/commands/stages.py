@@ -26,7 +26,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, open_engine
-    from draftsmith.data.tokens.end_ids import end_ids_of
+    from draftsmith.data.tokens.end_ids import answer_end_ids
     from draftsmith.models.target.loading import (
         load_generation_config,
         load_target,
@@ -41,7 +41,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     folder = RunFolder(recipe)
 
     def opened() -> "AbstractContextManager[Engine]":
-        end_ids = tuple(end_ids_of(load_generation_config(recipe.target), tokenizer))
+        end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
         location = target_location(recipe.target)
         return open_engine(
             EngineSetting(recipe, tokenizer, location, end_ids, load_target=lambda: load_target(recipe.target)[0])

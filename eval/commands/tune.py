@@ -190,7 +190,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     limit = longest_sequence_tokens(target)
     asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), questions, new_tokens, limit)
     prompts = [ids for _, ids in asked]
-    end_ids = frozenset(answer_end_ids(target, tokenizer))
+    end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     decoder = drafter.decoder(length)
     with TargetSession(target, length, drafter.feature_layers) as session:

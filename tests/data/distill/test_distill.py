@@ -481,9 +481,9 @@ def test_end_tokens(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatc
     tokenizer = tiny_tokenizer(templates.CHATML)
     tokenizer.pad_token = "</s>"
     im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, im_end})
+    assert answer_end_ids(tiny_llama.generation_config, tokenizer) == sorted({1, im_end})
     monkeypatch.setattr(tiny_llama.generation_config, "eos_token_id", [2, 3])
-    assert answer_end_ids(tiny_llama, tokenizer) == sorted({1, 2, 3, im_end})
+    assert answer_end_ids(tiny_llama.generation_config, tokenizer) == sorted({1, 2, 3, im_end})
     monkeypatch.undo()
     engine = TransformersEngine(tiny_llama, tokenizer, 4)
     free = answers_of(engine, GenerationSettings(max_new_tokens=24))

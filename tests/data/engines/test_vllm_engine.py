@@ -26,7 +26,7 @@ from draftsmith.data.engines.engine import (
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.end_ids import end_ids_of
+from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 TARGET = TargetRecipe(model="embedded", dtype="float32")
 TOKENIZER = load_tokenizer(TARGET)
-END_IDS = tuple(end_ids_of(load_generation_config(TARGET), TOKENIZER))
+END_IDS = tuple(answer_end_ids(load_generation_config(TARGET), TOKENIZER))
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "max_model_len": 512, "concurrency": 16}
 
 

@@ -7,15 +7,9 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import (
-    TemplateProblem,
-    TemplateRefusal,
-    prompt_token_ids,
-    template_answer_lead,
-    template_end_token,
-    tokenize_conversation,
-    tokenize_shortened,
-)
+from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation, tokenize_shortened
+from draftsmith.data.tokens.end_ids import template_end_token
 from draftsmith.recipes.errors import UserError
 
 TWO_ROUNDS = Conversation(
