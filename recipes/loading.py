@@ -31,7 +31,9 @@ def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] |
     file = find_recipe(path)
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid YAML: {_one_line(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} must hold a YAML mapping of sections (name, target, data, ...), not {_kind(values)}")
@@ -41,11 +43,13 @@ def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] |
         return schema.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{file}: {explain(schema, error)}") from None
+    except RecursionError:  # an alias of what it stands in
+        raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
 
 
 def find_recipe(path: str | Path) -> Path:
     """The recipe's file: the path itself, or the shipped recipe of that name."""
-    file = Path(path)
+    file = Path(path).expanduser()
     if file.is_file():
         return file
     shipped_folder = Path(str(importlib.resources.files("draftsmith.recipes")))
@@ -72,7 +76,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             )
     try:
         section[leaf] = _number_or(yaml.safe_load(text))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"override `{override}`: the value is not valid YAML: {_one_line(error)}") from None
 
 
@@ -102,7 +106,8 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
         return f"key `{key}` is missing: add it"
     message = first["msg"].removeprefix("Value error, ")
     seen = first["input"]
-    return f"key `{key}`: {message[0].lower()}{message[1:]}" + ("" if isinstance(seen, dict) else f", not {seen!r}")
+    shown = "" if isinstance(seen, dict) else f", not {seen!r}"
+    return f"key `{key}`: {message[0].lower()}{message[1:]}{shown if len(shown) <= 100 else shown[:100] + '...'}"
 
 
 def _keys_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

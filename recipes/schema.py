@@ -4,18 +4,58 @@
 """
 
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DRAFTER_KIND = "drafter"  # of an `eval.methods` entry: the run's trained drafter
+NOT_PATHS = ("stop", "chat_template")  # keys of texts in which a ~ is only a character
+
+
+def check_name(name: str) -> str:
+    """The one rule for names that files and folders are called by.
+
+    Raises:
+        ValueError: Says what it must be.
+    """
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name) is None:
+        raise ValueError(
+            "must be at most 80 letters, digits, ., _ and -, the first one a letter or digit, as it becomes a file's "
+            "name"
+        )
+    return name
+
+
+def _check_method_name(name: str) -> str:
+    """A name, or two with a slash between them: a comparison puts the recipe's before the method's."""
+    recipe_name, slash, own_name = name.partition("/")
+    return check_name(recipe_name) + (slash and slash + check_name(own_name))
+
+
+def _with_home(value: Any) -> Any:
+    """Every text that begins with `~/`, at any depth, with the home folder's path in its place."""
+    if isinstance(value, dict):
+        return {key: inner if key in NOT_PATHS else _with_home(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_home(inner) for inner in value]
+    if isinstance(value, str) and re.match(r"~[\w.-]*(/|$)", value):
+        try:
+            return str(Path(value).expanduser())
+        except RuntimeError:  # no such user: it is no path
+            return value
+    return value
 
 
 class Section(BaseModel):
-    """A part of the recipe that refuses keys it does not know."""
+    """A part of the recipe that refuses keys it does not know. Paths in it may begin with `~`."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paths_begin_at_home(cls, values: Any) -> Any:
+        return _with_home(values)
 
 
 class TargetRecipe(Section):
@@ -184,7 +224,7 @@ class MethodRecipe(Section):
     By default a tree shape for the run's drafter; `kind` names another way of drafting, a file in `eval/methods/`.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(_check_method_name)]
     kind: str = Field(
         DRAFTER_KIND, description="`drafter`, or a method that needs no training: prompt_lookup, ngram, ..."
     )
@@ -227,7 +267,7 @@ class EvalRecipe(Section):
     untimed_questions: int = Field(
         0, ge=0, description="asked once more, off the clock: alpha as E[sum min(p, q)], operations, for the report"
     )
-    temperatures: list[float] = [0.0]
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     compile: bool = Field(
@@ -239,7 +279,7 @@ class EvalRecipe(Section):
 class Recipe(Section):
     """Everything one run needs; see `recipes/quickstart.yaml` for a commented example."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder under runs_dir")
+    name: Annotated[str, AfterValidator(check_name)] = Field(description="the run's folder under runs_dir")
     runs_dir: str = "runs"
     seed: int = 0
     target: TargetRecipe = TargetRecipe()

@@ -87,9 +87,47 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
             [],
             "key `eval.stop.1`: string should have at least 1 character, not ''",
         ),
+        *(
+            (
+                {"name": name},
+                [],
+                "key `name`: must be at most 80 letters, digits, ., _ and -, the first one a letter or digit, as "
+                "it becomes a file's name, not ",
+            )
+            for name in ("../x", "a/b", "", ".hidden", "~", "a" * 81, "a\0b", "a b", "é", "a\n")
+        ),
+        *(
+            ({"name": "a", "eval": {"methods": [{"name": name}]}}, [], "key `eval.methods.0.name`: must be at most 80")
+            for name in (
+                "../../x",
+                "a/../b",
+                "/a",
+                "a/",
+                "a//b",
+                "a" * 300,
+                "/".join(["a" * 80] * 3),
+                "a\0b",
+                "*bold*",
+                "a|b",
+            )
+        ),
+        *(
+            ({"name": "a", "eval": {"temperatures": temperatures}}, [], f"key `eval.temperatures{place}`: {mistake}")
+            for temperatures, place, mistake in (
+                ([], "", "list should have at least 1 item"),
+                ([0.0, -1], ".1", "input should be greater than or equal to 0"),
+                ([float("nan")], ".0", "input should be a finite number"),
+                ([float("inf")], ".0", "input should be a finite number"),
+            )
+        ),
+        ({"name": "a", "data": {"distill": {"temperature": float("inf")}}}, [], "input should be a finite number"),
         ("- a\n- b\n", [], "must hold a YAML mapping of sections (name, target, data, ...), not a list"),
         ("", [], "must hold a YAML mapping of sections (name, target, data, ...), not empty"),
         ("name: [a\n", [], "is not valid YAML"),
+        ("name: a\nseed: 1" + "0" * 5000, [], "is not valid YAML: Exceeds the limit"),
+        ("[" * 5000, [], "is not valid YAML: maximum recursion depth exceeded"),
+        ("name: a\ntrain: &x\n  y: *x\n", [], "is nested without end"),
+        ({"name": "a"}, ["seed=1" + "0" * 5000], "the value is not valid YAML"),
         ({"name": "a"}, ["seed"], "override `seed` must look like section.key=value"),
         ({"name": "a"}, ["name.x=1"], "override `name.x=1`: `name` is text, not a section with keys of its own"),
     ],
@@ -129,3 +167,35 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         write_atomically(file, "new")
     assert file.read_text() == "old"
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in a recipe it stands; what is no path stays as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {
+        "name": "a",
+        "runs_dir": "~/runs",
+        "target": {"model": "~/target", "chat_template": "~/{{ messages }}"},
+        "data": {
+            "conversations": {"mixture": [{"source": "~/talk.jsonl"}], "decontaminate": ["~/q.jsonl"]},
+            "distill": {"engine": "vllm", "options": {"llm": {"download_dir": "~/hub"}}},
+        },
+        "drafter": {"kind": "draft_model", "options": {"model": "~/small"}},
+        "train": {"logging_dir": "~/logs"},
+        "eval": {
+            "questions": "~/q.jsonl",
+            "stop": ["~/", "~"],
+            "methods": [{"name": "x", "drafter": "~/drafter", "kind": "draft_model", "options": {"model": "~/small"}}],
+        },
+    }
+    text = yaml.safe_dump(load_recipe(write(tmp_path, values)).model_dump())
+    assert text.count(f"{tmp_path}/") == 10
+    assert [line.strip() for line in text.splitlines() if "~" in line] == [
+        "- ~/", "- '~'", "chat_template: ~/{{ messages }}",
+    ]  # fmt: skip
+
+
+def test_the_recipe_itself_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, {"name": "a"})
+    assert load_recipe("~/mine.yaml").name == "a"
