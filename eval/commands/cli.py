@@ -5,18 +5,34 @@ read, so that `--help` and a mistyped recipe answer at once.
 """
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from draftsmith.eval.commands.stages import console, make_drafter, run_distill, run_eval, run_features, run_train
+from draftsmith.eval.commands.stages import (
+    console,
+    heading,
+    make_drafter,
+    run_distill,
+    run_eval,
+    run_features,
+    run_train,
+)
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.masking import masked
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.run_folder import RunFolder, versions, write_atomically
+from draftsmith.recipes.schema import Recipe, check_name
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print("draftsmith", versions().get("draftsmith", "(not installed)"))
+        raise typer.Exit
+
 
 app = typer.Typer(
     help="Train a drafter for your LLM and measure, honestly, how much faster it generates.",
@@ -24,6 +40,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
+
 
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
@@ -45,7 +71,7 @@ def distill(
     """Let the target answer every assistant turn of the conversations itself."""
     loaded = load_recipe(recipe, overrides)
     run_distill(loaded, retry_failed)
-    _next(f"draftsmith train {_again(recipe, overrides)}")
+    _next("train", recipe, overrides)
 
 
 @app.command()
@@ -59,7 +85,7 @@ def features(
     loaded = load_recipe(recipe, overrides)
     run_features(loaded, confirmed=yes)
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
-    _next(f"draftsmith train {_again(recipe, [*offline, 'data.features.source=offline'])}")
+    _next("train", recipe, [*offline, "data.features.source=offline"])
 
 
 @app.command()
@@ -68,7 +94,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
     loaded = load_recipe(recipe, overrides)
     run_train(loaded)
-    _next(f"draftsmith eval {_again(recipe, overrides)}")
+    _next("eval", recipe, overrides)
 
 
 @app.command(name="eval")
@@ -113,14 +139,14 @@ def doctor(
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.doctor import examine
 
-    console.rule(f"[bold]doctor[/bold]  {loaded.name}")
+    heading("doctor", loaded.name)
     diagnosis = examine(loaded)
     diagnosis.show(console, rows)
     _write_json(json_file, diagnosis.as_json())
     if not diagnosis.healthy:
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
-    _next(f"draftsmith {'train' if is_distilled else 'distill'} {_again(recipe, overrides)}")
+    _next("train" if is_distilled else "distill", recipe, overrides)
 
 
 @app.command()
@@ -137,7 +163,7 @@ def tune(
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.tune import tune as find_tree
 
-    console.rule(f"[bold]tune[/bold]  {loaded.name}: {loaded.target.model}")
+    heading("tune", f"{loaded.name}: {loaded.target.model}")
     tuned = find_tree(loaded, questions, new_tokens, turns)
     tuned.show(console)
     _write_json(json_file, tuned.as_json())
@@ -157,7 +183,7 @@ def prove(
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.prove import prove as collect_evidence
 
-    console.rule(f"[bold]prove[/bold]  {loaded.name}: {loaded.target.model}")
+    heading("prove", f"{loaded.name}: {loaded.target.model}")
     proof = collect_evidence(loaded, prompts, samples, new_tokens)
     proof.show(console)
     _write_json(json_file, proof.as_json())
@@ -185,11 +211,11 @@ def plan(
     from draftsmith.train.plan.plan import PlanOptions, make_plan
     from draftsmith.train.plan.table import show_plan
 
-    console.rule(f"[bold]plan[/bold]  {loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
+    heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share))
     show_plan(planned, console)
     _write_json(json_file, asdict(planned))
-    _next(f"draftsmith doctor {_again(recipe, overrides)}")
+    _next("doctor", recipe, overrides)
 
 
 @app.command()
@@ -215,23 +241,34 @@ def compare(
         raise UserError(f"--vary needs exactly one recipe, not {len(files)}")
     if not files:
         raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise UserError(f"option --name: {error}, not {name!r}") from None
     loaded = [load_recipe(file, overrides) for file in files]
     from draftsmith.eval.commands.compare import compare as measure_together
-    from draftsmith.eval.commands.compare import expand_variants, joint_recipe, with_seeds
+    from draftsmith.eval.commands.compare import expand_variants, with_seeds
 
     if vary is not None:
         loaded = expand_variants(files[0], overrides, vary)
     loaded = with_seeds(loaded, seeds)
-    rows = measure_together(loaded, name)
+    words = ["draftsmith", "compare", *recipes, "--name", name]
+    words += [] if vary is None else ["--vary", vary]
+    words += [] if seeds == 1 else ["--seeds", str(seeds)]
+    rows, measured = measure_together(loaded, name, shlex.join(words))
     _write_json(json_file, rows)
-    _where_to_go_next(joint_recipe(loaded, name))
+    _where_to_go_next(*measured)
 
 
-def _where_to_go_next(recipe: Recipe) -> None:
-    root = RunFolder(recipe).root
-    console.print(f"\nReport    {root / 'report.html'}  (and report.md)")
-    console.print(f"Pictures  {root / 'eval' / 'speedup.png'}, {root / 'eval' / 'tau.png'}")
-    console.print(f"Drafter   {root / 'drafter'}")
+def _where_to_go_next(*measured: Recipe) -> None:
+    from draftsmith.eval.bench.arms import drafter_folders
+
+    for recipe in measured:
+        root = RunFolder(recipe).root
+        console.print(f"\nReport    {root / 'report.html'}  (and report.md)", markup=False)
+        console.print(f"Pictures  {root / 'eval' / 'speedup.png'}, {root / 'eval' / 'tau.png'}", markup=False)
+        for folder in drafter_folders(recipe):
+            console.print(f"Drafter   {folder}", markup=False)
     if recipe.target.model == "embedded":
         console.print("\nNext: `draftsmith run embedded` trains longer on the same target; for your own target copy")
         console.print("recipes/llama3-8b-parallel.yaml, set target.model, then `draftsmith run yours.yaml`.")
@@ -239,15 +276,12 @@ def _where_to_go_next(recipe: Recipe) -> None:
 
 def _write_json(file: Path | None, values: Any) -> None:
     if file is not None:
-        write_atomically(file, json.dumps(values, indent=2) + "\n")
+        write_atomically(file.expanduser(), json.dumps(values, indent=2) + "\n")
 
 
-def _next(command: str) -> None:
-    console.print(f"Next: {masked(command)}")
-
-
-def _again(recipe: Path, overrides: list[str] | None) -> str:
-    return " ".join([str(recipe), *(overrides or [])])
+def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:
+    words = ["draftsmith", command, str(recipe), *(overrides or [])]
+    console.print(f"Next: {masked(shlex.join(words))}", markup=False)
 
 
 def main() -> None:

@@ -7,18 +7,21 @@ A drafter that changes its target (Medusa-2) is measured against the changed tar
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from draftsmith.eval.commands.stages import console, make_drafter, run_eval
 from draftsmith.eval.report.seed_spread import SEED_SUFFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.loading import explain, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe, check_name
 
 # What every recipe of a comparison must say alike: who answers which questions, and how.
 SHARED_EVAL_KEYS = (
@@ -41,10 +44,11 @@ def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list
         raise UserError(f"--vary `{vary}` must look like section.key=value,value, e.g. drafter.options.num_masks=2,4")
     base = load_recipe(recipe, overrides)
     leaf = key.rsplit(".", 1)[-1]
-    return [
-        load_recipe(recipe, [*overrides, f"{key}={value}", f"name={base.name}-{leaf}-{value}"])
-        for value in values.split(",")
-    ]
+    variants = []
+    for value in values.split(","):
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{base.name}-{leaf}-{value}")
+        variants.append(load_recipe(recipe, [*overrides, f"{key}={value}", f"name={name}"]))
+    return variants
 
 
 def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
@@ -69,26 +73,32 @@ def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
     ]
 
 
-def compare(recipes: list[Recipe], name: str) -> list[dict[str, Any]]:
-    """Distil, train and measure all of them; returns the rows of the common table.
+def compare(recipes: list[Recipe], name: str, command: str | None = None) -> tuple[list[dict[str, Any]], list[Recipe]]:
+    """Distil, train and measure all of them.
+
+    Args:
+        name: Of the common table's run.
+        command: What repeats the comparison, for its report.
+
+    Returns:
+        The rows of all tables, and the recipe of each: the common one first, if there is one.
 
     Raises:
         UserError: The recipes differ in target or questions, or two of them have one name.
     """
-    _check_comparable(recipes)
+    _check_comparable(recipes, name)
+    together = [recipe for recipe in recipes if not _changes_target(recipe)]
+    measured = [joint_recipe(together, name)] if together else []
     for recipe in recipes:
         _reuse_data(recipe, recipes)
         make_drafter(recipe)
-    together = [recipe for recipe in recipes if not _changes_target(recipe)]
-    rows: list[dict[str, Any]] = []
-    if together:
-        joint = joint_recipe(together, name)
-        rows += run_eval(joint)
+    rows = [row for joint in measured for row in run_eval(joint, command)]
     for recipe in recipes:
         if recipe not in together:
             console.print(f"{recipe.name} changes its target: measured in a run of its own")
             rows += run_eval(recipe)
-    return rows
+            measured.append(recipe)
+    return rows, measured
 
 
 def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
@@ -100,15 +110,26 @@ def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
         for method in recipe.eval.methods:
             method_name = method.name if unique else f"{recipe.name}/{method.name}"
             drafter = method.drafter or str(RunFolder(recipe).drafter)
-            methods.append(method.model_copy(update={"name": method_name, "drafter": drafter}))
+            try:
+                values = method.model_dump() | {"name": method_name, "drafter": drafter}
+                methods.append(MethodRecipe.model_validate(values))
+            except ValidationError as error:
+                raise UserError(f"recipe {recipe.name}: {explain(MethodRecipe, error, 'eval.methods')}") from None
     first = recipes[0]
     return first.model_copy(update={"name": name, "eval": first.eval.model_copy(update={"methods": methods})})
 
 
-def _check_comparable(recipes: list[Recipe]) -> None:
+def _check_comparable(recipes: list[Recipe], table_name: str) -> None:
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names):
         raise UserError(f"the recipes to compare are called {', '.join(names)}: give each a `name` of its own")
+    if table_name in names:
+        raise UserError(f"option --name: {table_name} is one of the recipes: give the table a folder of its own")
+    for name in names:  # with a seed's number it may have become too long
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise UserError(f"key `name`: {error}, not {name!r}") from None
     first = recipes[0]
     for other in recipes[1:]:
         different = [f"eval.{key}" for key in SHARED_EVAL_KEYS if getattr(other.eval, key) != getattr(first.eval, key)]

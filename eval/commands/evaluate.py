@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from typing import Any
 
 import torch
@@ -34,7 +33,9 @@ from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.report import print_table, write_report
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.masking import masked
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
@@ -42,8 +43,11 @@ from draftsmith.recipes.settings import check_settings, write_settings
 
 
 @alone_in_its_run("eval")
-def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
+def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]:
     """Measure what is not measured yet and write everything under `runs/<name>/`. Returns the summary.
+
+    Args:
+        command: What repeats it, for the report; by default `draftsmith run` with the run's recipe.
 
     Raises:
         UserError: No trained drafter, bad questions, or records of other settings in the way.
@@ -71,11 +75,14 @@ def evaluate(recipe: Recipe) -> list[dict[str, Any]]:
             write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
     finally:
         bench.session.close()
+    kinds = [drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for drafter in drafters.values()]
     notes = {
         "questions": len(bench.questions),
         "left_out": bench.left_out,
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "",
         "target_change": next((d.target_change for d in drafters.values() if d.target_change), None),
+        "drafter_kinds": list(dict.fromkeys(kinds)),
+        **({} if command is None else {"command": masked(command)}),
     }
     write_atomically(folder.eval / NOTES, json.dumps(notes, indent=2) + "\n")
     weights = {str(part): part / WEIGHTS for part in drafters if (part / WEIGHTS).is_file()}
@@ -106,7 +113,6 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
         "recipe": recipe.model_dump(),
         "provenance": json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"],
         "turns_left_out": sum(turns_left_out),
-        "command": f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}",
         **notes,
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))

@@ -1,13 +1,17 @@
 """What the records in `runs/<name>/eval/` were made with, and what was measured beside them."""
 
 import json
+import shlex
 from typing import Any
+
+from pydantic import ValidationError
 
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.bench.arms import drafter_folders
 from draftsmith.eval.bench.record_log import JsonlLog
 from draftsmith.eval.report.summary import summarize
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import explain
 from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import EvalRecipe, Recipe, TargetRecipe
 
@@ -32,21 +36,37 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def as_measured(recipe: Recipe) -> Recipe:
-    """The recipe with the settings that the records were made with: a tree tuned since then is not theirs."""
-    recorded = json.loads((RunFolder(recipe).eval / SETTINGS).read_text(encoding="utf-8"))
+    """The recipe with the settings that the records were made with: a tree tuned since then is not theirs.
+
+    Raises:
+        UserError: They are damaged, or what no recipe may say any more.
+    """
+    file = RunFolder(recipe).eval / SETTINGS
     free = recipe.eval.model_dump(include=FREE_KEYS)
-    return recipe.model_copy(
-        update={
+    try:
+        recorded = json.loads(file.read_text(encoding="utf-8"))
+        measured = {
             "eval": EvalRecipe.model_validate(recorded["eval"] | free),
             "target": TargetRecipe.model_validate(recorded["target"]),
             "seed": recorded["seed"],
         }
-    )
+    except ValidationError as error:
+        wrong = explain(EvalRecipe if error.title == EvalRecipe.__name__ else TargetRecipe, error)
+        raise UserError(f"{file}: {wrong}: delete the folder {file.parent} to measure again") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{file} is damaged: delete the folder {file.parent} to measure again") from None
+    return recipe.model_copy(update=measured)
 
 
 def recorded_notes(recipe: Recipe) -> dict[str, Any]:
     """What the last evaluation noted beside its records."""
-    return {"target_change": None, **json.loads((RunFolder(recipe).eval / NOTES).read_text(encoding="utf-8"))}
+    folder = RunFolder(recipe)
+    defaults = {
+        "target_change": None,
+        "drafter_kinds": [recipe.drafter.kind],
+        "command": f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}",
+    }
+    return defaults | json.loads((folder.eval / NOTES).read_text(encoding="utf-8"))
 
 
 def measured_records(recipe: Recipe) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.prompt import Confirm
 
 from draftsmith.recipes.errors import UserError
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from draftsmith.data.engines.engine import Engine
 
 console = Console(highlight=False, soft_wrap=True)
+
+
+def heading(stage: str, what: str) -> None:
+    """A rule across the terminal. `what` may hold names of the user's, which are no markup."""
+    console.rule(f"[bold]{stage}[/bold]  {escape(what)}")
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
@@ -36,7 +42,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     )
 
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
-    console.rule(f"[bold]1 distil[/bold]  {recipe.target.model} answers {sources}")
+    heading("1 distil", f"{recipe.target.model} answers {sources}")
     tokenizer = load_tokenizer(recipe.target)
     folder = RunFolder(recipe)
 
@@ -50,9 +56,9 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     open_or_none = None if recipe.data.distill.engine == "none" else opened
     weights = weights_hash(recipe.target)
     report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed)
-    console.print(report.sentence())
+    console.print(report.sentence(), markup=False)
     tokens = build_token_dataset(recipe, tokenizer, folder)
-    console.print(tokens.sentence())
+    console.print(tokens.sentence(), markup=False)
     if not tokens.reused or not (folder.data / CARD).exists():
         write_card_of_run(recipe, report.sources, tokenizer, weights)
     folder.record("distill")
@@ -66,9 +72,9 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> None:
     """
     from draftsmith.train.features.write import project_features, write_features
 
-    console.rule(f"[bold]features[/bold]  of {recipe.target.model} for a {recipe.drafter.kind} drafter")
+    heading("features", f"of {recipe.target.model} for a {recipe.drafter.kind} drafter")
     projection = project_features(recipe)
-    console.print(projection.sentence())
+    console.print(projection.sentence(), markup=False)
     if not projection.missing:
         return
     projection.refuse_what_does_not_fit()
@@ -82,7 +88,7 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> None:
         accepted = False
     if not accepted:
         raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
-    console.print(write_features(recipe, projection).sentence())
+    console.print(write_features(recipe, projection).sentence(), markup=False)
     RunFolder(recipe).record("features")
 
 
@@ -90,8 +96,8 @@ def run_train(recipe: Recipe) -> None:
     """Train the drafter on the token dataset: `drafter/`."""
     from draftsmith.train.drafter.stage import train_drafter
 
-    console.rule(f"[bold]2 train[/bold]  {recipe.drafter.kind} drafter")
-    console.print(train_drafter(recipe).sentence())
+    heading("2 train", f"{recipe.drafter.kind} drafter")
+    console.print(train_drafter(recipe).sentence(), markup=False)
 
 
 def make_drafter(recipe: Recipe) -> None:
@@ -102,9 +108,9 @@ def make_drafter(recipe: Recipe) -> None:
     run_train(recipe)
 
 
-def run_eval(recipe: Recipe) -> list[dict[str, Any]]:
+def run_eval(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]:
     """Measure the drafter against the autoregressive loop: `eval/`, `report.{md,html}`. Returns the summary."""
     from draftsmith.eval.commands.evaluate import evaluate
 
-    console.rule(f"[bold]3 measure[/bold]  {recipe.eval.runs} runs, each question beside the autoregressive baseline")
-    return evaluate(recipe)
+    heading("3 measure", f"{recipe.eval.runs} runs, each question beside the autoregressive baseline")
+    return evaluate(recipe, command)

@@ -109,7 +109,7 @@ def candidates(
         trees = [(chain, depth, chain_trace)]
         for nodes in SIZES:
             if nodes > depth:
-                name = f"best-first, {nodes} nodes"
+                name = f"best-first-{nodes}"
                 branch = min(nodes, TRACED_BRANCH)
                 tree = MethodRecipe(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
                 trees.append((tree, nodes, trace))

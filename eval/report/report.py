@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jinja2
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -64,8 +66,8 @@ def write_report(
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `target_change` if the drafter comes with another target, and `proof` if
-            there is one.
+            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter comes with another target, and
+            `proof` if there is one.
         pictures: PNG files below `root`.
         theory_pictures: The same, for the section on theory.
     """
@@ -76,11 +78,12 @@ def write_report(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"number": _number, "ms": _milliseconds, "identity": _identity}
+    environment.filters |= {"number": _number, "ms": _milliseconds, "identity": _identity, "escaped": _escaped}
     summary = facts["summary"]
     values = {
         **facts,
         "headline": headline(summary),
+        "drafters": _drafters(facts["drafter_kinds"]),
         "target_change": facts.get("target_change"),
         "proof": proof_sentence(facts.get("proof")),
         "tau_definition": TAU_DEFINITION,
@@ -100,6 +103,15 @@ def write_report(
         files.append(root / f"report.{form}")
         write_atomically(files[-1], text)
     return files
+
+
+def _drafters(kinds: list[str]) -> str:
+    """`an eagle drafter`, `medusa and parallel drafters`."""
+    if not kinds:
+        return "no trained drafter"
+    if len(kinds) == 1:
+        return f"{'an' if kinds[0][0] in 'aeiou' else 'a'} {kinds[0]} drafter"
+    return f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters"
 
 
 def proof_sentence(proof: dict[str, Any] | None) -> str | None:
@@ -169,8 +181,8 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
             cells.append(_number(row["speedup_by_question_mean"]))
             last = row is rows[-1]
             table.add_row(
-                name,
-                row["category"],
+                escape(name),
+                escape(row["category"]),
                 *cells,
                 _identity(row),
                 end_section=last,
@@ -186,7 +198,7 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
             table.add_column(heading, overflow="fold")
         for found in over_seeds:
             figures = (f"{found[f'{key}_mean']:.2f} ± {found[f'{key}_std']:.2f}" for key in ("tau", "speedup"))
-            table.add_row(found["method"], f"{found['temperature']:g}", str(found["seeds"]), *figures)
+            table.add_row(escape(found["method"]), f"{found['temperature']:g}", str(found["seeds"]), *figures)
         console.print(table)
     console.print(TAU_DEFINITION, style="italic")
     console.print(SPEEDUP_DEFINITION, style="italic")
@@ -227,6 +239,11 @@ def _shown(root: Path, pictures: Iterable[Path]) -> list[tuple[str, str, str]]:
 
 def _embedded(picture: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode("ascii")
+
+
+def _escaped(text: str) -> str:
+    """As it is, in a cell of a Markdown table."""
+    return re.sub(r"([\\`*\[\]<>|~$&]|\b_|_\b)", r"\\\1", " ".join(text.split()))
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -5,7 +5,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+import torch
+from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.recipes.errors import UserError, did_you_mean
@@ -25,7 +26,7 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         "seed": seed,
         "report_to": "none",
         "use_cpu": use_cpu,
-        "dataloader_pin_memory": not use_cpu,
+        "dataloader_pin_memory": not use_cpu and torch.accelerator.is_available(),
     }
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
@@ -56,7 +57,7 @@ def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> A
     if key == "hub_token":  # every checkpoint would hold it
         raise UserError("key `train.hub_token` does not belong in a recipe: put it into the environment as HF_TOKEN")
     try:
-        return TypeAdapter(hints[key]).validate_python(value)
+        return TypeAdapter(hints[key], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise UserError(f"key `train.{key}`: {message[0].lower()}{message[1:]}, not {value!r}") from None

@@ -98,6 +98,7 @@ def _training_arguments(recipe: EmbeddedTargetRecipe) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(recipe.work_dir),
         use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
         per_device_train_batch_size=schedule.rows_per_step,
         per_device_eval_batch_size=schedule.rows_per_step,
         max_grad_norm=1.0,

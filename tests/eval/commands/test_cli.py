@@ -1,5 +1,7 @@
 """The command line: a user's mistake is one sentence on stderr and a non-zero exit, never a traceback."""
 
+import importlib.metadata
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,46 @@ def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, str(script), str(recipe)], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.strip().endswith(f"error: {recipe}: unknown key `evall`: did you mean `eval`?")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "~", "a" * 300, "a\0b", ""])
+def test_a_comparison_stays_below_runs_dir(name: str, tmp_path: Path) -> None:
+    options = [f"runs_dir={tmp_path}/runs", "--name", name]
+    result = RUNNER.invoke(cli.app, ["compare", "quickstart", "embedded-medusa", *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: option --name: must be at most 80 letters")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_comes_next_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my runs [/x]"
+    folder.mkdir(parents=True)
+    recipe = tmp_path / "it's.yaml"
+    recipe.write_text("name: a\n")
+    monkeypatch.setattr(cli, "run_train", lambda _: None)
+    overrides = [f"runs_dir={folder}", "eval.temperatures=[0.0, 1.0]"]
+    result = RUNNER.invoke(cli.app, ["train", str(recipe), *overrides])
+    assert result.exit_code == 0
+    next_line = result.stdout.splitlines()[-1].removeprefix("Next: ")
+    assert shlex.split(next_line) == ["draftsmith", "eval", str(recipe), *overrides]
+
+
+def test_a_file_of_figures_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell leaves the ~ of `--json=~/rows.json` to us."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    options = ["runs_dir=~/runs", "--peak-tflops=1", "--json=~/plans/plan.json"]
+    result = RUNNER.invoke(cli.app, ["plan", "quickstart", *options])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "home" / "plans" / "plan.json").is_file()
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_the_version() -> None:
+    result = RUNNER.invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"draftsmith {importlib.metadata.version('draftsmith')}\n")
 
 
 def test_help_and_a_mistyped_recipe_wait_for_no_library() -> None:

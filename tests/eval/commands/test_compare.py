@@ -1,6 +1,7 @@
 """Several recipes in one table: one baseline, one process, data made once."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def test_variants_of_one_key() -> None:
         ("quickstart-num_masks-1", 1, 3),
         ("quickstart-num_masks-3", 3, 3),
     ]
+    of_paths = expand_variants("quickstart", [], "target.model=owner/one,owner/two")
+    assert [variant.name for variant in of_paths] == ["quickstart-model-owner-one", "quickstart-model-owner-two"]
     with pytest.raises(UserError, match=r"must look like section\.key=value,value"):
         expand_variants("quickstart", [], "drafter.options.num_masks=1,,3")
 
@@ -79,6 +82,8 @@ def test_what_cannot_be_compared() -> None:
         compare([load_recipe("quickstart"), load_recipe("embedded-medusa", ["eval.max_new_tokens=64"])], "table")
     with pytest.raises(UserError, match="as target differ"):
         compare([load_recipe("quickstart"), load_recipe("embedded-medusa", ["target.dtype=float64"])], "table")
+    with pytest.raises(UserError, match="option --name: quickstart is one of the recipes"):
+        compare([load_recipe("quickstart"), load_recipe("embedded-medusa")], "quickstart")
     with pytest.raises(UserError, match="give each a `name` of its own"):
         compare([load_recipe("quickstart"), load_recipe("quickstart")], "table")
 
@@ -117,4 +122,11 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert all(row["greedy_identical"] for row in overall.values())
     first, second = (LedgerView(tmp_path / name / "data") for name in ("quickstart", "embedded-medusa"))
     assert first.fingerprint() == second.fingerprint()
-    assert (tmp_path / "table" / "report.md").is_file()
+    drafters = [str(tmp_path / name / "drafter") for name in ("quickstart", "embedded-medusa")]
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("Drafter ")] == drafters
+    report = (tmp_path / "table" / "report.md").read_text()
+    assert report.startswith("# table: speculative decoding of embedded with parallel and medusa drafters\n")
+    assert f"    draftsmith {shlex.join(command)}\n" in report
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "table" / "recipe.yaml")])
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "table" / "report.md").read_text() == report

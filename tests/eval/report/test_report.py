@@ -94,6 +94,7 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
         "left_out": 1,
         "turns_left_out": 2,
         "device": "",
+        "drafter_kinds": ["parallel"],
         "command": "draftsmith run runs/demo/recipe.yaml",
     }
 
@@ -139,6 +140,33 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
 def test_mt_bench_is_explained_where_it_stands(tmp_path: Path) -> None:
     for file in write_report(tmp_path, facts([*SUMMARY, row("tree", "mt_bench")]), []):
         assert "Spec-Bench's task of the eight MT-bench categories together" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "title"),
+    [
+        (["parallel"], "with a parallel drafter"),
+        (["eagle"], "with an eagle drafter"),
+        (["medusa", "parallel", "hydra"], "with medusa, parallel and hydra drafters"),
+        ([], "with no trained drafter"),
+    ],
+)
+def test_the_title_names_what_was_compared(tmp_path: Path, kinds: list[str], title: str) -> None:
+    for file in write_report(tmp_path, {**facts(SUMMARY), "drafter_kinds": kinds}, []):
+        assert title in file.read_text()
+
+
+def test_names_are_text_not_markup(tmp_path: Path) -> None:
+    """A category may be called anything; the tables stay tables, on screen too."""
+    name = "[red]a|*b* _c_ <d>\n~~e~~ $f$ multi_turn"
+    summary = [row | {"category": name if row["category"] == "writing" else row["category"]} for row in SUMMARY]
+    markdown, html = write_report(tmp_path, facts(summary), [])
+    shown = r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn | tree"
+    assert shown in markdown.read_text()
+    assert "&lt;d&gt;" in html.read_text()
+    console = Console(record=True, width=200)
+    print_table(summary, console)
+    assert "[red]a|*b*" in console.export_text()
 
 
 def test_stop_strings_are_reported(tmp_path: Path) -> None:

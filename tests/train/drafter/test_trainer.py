@@ -190,6 +190,7 @@ def test_collate_pads_on_the_right() -> None:
         ({"zzz": 1}, "valid keys are those of transformers.TrainingArguments"),
         ({"learning_rate": "fast"}, "key `train.learning_rate`: input should be a valid number.*not 'fast'"),
         ({"num_train_epochs": [1]}, "key `train.num_train_epochs`"),
+        ({"learning_rate": float("nan")}, "key `train.learning_rate`: input should be a finite number"),
         ({"lr_scheduler_type": "cosin"}, "train"),
         ({"remove_unused_columns": True}, "cannot be true"),
     ],
@@ -202,6 +203,12 @@ def test_wrong_train_keys(tmp_path: Path, values: dict[str, Any], message: str) 
 def test_train_keys_are_passed_as_they_are(tmp_path: Path) -> None:
     args = training_arguments({"learning_rate": "5e-4", "adam_beta2": 0.95}, tmp_path, seed=3, use_cpu=True)
     assert (args.learning_rate, args.adam_beta2, args.seed, args.report_to) == (5e-4, 0.95, 3, [])
+
+
+def test_memory_is_pinned_only_for_an_accelerator(tmp_path: Path) -> None:
+    """Where there is none, torch would warn in every run."""
+    args = training_arguments({}, tmp_path, seed=0)
+    assert args.dataloader_pin_memory == torch.accelerator.is_available()
 
 
 def test_no_tokens_says_distill_first(target_folder: Path) -> None:
