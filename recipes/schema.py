@@ -1,6 +1,6 @@
 """The typed recipe. One YAML file drives distil, train and eval; an unknown key is an error, never ignored.
 
-`train:` is handed to `transformers.TrainingArguments` as it is, `drafter.options` to the drafter's own config class.
+`train:` is handed to `transformers.TrainingArguments` as it is, `drafter.options` to the drafter's own `Options`.
 """
 
 import re
@@ -212,7 +212,7 @@ class DataRecipe(Section):
 
 
 class DrafterRecipe(Section):
-    """`kind` is the name of a file in `models/drafters/`; `options` are the keys of that drafter's config."""
+    """`kind` is the name of a file in `models/drafters/`; `options` are the keys of its `Options`."""
 
     kind: str = "parallel"
     options: dict[str, Any] = {}

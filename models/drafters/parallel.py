@@ -16,7 +16,7 @@ Shapes: G = K+1 streams, K masks, D hidden, E = D input width of a layer, F feat
 from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,10 +24,6 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.base.options import Init, Loss, MaskResidual, NumLayers, ascending_layers
 from draftsmith.models.target.features import FINAL_FEATURES
-
-
-def _layers_then_final(layers: list[int], info: ValidationInfo) -> list[int]:
-    return ascending_layers(layers, info, FINAL_FEATURES)
 
 
 class ParallelConfig(DrafterConfig):
@@ -41,7 +37,9 @@ class ParallelConfig(DrafterConfig):
         loss: Loss = "ce"
         mask_residual: MaskResidual = False
         init: Init = "target"
-        feature_layers: Annotated[list[int], AfterValidator(_layers_then_final)] = Field(
+        feature_layers: Annotated[
+            list[int], AfterValidator(lambda layers, info: ascending_layers(layers, info, FINAL_FEATURES))
+        ] = Field(
             [FINAL_FEATURES],
             description="layers of the target whose hidden states are the feature, side by side: k = after k layers, "
             "-1 = after the final norm, what the LM head reads. EAGLE-3's idea",

@@ -123,7 +123,8 @@ def switched_off(target: PreTrainedModel) -> Iterator[None]:
     """In here the target computes as if it had no adapter."""
     layers = list(adapted_layers(target).values())
     # peft freezes whatever it switches off, and marks whatever it switches on as trainable.
-    flags = [(weight, weight.requires_grad) for layer in layers for weight in _own_weights(layer)]
+    pairs = [pair[ADAPTER_NAME] for layer in layers for pair in (layer.lora_A, layer.lora_B)]
+    flags = [(pair.weight, pair.weight.requires_grad) for pair in pairs]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -151,10 +152,6 @@ def adapted_layers(target: PreTrainedModel) -> dict[str, Any]:
                 )
             layers[name] = module
     return layers
-
-
-def _own_weights(layer: Any) -> list[nn.Parameter]:
-    return [layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight]
 
 
 def _shape(module: Any) -> list[int]:

@@ -46,9 +46,7 @@ def pack_heads(model: nn.Module, vocab_size: int) -> None:
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.out_features == vocab_size and _is_packable(child.weight):
-                setattr(parent, name, PackedLinear(child))
-
-
-def _is_packable(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.requires_grad
+            if type(child) is nn.Linear and child.out_features == vocab_size:
+                weight = child.weight
+                if weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.requires_grad:
+                    setattr(parent, name, PackedLinear(child))
