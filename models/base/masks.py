@@ -25,6 +25,7 @@ class MaskOptions(GroupWiseOptions, DepthOptions):
     keep_ratio: float = Field(
         1.0, gt=0, le=1, description="train [MASK]_j at a random keep_ratio**j of its positions (P-EAGLE); 1 keeps all"
     )
+    keep_ratio_min: float = Field(0.0, ge=0, le=1, description="but at no smaller share of them than this")
 
     @property
     def num_depths(self) -> int:
@@ -44,7 +45,9 @@ class MaskedDrafter(GroupWiseDrafter):
         raise NotImplementedError
 
     def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
-        return GroupRows.that_matter(labels_bgs, self.config.keep_ratio if self.training else 1.0)
+        if not self.training:
+            return super().labelled_rows(labels_bgs)
+        return GroupRows.that_matter(labels_bgs, self.config.keep_ratio, self.config.keep_ratio_min)
 
     def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
         if self.config.num_masks == 0:

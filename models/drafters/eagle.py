@@ -15,8 +15,8 @@ differ from that code:
 * KL in place of soft cross entropy: the same gradient, and 0 at the optimum.
 * The noise is U(-0.1, 0.1) as the paper says; the code (SafeAILab/EAGLE, eagle/train/main.py) also scales it with
   512 / length.
-* `fc` has no bias. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for Llama 3. Not
-  measured here.
+* `fc` has no bias by default. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for
+  Llama 3: `fc_bias`. What it is worth is not measured here.
 
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V vocabulary, G depths.
 """
@@ -42,6 +42,7 @@ class EagleLayerOptions(GroupWiseOptions):
     feature_noise: float = Field(
         0.1, ge=0, description="a of the uniform noise U(-a, a) on the features that are read in training"
     )
+    fc_bias: bool = Field(False, description="a bias in `fc`, as the authors' Vicuna and Llama 2 drafters have")
 
 
 class EagleConfig(DrafterConfig):
@@ -61,7 +62,7 @@ class EagleLayer(GroupWiseDrafter):
         self.layers = build_target_layers(self.layers_config).layers
         self.layers[0].input_layernorm, self.norm = nn.Identity(), nn.Identity()
         hidden_size = self.layers_config.hidden_size
-        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
 
     @property
     def needs_teacher(self) -> bool:

@@ -6,8 +6,8 @@ all read the same [e(mask token); fc(mask_hidden)] and differ only in their posi
 trained; the mask token's embedding is the target's and stays as it is. `keep_ratio` is the paper's conditional drop.
 
 Where we differ: the paper's code (vllm-project/speculators, src/speculators/models/peagle/) also trains a copy of the
-embedding table and drops by default (r = 0.7), down to a floor of 0.2 of the positions (data.py), while our
-`keep_ratio` is 1 and has no floor; depth weights are 0.8**j, not all equal. Neither is measured here.
+embedding table and drops by default, `keep_ratio: 0.7, keep_ratio_min: 0.2` (data.py), where we keep all; depth weights
+are 0.8**j, not all equal. What these are worth is not measured here.
 
 Shapes: K masks, D hidden, E = 2D input width of the first layer, F features.
 """

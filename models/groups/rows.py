@@ -15,6 +15,7 @@ Shapes: B batch, G streams, S positions, N present rows, H heads, Dh head size; 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,17 +46,21 @@ class GroupRows:
         return GroupRows((batch, num_streams, length), torch.arange(total, device=device))
 
     @staticmethod
-    def that_matter(labels_bgs: Tensor, keep_ratio: float = 1.0) -> GroupRows:
+    def that_matter(labels_bgs: Tensor, keep_ratio: float = 1.0, keep_ratio_min: float = 0.0) -> GroupRows:
         """The masks that carry a label, and the real tokens up to the last group that does.
 
         Args:
             labels_bgs: [B, G, S], -100 where there is none. A label at depth j implies those at depths below.
             keep_ratio: Of the masks that would be there, [MASK]_j is kept with probability keep_ratio**j, and only
                 where [MASK]_{j-1} is: conditional drop of deep positions. Uses torch's global generator.
+            keep_ratio_min: The least of these probabilities.
         """
         present = labels_bgs != IGNORED_LABEL
         if keep_ratio < 1.0:
-            kept = torch.rand(present[:, 1:].shape, device=present.device) < keep_ratio
+            shares_g = [max(keep_ratio**j, keep_ratio_min) for j in range(present.shape[1])]
+            conditional_k = [deeper / share for share, deeper in itertools.pairwise(shares_g)]
+            kept = torch.rand(present[:, 1:].shape, device=present.device)
+            kept = kept < torch.tensor(conditional_k, device=present.device)[:, None]
             present[:, 1:] &= kept.cumprod(dim=1).bool()
         # Real tokens: all up to the last label of their sequence.
         present[:, 0] = present[:, 0].flip(-1).cumsum(-1).flip(-1) > 0

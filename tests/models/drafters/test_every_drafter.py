@@ -43,14 +43,14 @@ TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}],
-    "eagle": [{"loss": "lk_lambda", "attention": "dense"}],
-    "eagle_parallel": [{"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce"}],
+    "eagle": [{"loss": "lk_lambda", "attention": "dense"}, {"fc_bias": True}],
+    "eagle_parallel": [{"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce", "fc_bias": True}],
     "eagle3": [{"draft_vocab_size": 40, "feature_layers": [0, 3]}],
     "hydra": [{"prefix_attention": True}, {"num_layers": 2, "lm_heads": "shared", "loss": "kl"}],
     "medusa": [{"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"}],
     "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce"}],
     "parallel": [{"inputs": "embedding", "num_layers": 2}, {"feature_layers": [0, 2, -1]}],
-    "peagle": [{"num_layers": 2}, {"draft_vocab_size": 40, "keep_ratio": 0.8, "loss": "ce"}],
+    "peagle": [{"num_layers": 2}, {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce"}],
 }
 CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]]
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]

@@ -1,5 +1,6 @@
 """Training computes only the rows that matter, and nothing about the result changes by it."""
 
+import pytest
 import torch
 from support.tiny_models import MASKS, random_batch, tiny_parallel, tiny_target
 
@@ -29,18 +30,21 @@ def test_packing_is_lossless() -> None:
     torch.testing.assert_close(packed, full[rows.index_n])
 
 
-def test_conditional_drop() -> None:
+@pytest.mark.parametrize(
+    ("least", "expected"), [(0.0, [1.0, 0.7, 0.49, 0.343]), (0.4, [1.0, 0.7, 0.49, 0.4]), (0.8, [1.0, 0.8, 0.8, 0.8])]
+)
+def test_conditional_drop(least: float, expected: list[float]) -> None:
     """[MASK]_j stays with probability ratio**j, only where [MASK]_{j-1} stays; real tokens always stay."""
     torch.manual_seed(0)
     labels = torch.ones(8, 4, 500, dtype=torch.long)
-    rows = GroupRows.that_matter(labels, keep_ratio=0.7)
+    rows = GroupRows.that_matter(labels, keep_ratio=0.7, keep_ratio_min=least)
     present = torch.zeros(labels.numel(), dtype=torch.bool)
     present[rows.index_n] = True
     present = present.view(labels.shape)
     assert present[:, 0].all()
     assert not (present[:, 2:] & ~present[:, 1:-1]).any()
     shares = present.float().mean((0, 2))
-    torch.testing.assert_close(shares, torch.tensor([1.0, 0.7, 0.49, 0.343]), atol=0.03, rtol=0)
+    torch.testing.assert_close(shares, torch.tensor(expected), atol=0.03, rtol=0)
 
 
 def test_drop_only_in_training() -> None:
