@@ -10,6 +10,9 @@ For the assistant turn i of a conversation whose full rendering is F:
    still found;
 3. its end is the first special token after the content, within the length of the turn's own ending
    (`<|im_end|>`, but not the newline after it). A template without an end token carries the content alone.
+
+These are three renderings of everything for each answer. Of many answers only the two at each end are found so; what
+stands around those in between is read off renderings in which markers stand for all contents at once.
 """
 
 from dataclasses import dataclass
@@ -21,6 +24,8 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.recipes.errors import UserError
 
 MARKER = "Xq7AnswerMarkerXq7"
+AT_EACH_END = 2  # answers
+MOST_RENDERED_ONE_BY_ONE = 256  # answers, of a template that writes its history in several ways
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 
 
@@ -76,6 +81,81 @@ def template_answer_lead(tokenizer: Any) -> str:
     prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True)
     text = render(tokenizer, PROBE)
     return text[len(prompt) : text.rindex(PROBE[1].content)] if text.startswith(prompt) else ""
+
+
+def find_spans(
+    tokenizer: Any, turns: tuple[Turn, ...], text: str, special: frozenset[int], asking: bool = False
+) -> dict[int, Span]:
+    """Where each assistant turn lies in the rendering `text`, by its index; in time linear in the text.
+
+    Args, Raises: As `find_span`; TemplateProblem too for a long conversation whose turns the template writes unalike.
+    """
+    answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+    between = answers[AT_EACH_END:-AT_EACH_END]
+    one_by_one = answers if not between else answers[:AT_EACH_END] + answers[-AT_EACH_END:]
+    spans = {index: find_span(tokenizer, turns, index, text, special, asking) for index in one_by_one}
+    if between:
+        found = _spans_between(tokenizer, turns, answers, text, spans, asking)
+        if not found and len(answers) > MOST_RENDERED_ONE_BY_ONE:
+            raise TemplateProblem(
+                f"the target's chat template does not write all {len(answers)} answers of a conversation alike, and so "
+                "many cannot be told apart one by one: take shorter conversations, or correct tokenizer.chat_template"
+            )
+        spans |= found or {i: find_span(tokenizer, turns, i, text, special, asking) for i in between}
+    return {index: spans[index] for index in answers}
+
+
+def _spans_between(
+    tokenizer: Any, turns: tuple[Turn, ...], answers: list[int], text: str, spans: dict[int, Span], asking: bool
+) -> dict[int, Span]:
+    """The spans of the answers between those at both ends, which are known; none if the template writes them unalike.
+
+    `around[n]` is what the template writes before the n-th answer and behind the one before it, questions included.
+    """
+    around = _around_markers(tokenizer, turns, ("assistant",), asking)
+    without_contents = _around_markers(tokenizer, turns, ("assistant", "user"), asking)
+    first, model, last = spans[answers[0]], spans[answers[1]], answers[-AT_EACH_END]
+    if not around or not without_contents or not text.startswith(around[1], first.content_end):
+        return {}
+    systems = len(turns) + 1 - len(without_contents)
+    headers = {without_contents[index - systems] for index in answers[1:-1]}  # between a question and its answer
+    asked = (*turns[: answers[1] - 1], Turn("user", MARKER))
+    opened = render(tokenizer, asked, add_generation_prompt=True).rpartition(MARKER)[2].removeprefix(max(headers))
+    begin = first.content_end + len(around[1])  # of the content
+    if len(headers) > 1 or begin < model.start:
+        return {}
+    lead, ending = begin - model.start, text[model.content_end : model.end]
+    found: dict[int, Span] = {}
+    content_end = model.content_end
+    for number, index in enumerate(answers[2 : 1 - AT_EACH_END], start=2):
+        before, after = around[number : number + 2]
+        if not (text.startswith(before, content_end) and after.startswith(ending)):
+            return {}
+        begin = content_end + len(before)
+        if opened and text.startswith(opened, begin):  # an answer that goes on where its prompt ended, perhaps
+            return {}
+        content_end = _content_end(text, begin, turns[index].content, after)
+        found[index] = Span(begin - lead, content_end, content_end + len(ending))
+        if content_end < begin:
+            return {}
+    return found if found.pop(last) == spans[last] else {}
+
+
+def _around_markers(tokenizer: Any, turns: tuple[Turn, ...], roles: tuple[str, ...], asking: bool) -> list[str]:
+    """What the template writes around the contents of these roles; nothing if contents or template confuse that."""
+    marked = tuple(Turn(turn.role, MARKER) if turn.role in roles else turn for turn in turns)
+    around = render(tokenizer, marked, asking).split(MARKER)
+    return around if len(around) == 1 + sum(turn.role in roles for turn in turns) else []
+
+
+def _content_end(text: str, begin: int, content: str, after: str) -> int:
+    """Where the content that begins there ends, as it is, trimmed, or without its thoughts; -1 if that is not clear."""
+    for shown in (content, content.strip()):
+        if text.startswith(shown + after, begin):
+            return begin + len(shown)
+    end = text.find(after, begin)
+    shown = "".join(text[begin:end].split())
+    return -1 if after in content or shown not in "".join(content.split()) else end
 
 
 def find_span(

@@ -13,14 +13,18 @@ then not what it said: those words stay, without loss, as `unsaid_turns`.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.answer_spans import Span, TemplateProblem, find_span, render, token_ids
+from draftsmith.data.tokens.answer_spans import Span, TemplateProblem, find_spans, render, token_ids
 from draftsmith.recipes.errors import UserError
 
 AnswerIds = list[list[int] | None]
+ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
+END_TOKENS = 16  # more than any template puts behind an answer
+CHARACTERS_ALWAYS_READ = 1 << 20
+LOOK_BACK_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class TokenizedConversation:
     """`loss_mask[t]` is 1 iff `input_ids[t]` is a token of an assistant turn, its end token included.
 
     `unsaid_turns` are the turns whose words in the history are not what the target said: they carry no loss.
+    `answer_ends_tokens` are the numbers of tokens up to the end of each answer.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
     unsaid_turns: tuple[int, ...] = ()
+    answer_ends_tokens: tuple[int, ...] = ()
 
     def answers(self) -> list[list[int]]:
         """The ids of each assistant turn: the runs of ones."""
@@ -51,7 +57,7 @@ class TokenizedConversation:
         end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
         start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
         mask = [0] * start + self.loss_mask[start:]
-        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns)
+        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
 
 
 def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn]) -> list[int]:
@@ -84,18 +90,14 @@ def tokenize_conversation(
     if not asking:
         _check_last_answer_is_whole(turns, text)
     special = special_ids(tokenizer)
-    spans = {
-        index: find_span(tokenizer, shown, index, text, special, asking)
-        for index, turn in enumerate(shown)
-        if turn.role == "assistant"
-    }
+    spans = find_spans(tokenizer, shown, text, special, asking)
     borders = []
     for index, span in spans.items():
         is_cut_short = index in given and given[index][-1] not in special
         borders += [span.start, span.content_end if is_cut_short else span.end]
     pieces = _pieces(tokenizer, text, borders)  # before an answer, the answer, before the next one, ...
     marked = None if given else _generation_mask(tokenizer, conversation, list(chain(*pieces)))
-    input_ids, loss_mask, unsaid = [], [], []
+    input_ids, loss_mask, unsaid, ends = [], [], [], []
     for number, index in enumerate(spans):
         before, rendered = pieces[2 * number : 2 * number + 2]
         answer = given.get(index, rendered)
@@ -107,15 +109,18 @@ def tokenize_conversation(
             unsaid.append(index)
             input_ids += rendered
             loss_mask += [0] * len(rendered)
+            ends.append(len(input_ids))
             continue
         input_ids += answer
+        ends.append(len(input_ids))
         silent = 0 if marked is None else _first_marked(marked, start, len(input_ids), number + 1) - start
         loss_mask += [0] * silent + [1] * (len(answer) - silent)
     final = given[last] if asking else []
     input_ids += pieces[-1] + final
     loss_mask += [0] * len(pieces[-1]) + [1] * len(final)
+    ends += [len(input_ids)] if asking else []
     _check_mask(loss_mask, conversation)
-    tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid))
+    tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if turns[last].role == "assistant" and not asking and _has_another_prompt(tokenizer, turns, text, spans[last]):
         # Once more, the last answer's ids given now, so that it stands behind the prompt that asks for it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
@@ -133,13 +138,37 @@ def tokenize_shortened(
     """
     turns = conversation.turns
     _ids_by_turn(conversation, answer_ids)
-    for end in range(len(turns), 0, -1):
-        if turns[end - 1].role != "assistant":
+    ends = _ends_in_reach(tokenizer, turns, max_length_tokens)
+    if not ends:
+        return None
+    taken = ANSWERS_AT_FIRST
+    while True:
+        tried, taken = ends[:taken], 2 * taken
+        try:
+            longest = tokenize_conversation(tokenizer, *up_to_turn(conversation, tried[-1], answer_ids))
+        except TemplateProblem:  # of an end that may be no end
+            if tried == ends:
+                raise
             continue
-        tokenized = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
-        if len(tokenized.input_ids) <= max_length_tokens:
-            return tokenized, len(turns) - end
+        history_tokens = longest.answer_ends_tokens[:-1]
+        if tried == ends or (history_tokens and history_tokens[-1] > max_length_tokens):
+            break
+    for end, tokens in reversed(list(zip(tried, longest.answer_ends_tokens, strict=True))):
+        if tokens > max_length_tokens + END_TOKENS:  # thoughts may make it longer at the end, nothing makes it shorter
+            continue
+        whole = end == tried[-1]
+        shortened = longest if whole else tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
+        if len(shortened.input_ids) <= max_length_tokens:
+            return shortened, len(turns) - end
     return None
+
+
+def _ends_in_reach(tokenizer: Any, turns: tuple[Turn, ...], max_length_tokens: int) -> list[int]:
+    """The numbers of turns that end with an answer, as long as their text may fit at all."""
+    most_characters = max(CHARACTERS_ALWAYS_READ, max_length_tokens * longest_token_characters(tokenizer))
+    characters = accumulate(len(turn.content) for turn in turns)
+    in_reach = takewhile(lambda turn: turn[0] <= most_characters, zip(characters, turns, strict=True))
+    return [number for number, (_, turn) in enumerate(in_reach, start=1) if turn.role == "assistant"]
 
 
 def up_to_turn(
@@ -191,11 +220,15 @@ def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
     if list(chain(*pieces)) == token_ids(tokenizer, text):
         return pieces
     # A token would lie across a border, or a piece gets another beginning by itself (SentencePiece's first space).
-    heads = [token_ids(tokenizer, text[:end]) if end else [] for end in bounds]
-    return [
-        longer[len(shorter) :] if longer[: len(shorter)] == shorter else piece
-        for piece, (shorter, longer) in zip(pieces, pairwise(heads), strict=True)
-    ]
+    continued = [_continuation(tokenizer, text, start, end) for start, end in pairwise(bounds)]
+    return [alone if ids is None else ids for ids, alone in zip(continued, pieces, strict=True)]
+
+
+def _continuation(tokenizer: Any, text: str, start: int, end: int) -> list[int] | None:
+    """The ids of `text[start:end]` behind what is before it; None if a token would lie across its start."""
+    seen = max(0, start - LOOK_BACK_CHARACTERS)  # tokens depend on nothing that is farther away
+    before, through = token_ids(tokenizer, text[seen:start]), token_ids(tokenizer, text[seen:end])
+    return through[len(before) :] if through[: len(before)] == before else None
 
 
 def _same_words(tokenizer: Any, left: list[int], right: list[int]) -> bool:
@@ -230,6 +263,11 @@ def _first_marked(marked: list[int], start: int, content_end: int, number: int) 
             "correct or remove the mark in tokenizer.chat_template"
         )
     return first
+
+
+@lru_cache(maxsize=8)
+def longest_token_characters(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,187 @@
+"""Long conversations: in time linear in their length, and cut exactly where trying every end from the last one cuts."""
+
+import random
+from typing import Any
+
+import pytest
+from support import tiny_tokenizers as templates
+from support.chat_families import FAMILIES
+from support.tiny_tokenizers import CORPUS, SPECIAL, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.tokens import answer_spans, chat_tokens
+from draftsmith.data.tokens.answer_spans import TemplateProblem
+from draftsmith.data.tokens.chat_tokens import (
+    AnswerIds,
+    TokenizedConversation,
+    tokenize_conversation,
+    tokenize_shortened,
+    up_to_turn,
+)
+
+PIECES = [
+    "Say hi",
+    "Hello there",
+    "you are",
+    "a",
+    " ok",
+    "\n",
+    "  ",
+    "👋",
+    "ünï",
+    "User: ",
+    "Bot:",
+    "<|im_end|>",
+    "[INST]",
+]
+WEIGHTS = [9, 9, 9, 9, 9, 3, 3, 3, 3, 3, 3, 0.3, 0.3]
+
+
+def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """As SentencePiece's, whose tokens of a piece alone differ from those behind other text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    alphabet = sorted({letter for text in (*PIECES, *CORPUS, "<think>/0123456789-|[]_") for letter in text})
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = template
+    return fast
+
+
+TOKENIZERS = {
+    **{name: family.tokenizer() for name, family in FAMILIES.items()},
+    **{
+        name: tiny_tokenizer(getattr(templates, name))
+        for name in ("GENERATION", "HARMONY", "MISTRAL", "NO_END_TOKEN", "ZEPHYR")
+    },
+    "opened thoughts": tiny_tokenizer(templates.CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")),
+    "LLAMA2, spaced": spaced_tokenizer(templates.LLAMA2),
+    "NO_END_TOKEN, spaced": spaced_tokenizer(templates.NO_END_TOKEN),
+}
+
+
+def talk(seed: int, tokenizer: Any) -> tuple[Conversation, AnswerIds | None]:
+    """Up to twelve exchanges that repeat each other, some with thoughts, some long; ids of the answers for some."""
+    rng = random.Random(seed)
+
+    def text() -> str:
+        words = "".join(rng.choices(PIECES, WEIGHTS, k=rng.randint(1, 6)))
+        return words if words.strip() else "x"
+
+    def answer() -> str:
+        thoughts = f"<think>\n{text()}\n</think>\n\n" if rng.random() < 0.15 else ""
+        return thoughts + text() * (40 if rng.random() < 0.05 else 1)
+
+    questions = [text() for _ in range(3)]
+    turns = [Turn("system", text())] if rng.random() < 0.3 else []
+    for _ in range(rng.randint(1, 12)):
+        turns += [Turn("user", rng.choice([text(), *questions])), Turn("assistant", answer())]
+    turns += [Turn("user", text())] if rng.random() < 0.2 else []
+    if rng.random() < 0.6:
+        return Conversation("talk", tuple(turns)), None
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>" if "im_end" in tokenizer.chat_template else "</s>")
+    said = [tokenizer.encode(turn.content, add_special_tokens=False) for turn in turns if turn.role == "assistant"]
+    ids = [[*answer, end] if rng.random() < 0.8 else answer or None for answer in said]
+    return Conversation("talk", tuple(turns)), ids
+
+
+def cut_by_trying_every_end(
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
+) -> tuple[TokenizedConversation, int] | None:
+    """The rule. Each answer is found by renderings of its own, and each piece tokenised behind all that precedes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer_spans, "AT_EACH_END", 10**6)
+        patch.setattr(chat_tokens, "LOOK_BACK_CHARACTERS", 10**9)
+        turns = conversation.turns
+        for end in range(len(turns), 0, -1):
+            if turns[end - 1].role == "assistant":
+                tokenized = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
+                if len(tokenized.input_ids) <= max_length_tokens:
+                    return tokenized, len(turns) - end
+    return None
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_cut_as_by_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, compared, cut = TOKENIZERS[name], 0, 0
+    for seed in range(20):
+        monkeypatch.setattr(chat_tokens, "ANSWERS_AT_FIRST", 2 if seed % 2 else 16)
+        conversation, answer_ids = talk(seed, tokenizer)
+        try:
+            whole = cut_by_trying_every_end(tokenizer, conversation, 10**9, answer_ids)
+            assert whole is not None
+            length = random.Random(seed).randint(8, len(whole[0].input_ids) + 4)
+            expected = cut_by_trying_every_end(tokenizer, conversation, length, answer_ids)
+        except TemplateProblem:  # of a longer end than the one that fits, perhaps
+            continue
+        assert tokenize_shortened(tokenizer, conversation, length, answer_ids) == expected
+        assert tokenize_shortened(tokenizer, conversation, 10**9, answer_ids) == whole
+        compared += 1
+        cut += expected is not None and expected[1] > 0
+    assert compared >= 9
+    assert cut >= 4
+
+
+def exchanges(count: int) -> Conversation:
+    turns = [(Turn("user", f"question {n} Say hi"), Turn("assistant", f"answer {n} you are")) for n in range(count)]
+    return Conversation("long", tuple(turn for exchange in turns for turn in exchange))
+
+
+def work_of(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversation: Conversation, length: int) -> int:
+    """Characters that are rendered and tokenised to cut the conversation to a length."""
+    characters = 0
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal characters
+            result = function(*args, **kwargs)
+            characters += len(result) if isinstance(result, str) else len(args[1])
+            return result
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for module in (answer_spans, chat_tokens):
+            patch.setattr(module, "render", counted(answer_spans.render))
+            patch.setattr(module, "token_ids", counted(answer_spans.token_ids))
+        assert tokenize_shortened(tokenizer, conversation, length) is not None
+    return characters
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_work_grows_with_the_length_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TOKENIZERS[name]
+    cut = [work_of(monkeypatch, tokenizer, exchanges(count), 1000) for count in (200, 400, 4000)]
+    assert cut[0] == cut[1] == cut[2]  # what lies beyond is not looked at
+    whole = [work_of(monkeypatch, tokenizer, exchanges(count), 10**9) for count in (200, 400)]
+    assert whole[1] < 2.3 * whole[0]
+
+
+def test_what_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of many megabytes costs no memory."""
+    tokenizer = TOKENIZERS["ChatML"]
+    huge = Turn("user", "Hello there " * 10**6)
+    first = exchanges(1).turns
+    work = work_of(monkeypatch, tokenizer, Conversation("x", (*first, huge, Turn("assistant", "a"))), 100)
+    assert work < 10_000
+    assert tokenize_shortened(tokenizer, Conversation("x", (huge, Turn("assistant", "a"))), 100) is None
+
+
+def test_a_template_that_writes_its_turns_unalike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thoughts before two of three answers: found one by one, up to a number of them."""
+    thoughts = "{% if m.role == 'assistant' and loop.index0 % 3 %}<think>{% endif %}{{ m.content }}"
+    template = templates.CHATML.replace("{{ m.content }}", thoughts)
+    tokenizer = tiny_tokenizer(template)
+    conversation = exchanges(9)
+    assert len(tokenize_conversation(tokenizer, conversation).answers()) == 9
+    expected = cut_by_trying_every_end(tokenizer, conversation, 10**9, None)
+    assert expected is not None
+    assert tokenize_conversation(tokenizer, conversation) == expected[0]
+    monkeypatch.setattr(answer_spans, "MOST_RENDERED_ONE_BY_ONE", 8)
+    with pytest.raises(TemplateProblem, match="does not write all 9 answers of a conversation alike"):
+        tokenize_conversation(tokenizer, conversation)
