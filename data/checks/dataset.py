@@ -99,13 +99,12 @@ def _unanswered(found: list[Conversation]) -> list[Finding]:
 
 def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
     """Empty conversations, and other records that are none."""
-    reasons = [
-        reason for reason in counts.invalid if reason.startswith("empty ") or reason in ("no turns", "no user turn")
-    ]
-    empty = Counter({reason: counts.invalid[reason] for reason in reasons})
+    invalid = counts.total.invalid
+    reasons = [reason for reason in invalid if reason.startswith("empty ") or reason in ("no turns", "no user turn")]
+    empty = Counter({reason: invalid[reason] for reason in reasons})
     skips = recipe.data.conversations.skip_invalid
     findings = []
-    for check, what in (("empty conversations", empty), ("malformed conversations", counts.invalid - empty)):
+    for check, what in (("empty conversations", empty), ("malformed conversations", invalid - empty)):
         figures = {"count": what.total(), "reasons": dict(what), "valid": found}
         if not what:
             findings.append(Finding(check, "ok", "none", figures))
@@ -125,12 +124,12 @@ def _invalid(recipe: Recipe, counts: SourceCounts, found: int) -> list[Finding]:
 
 def _left_out(recipe: Recipe, counts: SourceCounts) -> list[Finding]:
     """Duplicates, evaluation questions, and what the recipe's filters exclude; of a mixture, each source's share."""
-    read = sum(tally.read for tally in counts.by_source.values())
-    findings = [Finding("duplicates", "ok", f"{counts.duplicates} of {read}", {"count": counts.duplicates})]
+    total, read = counts.total, counts.total.read
+    findings = [Finding("duplicates", "ok", f"{total.duplicates} of {read}", {"count": total.duplicates})]
     files = question_sources(recipe)
     for check, what, is_asked, unasked in (
-        ("evaluation questions", counts.contaminated, bool(files), "not looked for: data.conversations.decontaminate"),
-        ("filtered out", counts.filtered, recipe.data.conversations.filters != FiltersRecipe(), ""),
+        ("evaluation questions", total.contaminated, bool(files), "not looked for: data.conversations.decontaminate"),
+        ("filtered out", total.filtered, recipe.data.conversations.filters != FiltersRecipe(), ""),
     ):
         figures = {"count": what.total(), "reasons": dict(what), "read": read}
         if is_asked:
@@ -138,10 +137,11 @@ def _left_out(recipe: Recipe, counts: SourceCounts) -> list[Finding]:
             findings.append(Finding(check, severity, f"{counted_reasons(what)} of {read} left out", figures))
         elif unasked:
             findings.append(Finding(check, "warning", f"{unasked} is empty", figures))
-    kept = sum(tally.kept for tally in counts.by_source.values())
     if recipe.data.conversations.mixture:
         findings += [
-            Finding(f"source {name}", "ok", f"{tally.kept / max(1, kept):.1%}: {tally.sentence()}", tally.as_json())
+            Finding(
+                f"source {name}", "ok", f"{tally.kept / max(1, total.kept):.1%}: {tally.sentence()}", tally.as_json()
+            )
             for name, tally in counts.by_source.items()
         ]
     return findings

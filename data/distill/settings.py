@@ -16,11 +16,16 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
         weights: A hash of the target's.
         tokenizer: The target's.
     """
-    settings = recipe.data.distill
-    values: dict[str, Any] = {
-        **_selection(recipe),
-        "data.distill.engine": settings.engine,
-    }
+    settings, conversations = recipe.data.distill, recipe.data.conversations
+    # Limits are no part of it: more may be added, as may lines to a file.
+    chosen = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
+    chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
+    # Wherever the files lie: other questions would leave conversations in the folder that repeat them.
+    chosen["decontaminate (hashes of the question files)"] = sorted(
+        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
+    )
+    values = {f"data.conversations.{key}": value for key, value in chosen.items()}
+    values["data.distill.engine"] = settings.engine
     if settings.engine == "none":
         return values
     return values | {
@@ -37,15 +42,3 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
         "data.max_length_tokens": recipe.data.max_length_tokens,
         "seed": recipe.seed,
     }
-
-
-def _selection(recipe: Recipe) -> dict[str, Any]:
-    """Which conversations are taken. Limits are no part of it: more may be added, as may lines to a file."""
-    conversations = recipe.data.conversations
-    values = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
-    values["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
-    # Wherever the files lie: other questions would leave conversations in the folder that repeat them.
-    values["decontaminate (hashes of the question files)"] = sorted(
-        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
-    )
-    return {f"data.conversations.{key}": value for key, value in values.items()}

@@ -249,7 +249,7 @@ class OpenAIEngine:
             try:
                 outcome = await self._client.complete(server.url, self._model, request)
             except Throttled as problem:
-                self._servers.throttled(server, problem, sent_at)
+                server.throttle(problem.retry_after_s, sent_at)
                 continue
             except Unreachable as problem:
                 self._servers.take_out(server, str(problem))

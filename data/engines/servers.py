@@ -137,9 +137,6 @@ class Servers:
             server.has_answered()
             self._unusable_since = None
 
-    def throttled(self, server: Server, problem: Throttled, sent_at: float) -> None:
-        server.throttle(problem.retry_after_s, sent_at)
-
     def gave_bad_answer(self, server: Server, problem: BadAnswer) -> None:
         server.bad_answers += 1
         if server.bad_answers >= BAD_ANSWERS_IN_A_ROW:

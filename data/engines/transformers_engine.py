@@ -99,9 +99,11 @@ class TransformersEngine:
             sequences = self._continue(input_ids, attention_mask, cache, wanted, sampler.processors)
             alive = []
             for index, (row, ids) in enumerate(zip(rows.tolist(), sequences[:, width:].tolist(), strict=True)):
-                completion = self._completion(ids)
-                if completion.finish_reason == "stop" or len(ids) == settings.max_new_tokens:
-                    completions[row] = completion
+                end = next((place for place, token_id in enumerate(ids) if token_id in self.end_ids), None)
+                if end is not None:
+                    completions[row] = Completion(ids[: end + 1], "stop")
+                elif len(ids) == settings.max_new_tokens:
+                    completions[row] = Completion(ids, "length")
                 else:
                     alive.append(index)
             if not alive:
@@ -139,12 +141,6 @@ class TransformersEngine:
                 f"the GPU's memory does not hold {len(input_ids)} answers at once: lower "
                 f"data.distill.options.batch_size (now {self.batch_size}) and run the same command again"
             ) from None
-
-    def _completion(self, new_ids: list[int]) -> Completion:
-        for position, token_id in enumerate(new_ids):
-            if token_id in self.end_ids:
-                return Completion(new_ids[: position + 1], "stop")
-        return Completion(new_ids, "length")
 
 
 @contextmanager

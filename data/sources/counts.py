@@ -53,20 +53,13 @@ class SourceCounts:
     contaminated_ids: dict[str, str] = field(default_factory=dict)
 
     @property
-    def invalid(self) -> Counter[str]:
-        return sum((tally.invalid for tally in self.by_source.values()), Counter())
-
-    @property
-    def contaminated(self) -> Counter[str]:
-        return sum((tally.contaminated for tally in self.by_source.values()), Counter())
-
-    @property
-    def filtered(self) -> Counter[str]:
-        return sum((tally.filtered for tally in self.by_source.values()), Counter())
-
-    @property
-    def duplicates(self) -> int:
-        return sum(tally.duplicates for tally in self.by_source.values())
+    def total(self) -> Tally:
+        """Of all sources together."""
+        total = Tally()
+        for tally in self.by_source.values():
+            for name, value in vars(tally).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
     def sentence(self) -> str:
         """A line for each source."""

@@ -41,7 +41,7 @@ def load_conversations(
     """
     conversations = recipe.data.conversations
     counts = counts if counts is not None else SourceCounts()
-    intake = _Intake(recipe, counts, tokenizer)
+    intake = _Selection(recipe, counts, tokenizer)
     streams = [(source.weight, intake.usable(source)) for source in conversations.sources]
     empty = True
     for conversation in islice(interleave(streams), conversations.limit):
@@ -50,9 +50,17 @@ def load_conversations(
     if empty:
         names = ", ".join(source.source for source in conversations.sources)
         key = "mixture" if conversations.mixture else "source"
-        skipped = f": {counted_reasons(counts.invalid)} skipped as invalid" if counts.invalid else ""
+        total = counts.total
+        skipped = f": {counted_reasons(total.invalid)} skipped as invalid" if total.invalid else ""
+        left_out = (
+            (total.other_split, "of the other split"),
+            (total.contaminated.total(), "contaminated"),
+            (total.filtered.total(), "filtered out"),
+        )
+        unwanted = ", ".join(f"{count} {what}" for count, what in left_out if count)
         raise UserError(
-            f"{names} holds no valid conversation{skipped}{_unwanted(counts)}; set data.conversations.{key} to another"
+            f"{names} holds no valid conversation{skipped}{f' ({unwanted})' if unwanted else ''}; "
+            f"set data.conversations.{key} to another"
         )
 
 
@@ -76,7 +84,7 @@ def interleave(streams: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
         yield item
 
 
-class _Intake:
+class _Selection:
     """What the sources have in common: the prompts that came before, the questions to avoid, and the filters."""
 
     def __init__(self, recipe: Recipe, counts: SourceCounts, tokenizer: Any) -> None:
@@ -152,18 +160,3 @@ def question_sources(recipe: Recipe) -> list[str]:
     """The question files that conversations are kept apart from."""
     named = recipe.data.conversations.decontaminate
     return [recipe.eval.questions] if named is None else named
-
-
-def _unwanted(counts: SourceCounts) -> str:
-    """Of a source from which nothing is left: what was left out although it is valid."""
-    other_split = sum(tally.other_split for tally in counts.by_source.values())
-    parts = [
-        f"{count} {what}"
-        for count, what in (
-            (other_split, "of the other split"),
-            (counts.contaminated.total(), "contaminated"),
-            (counts.filtered.total(), "filtered out"),
-        )
-        if count
-    ]
-    return f" ({', '.join(parts)})" if parts else ""

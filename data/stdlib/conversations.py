@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from draftsmith.data.stdlib import phrasing as phrasing
+from draftsmith.data.stdlib import phrasing
 from draftsmith.data.stdlib.items import StdlibItem, stdlib_items
 
 Split = Literal["train", "heldout", "all"]

@@ -37,9 +37,7 @@ def build_questions(seed: int = 0, count: int = QUESTION_COUNT) -> list[dict[str
     ]
 
 
-def write_questions(path: Path, questions: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_questions(Path(sys.argv[1]), build_questions())
+    Path(sys.argv[1]).write_text(
+        "".join(json.dumps(question) + "\n" for question in build_questions()), encoding="utf-8"
+    )

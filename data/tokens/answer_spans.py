@@ -62,8 +62,9 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
+        roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
         raise TemplateRefusal(
-            f"the target's chat template refuses a conversation with the roles {_roles(turns)}: {error}; "
+            f"the target's chat template refuses a conversation with the roles {roles}: {error}; "
             "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
         ) from None
 
@@ -196,8 +197,3 @@ def find_span(
         return Span(start, content_end, content_end)
     end_token = tokenizer.convert_ids_to_tokens(end_id)
     return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))
-
-
-def _roles(turns: tuple[Turn, ...]) -> str:
-    shown = [turn.role for turn in turns[:4]]
-    return ", ".join(shown) + (", ..." if len(turns) > len(shown) else "")

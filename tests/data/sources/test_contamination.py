@@ -82,7 +82,7 @@ def test_the_default_is_the_recipes_own_questions(tmp_path: Path) -> None:
     counts = SourceCounts()
     (left,) = load_conversations(Recipe.model_validate(values), counts)
     assert left.turns[0].content == "something else"
-    assert counts.contaminated == {SAME: 1}
+    assert counts.total.contaminated == {SAME: 1}
     (name,) = counts.contaminated_ids.values()
     assert name == "q.jsonl:0"
     values["data"]["conversations"]["decontaminate"] = []  # type: ignore[index]

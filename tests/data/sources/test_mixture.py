@@ -49,8 +49,8 @@ def test_limit_and_duplicates_and_skipped(tmp_path: Path) -> None:
     file.write_text(jsonl("a", "a") + "{broken\n" + '{"messages": []}\n' + jsonl("b", "a", "c") + "{not reached\n")
     counts = SourceCounts()
     assert questions(file, counts, limit=3, skip_invalid=True) == ["a", "b", "c"]
-    assert counts.duplicates == 2
-    assert counts.invalid == {"not JSON": 1, "no turns": 1}
+    assert counts.total.duplicates == 2
+    assert counts.total.invalid == {"not JSON": 1, "no turns": 1}
     tally = counts.by_source["chats"]
     assert (tally.read, tally.kept) == (7, 3)  # the last line is not read any more
 
@@ -59,7 +59,7 @@ def test_duplicates_are_the_same_but_for_case_and_white_space(tmp_path: Path) ->
     (tmp_path / "a.jsonl").write_text(jsonl("Say  Hi\n", "say hi", "SAY HI ", "say hi!", "sayhi"))
     counts = SourceCounts()
     assert questions(tmp_path / "a.jsonl", counts) == ["Say  Hi\n", "say hi!", "sayhi"]
-    assert counts.duplicates == 2
+    assert counts.total.duplicates == 2
 
 
 def test_interleaving_keeps_the_shares_at_every_moment() -> None:
@@ -221,7 +221,7 @@ def test_prompts_are_for_self_distillation_alone(tmp_path: Path, prompt: dict[st
         questions(file, engine="none")
     counts = SourceCounts()
     assert questions(file, counts, engine="none", skip_invalid=True) == ["c"]
-    assert counts.invalid == {"no answer": 1}
+    assert counts.total.invalid == {"no answer": 1}
 
 
 def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
