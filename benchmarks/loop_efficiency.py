@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.eval.bench.arms import load_models, make_arms
-from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.models.base.registry import load_drafter_class
@@ -52,7 +52,7 @@ def main() -> None:
     bench = SpecBench(target, tokenizer, questions, tokens, seed, compiles=compiles)
     arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     with tempfile.TemporaryDirectory() as scratch:
-        log = JsonlLog(Path(scratch) / "records.jsonl")
+        log = RecordLog(Path(scratch) / "records.jsonl")
         bench.run(arms, log, arguments.repeats, warmup_questions=2)
         timing = summarize_timing(list(log))
     result = {

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
-
-Record = dict[str, Any]
-Answer = dict[str, Any]
 
 # Keys of an answer's `settings`, and how an error calls them.
 SETTINGS = {
@@ -34,9 +32,6 @@ SETTINGS = {
 }
 # Alike in all records of an arm; each question has its own prompts.
 LASTING = ("target", "dtype", "sampling", "max_new_tokens")
-MEASURED = (
-    "process", "settings", "sequential", "round_s", "first_token_s", "choose_s", "commit_s", "draft_depths", "tried",
-)  # fmt: skip
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,7 +74,7 @@ def _bit_sums(weight: Tensor) -> Tensor:
     return bits.sum(-1, dtype=torch.int64) if bits.dim() else bits.to(torch.int64)
 
 
-def check_fair_clock(records: list[Record]) -> None:
+def check_fair_clock(records: list[QuestionRecord]) -> None:
     """A speedup compares like with like, in one process.
 
     Raises:
@@ -87,26 +82,24 @@ def check_fair_clock(records: list[Record]) -> None:
     """
     if not records:
         raise UserError("nothing has been measured yet: run `draftsmith eval` with this recipe first")
-    check_complete(records)
-    first_settings = {key: answer["settings"] for key, answer in records[0]["answers"].items()}
     for record in records:
-        answers = record["answers"].values()
-        where = f"run {record['run']} of question {record['question_id']}"
-        if len({answer["process"] for answer in answers}) > 1:
+        answers, where = record.answers.values(), record.where
+        if len({answer.process for answer in answers}) > 1:
             raise UserError(
                 f"{where} mixes times of several processes, which cannot be compared: delete that line from "
                 "records.jsonl and run `draftsmith eval` again"
             )
-        baselines = {answer["temperature"]: answer for answer in answers if answer["method"] == AUTOREGRESSIVE}
+        baselines = {answer.temperature: answer for answer in answers if answer.method == AUTOREGRESSIVE}
         for answer in answers:
-            if answer["temperature"] not in baselines:
+            if answer.temperature not in baselines:
                 raise UserError(
                     f"{where} lacks its autoregressive baseline: delete that line from records.jsonl and run "
                     "`draftsmith eval` again"
                 )
-            _compare(answer, baselines[answer["temperature"]], where)
-        for key, answer in record["answers"].items():
-            changed = [what for what in LASTING if answer["settings"][what] != first_settings[key][what]]
+            _compare(answer, baselines[answer.temperature], where)
+        for key, answer in record.answers.items():
+            of_first = records[0].answers[key].settings
+            changed = [what for what in LASTING if answer.settings[what] != of_first[what]]
             if changed:
                 raise UserError(
                     f"{where} was measured with another {SETTINGS[changed[0]]} than the first record: delete the "
@@ -114,28 +107,12 @@ def check_fair_clock(records: list[Record]) -> None:
                 )
 
 
-def check_complete(records: list[Record]) -> None:
-    """
-    Raises:
-        UserError: A record lacks what this version measures.
-    """
-    for record in records:
-        for answer in record["answers"].values():
-            missing = [key for key in MEASURED if key not in answer]
-            if missing:
-                raise UserError(
-                    f"run {record['run']} of question {record['question_id']} in records.jsonl was measured by an "
-                    f"earlier version of draftsmith (no {', '.join(missing)}): delete the eval folder and run "
-                    "`draftsmith eval` again"
-                )
-
-
-def _compare(answer: Answer, baseline: Answer, where: str) -> None:
+def _compare(answer: ArmRecord, baseline: ArmRecord, where: str) -> None:
     for key, word in SETTINGS.items():
-        found, wanted = answer["settings"][key], baseline["settings"][key]
+        found, wanted = answer.settings[key], baseline.settings[key]
         if found != wanted:
             raise UserError(
-                f"{where}: {answer['method']} was measured with other {word} than its autoregressive baseline "
+                f"{where}: {answer.method} was measured with other {word} than its autoregressive baseline "
                 f"({found} against {wanted}), so no speedup can be told: delete that line from records.jsonl and run "
                 "`draftsmith eval` again"
             )

@@ -1,44 +1,46 @@
-"""An append-only file of JSON lines that survives Ctrl-C, a killed process and a full disk."""
+"""The append-only file of records: JSON lines that survive Ctrl-C, a killed process and a full disk."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.recipes.errors import UserError
 
 
-class JsonlLog:
-    """One record a line; a record is in the file whole or not at all once the file is opened again."""
+class RecordLog:
+    """A record is in the file whole, on a line of its own, or not at all once the file is opened again."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(file)
 
-    def append(self, records: Iterable[dict[str, Any]]) -> None:
-        """Add records and wait until they are on disk."""
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        if not lines:
-            return
+    def append(self, record: QuestionRecord) -> None:
+        """Wait until it is on disk."""
         with self.file.open("ab") as stream:
-            stream.write(lines.encode("utf-8"))
+            stream.write((json.dumps(record.to_json(), ensure_ascii=False) + "\n").encode("utf-8"))
             stream.flush()
             os.fsync(stream.fileno())
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[QuestionRecord]:
+        """
+        Raises:
+            UserError: A line is damaged, or was written by a version that measured less.
+        """
         if not self.file.exists():
             return
         with self.file.open(encoding="utf-8", newline="\n") as stream:
             for number, line in enumerate(stream, start=1):
                 try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
+                    record = QuestionRecord.from_json(json.loads(line))
+                except (ValueError, TypeError, KeyError, AttributeError):
                     raise UserError(
-                        f"{self.file} line {number} is not JSON, so the file was damaged: delete that line (it will be "
-                        "generated again) or the whole folder"
+                        f"{self.file} line {number} is no record, so the file was damaged: delete that line (it will "
+                        "be measured again) or the whole folder"
                     ) from None
+                yield record
 
 
 def _cut_torn_line(file: Path) -> None:

@@ -24,7 +24,9 @@ from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
-from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
@@ -35,9 +37,6 @@ from draftsmith.recipes.run_folder import write_atomically
 
 WARMUP_NEW_TOKENS = 64
 FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is not asked
-# What a record keeps of each `AnswerRecord`, a number a turn or a list of all turns' rounds.
-PHASES = ("first_token_s", "prefill_s", "draft_s", "verify_s", "choose_s", "commit_s")
-PER_ROUND = ("accept_lengths", "draft_lengths", "draft_depths", "round_s")
 PROCESS = uuid.uuid4().hex
 
 
@@ -65,7 +64,7 @@ class SpecBench:
         compiles: bool = False,
     ) -> None:
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
-        self.end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
+        self._end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         self._of_target = target_settings(target)
         limit = longest_sequence_tokens(target)
@@ -79,13 +78,13 @@ class SpecBench:
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
         self.session = CompiledSession(target, length) if compiles else TargetSession(target, length)
 
-    def run(self, arms: list[Arm], log: JsonlLog, runs: int, warmup_questions: int) -> None:
+    def run(self, arms: list[Arm], log: RecordLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet.
 
         Args:
             arms: What is compared; each temperature has its autoregressive arm.
         """
-        finished = {(record["run"], record["question_id"]) for record in log}
+        finished = {(record.run, record.question_id) for record in log}
         wanted = [
             (run, index, question)
             for run in range(runs)
@@ -107,22 +106,15 @@ class SpecBench:
         total = runs * len(self.questions)
         with tqdm(total=total, initial=total - len(wanted), desc="measure", unit="question") as progress:
             for run, index, question in wanted:
-                log.append([self._record(arms, run, index, question)])
+                log.append(self._record(arms, run, index, question))
                 progress.update()
 
-    def _record(self, arms: list[Arm], run: int, index: int, question: Question) -> dict[str, Any]:
+    def _record(self, arms: list[Arm], run: int, index: int, question: Question) -> QuestionRecord:
         """All arms on one question. Which goes first rotates, so that none always finds the caches warm."""
         shift = (run + index) % len(arms)
-        answers = {}
-        for arm in arms[shift:] + arms[:shift]:
-            answers[arm.key] = self.answer(arm, question, run)
-        return {
-            "run": run,
-            "question_id": question.question_id,
-            "category": question.category,
-            "tstamp": time.time(),
-            "answers": {arm.key: answers[arm.key] for arm in arms},
-        }
+        answers = {arm.key: self.answer(arm, question, run) for arm in arms[shift:] + arms[:shift]}
+        in_order = {arm.key: answers[arm.key] for arm in arms}
+        return QuestionRecord(run, question.question_id, question.category, time.time(), in_order)
 
     def answer(
         self,
@@ -131,7 +123,7 @@ class SpecBench:
         run: int = 0,
         most_new_tokens: int | None = None,
         on_round: Callable[[Round], None] | None = None,
-    ) -> dict[str, Any]:
+    ) -> ArmRecord:
         """What one arm does with all turns of a question, with its own answers as history.
 
         Args:
@@ -141,56 +133,43 @@ class SpecBench:
         max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
         self.session.read_layers(arm.feature_layers)
         history: list[Turn] = []
-        answer: dict[str, Any] = {
-            "method": arm.method.name,
-            "temperature": arm.sampling.temperature,
-            "lenience": arm.lenience,
-            "process": PROCESS,
-            "sequential": arm.method.sequential,
-            "turns_left_out": 0,
-        }
-        per_turn = ("turns", "token_ids", "decoding_steps", "new_tokens", "wall_time")
-        for key in (*per_turn, *PHASES, "tried", *PER_ROUND):
-            answer[key] = []
-        for number, turn in enumerate(question.turns):
+        turns: list[AnswerRecord] = []
+        for number, text in enumerate(question.turns):
             arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
-            history.append(Turn("user", turn))
+            history.append(Turn("user", text))
             prompt_ids = prompt_token_ids(self._tokenizer, history)
-            if len(history) == 1:
-                made_with = answer_settings(self._of_target, prompt_ids, question.turns, arm.sampling, max_new_tokens)
-                answer["settings"] = made_with
+            if number == 0:
+                settings = answer_settings(self._of_target, prompt_ids, question.turns, arm.sampling, max_new_tokens)
             room = self.session.max_length_tokens - len(prompt_ids)
             if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
-                answer["turns_left_out"] = len(question.turns) - len(answer["turns"])
                 break
-            wanted = min(max_new_tokens, room)
-            out = generate(
+            answer = generate(
                 self.session,
                 arm.method,
                 prompt_ids,
                 arm.sampling,
-                wanted,
-                self.end_ids,
+                min(max_new_tokens, room),
+                self._end_ids,
                 arm.generator,
                 self._stop,
                 arm.lenience,
                 on_round,
             )
-            text = out.text
-            if text is None:
-                text = self._tokenizer.decode(out.ids, skip_special_tokens=True)
-            text = text.strip()
-            history.append(Turn("assistant", text))
-            answer["turns"].append(text)
-            answer["token_ids"].append(out.ids)
-            answer["decoding_steps"].append(out.rounds)
-            answer["new_tokens"].append(len(out.ids))
-            answer["wall_time"].append(out.wall_time_s)
-            for key in (*PHASES, "tried"):
-                answer[key].append(getattr(out, key))
-            for key in PER_ROUND:
-                answer[key] += getattr(out, key)
-        return answer
+            if answer.text is None:
+                answer.text = self._tokenizer.decode(answer.ids, skip_special_tokens=True)
+            answer.text = answer.text.strip()
+            history.append(Turn("assistant", answer.text))
+            turns.append(answer)
+        return ArmRecord(
+            method=arm.method.name,
+            temperature=arm.sampling.temperature,
+            lenience=arm.lenience,
+            process=PROCESS,
+            sequential=arm.method.sequential,
+            settings=settings,
+            turns=turns,
+            turns_left_out=len(question.turns) - len(turns),
+        )
 
     def _fits(self, question: Question, limit: int | None) -> bool:
         """Whether the first turn leaves room for an answer worth measuring."""
@@ -232,20 +211,27 @@ def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tok
     return longest if limit is None else min(longest, limit)
 
 
-def write_answers(records: Iterable[dict[str, Any]], folder: Path, run_name: str) -> list[Path]:
+def write_answers(records: Iterable[QuestionRecord], folder: Path, run_name: str) -> list[Path]:
     """Spec-Bench answer files, one for each method, temperature and run, from the harness's records."""
     lines: dict[str, list[str]] = {}
     for record in records:
-        for answer in record["answers"].values():
-            model_id = f"{run_name}-{answer['method']}-temp-{answer['temperature']:g}-run-{record['run'] + 1}"
-            keys = ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
+        for answer in record.answers.values():
+            model_id = f"{run_name}-{answer.method}-temp-{answer.temperature:g}-run-{record.run + 1}"
+            choice = {
+                "index": 0,
+                "turns": [turn.text for turn in answer.turns],
+                "decoding_steps": [turn.rounds for turn in answer.turns],
+                "new_tokens": [len(turn.ids) for turn in answer.turns],
+                "wall_time": [turn.wall_time_s for turn in answer.turns],
+                "accept_lengths": [length for turn in answer.turns for length in turn.accept_lengths],
+            }
             line = {
-                "question_id": record["question_id"],
-                "category": record["category"],
-                "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, f"{model_id}/{record['question_id']}").hex,
+                "question_id": record.question_id,
+                "category": record.category,
+                "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, f"{model_id}/{record.question_id}").hex,
                 "model_id": model_id,
-                "choices": [{"index": 0, **{key: answer[key] for key in keys}}],
-                "tstamp": record["tstamp"],
+                "choices": [choice],
+                "tstamp": record.tstamp,
             }
             lines.setdefault(model_id, []).append(json.dumps(line, ensure_ascii=False) + "\n")
     files = []

@@ -9,9 +9,8 @@ import torch
 
 from draftsmith.data.sources.questions import load_questions, questions_file
 from draftsmith.eval.bench.arms import drafter_folders, load_models, make_arms
-from draftsmith.eval.bench.fair_clock import check_complete
 from draftsmith.eval.bench.overlap import measure_untimed
-from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.commands.drafter_card import update_card
 from draftsmith.eval.commands.measurement import (
@@ -62,8 +61,8 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     settings = measurement_settings(recipe)
     check_settings(folder.eval / SETTINGS, settings, "measure again")
     write_settings(folder.eval / SETTINGS, settings)
-    log = JsonlLog(folder.eval / RECORDS)
-    check_complete(list(log))
+    log = RecordLog(folder.eval / RECORDS)
+    list(log)  # refuses what cannot be continued before anything is loaded
     target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
     try:
@@ -101,18 +100,15 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(folder.eval / "timing.json", json.dumps(timing, indent=2) + "\n")
     pictures = draw_charts(summary, folder.eval, recipe.name)
-    turns_left_out = (
-        max(answer["turns_left_out"] for answer in record["answers"].values())
-        for record in records
-        if record["run"] == 0
-    )
+    of_first_run = (record.answers.values() for record in records if record.run == 0)
+    turns_left_out = sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run)
     facts = {
         "proof": recorded_proof(recipe),
         "summary": summary,
         "timing": timing,
         "recipe": recipe.model_dump(),
         "provenance": json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"],
-        "turns_left_out": sum(turns_left_out),
+        "turns_left_out": turns_left_out,
         **notes,
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))

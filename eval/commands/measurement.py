@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.bench.arms import drafter_folders
-from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.report.summary import summarize
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
@@ -69,7 +70,7 @@ def recorded_notes(recipe: Recipe) -> dict[str, Any]:
     return defaults | json.loads((folder.eval / NOTES).read_text(encoding="utf-8"))
 
 
-def measured_records(recipe: Recipe) -> list[dict[str, Any]]:
+def measured_records(recipe: Recipe) -> list[QuestionRecord]:
     """The records of the runs that the recipe asks for.
 
     Raises:
@@ -78,7 +79,7 @@ def measured_records(recipe: Recipe) -> list[dict[str, Any]]:
     folder = RunFolder(recipe).eval
     if not (folder / RECORDS).is_file() or not (folder / NOTES).is_file():
         raise UserError(f"{folder} holds no finished measurement: run `draftsmith eval` with this recipe first")
-    return [record for record in JsonlLog(folder / RECORDS) if record["run"] < recipe.eval.runs]
+    return [record for record in RecordLog(folder / RECORDS) if record.run < recipe.eval.runs]
 
 
 def measured_summary(recipe: Recipe) -> list[dict[str, Any]]:

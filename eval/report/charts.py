@@ -81,4 +81,4 @@ def series_name(row: dict[str, Any], summary: list[dict[str, Any]]) -> str:
     """The method, with its temperature where several were measured, and what must not be overlooked."""
     several = len({other["temperature"] for other in summary}) > 1
     name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
-    return name if row.get("lossless", True) else f"{name} ({NOT_LOSSLESS})"
+    return name if row["lossless"] else f"{name} ({NOT_LOSSLESS})"

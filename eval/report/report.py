@@ -42,7 +42,7 @@ def headline(summary: list[dict[str, Any]]) -> str:
     if not rows:
         return "Only the autoregressive baseline was measured."
     # What is not lossless only wins where nothing else was measured.
-    best = max(rows, key=lambda row: (row.get("lossless", True), row["speedup_mean"]))
+    best = max(rows, key=lambda row: (row["lossless"], row["speedup_mean"]))
     spread = "" if best["speedup_std"] is None else f" +- {best['speedup_std']:.2f}"
     sentence = (
         f"{series_name(best, summary)} generates {best['speedup_mean']:.2f}{spread} times as fast as the "
@@ -88,7 +88,7 @@ def write_report(
         "proof": proof_sentence(facts.get("proof")),
         "tau_definition": TAU_DEFINITION,
         "speedup_definition": SPEEDUP_DEFINITION,
-        "lenience_warning": None if all(row.get("lossless", True) for row in summary) else LENIENCE_WARNING,
+        "lenience_warning": None if all(row["lossless"] for row in summary) else LENIENCE_WARNING,
         "overall": [row for row in summary if row["category"] == OVERALL],
         "seed_spread": seed_spread(summary),
         "by_category": _by_category(summary),
@@ -202,7 +202,7 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
         console.print(table)
     console.print(TAU_DEFINITION, style="italic")
     console.print(SPEEDUP_DEFINITION, style="italic")
-    if not all(row.get("lossless", True) for row in summary):
+    if not all(row["lossless"] for row in summary):
         console.print(LENIENCE_WARNING, style="bold")
     for sentence in {row["target_change"] for row in summary if row.get("target_change")}:
         console.print(sentence, style="bold")
@@ -227,7 +227,7 @@ def _by_category(summary: list[dict[str, Any]]) -> dict[str, list[tuple[str, dic
 
 def _identity(row: dict[str, Any]) -> str:
     """Whether the greedy answers are the target's; of a method with lenience nobody claims it."""
-    if not row.get("lossless", True):
+    if not row["lossless"]:
         return NOT_LOSSLESS
     return {True: "yes", False: "NO", None: "-"}[row["greedy_identical"]]
 

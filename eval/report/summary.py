@@ -21,112 +21,111 @@ What theory makes of these figures is in `theory_table.py`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from draftsmith.data.sources.questions import MT_BENCH, task_of
-from draftsmith.eval.bench.fair_clock import Answer, Record, check_fair_clock
+from draftsmith.eval.bench.fair_clock import check_fair_clock
+from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.theory_table import theory_row
 
 OVERALL = "overall"
 
 
-def summarize(records: list[Record]) -> list[dict[str, Any]]:
+def summarize(records: list[QuestionRecord]) -> list[dict[str, Any]]:
     """One row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
 
     Raises:
         UserError: There is no record, or one compares what cannot be compared.
     """
     check_fair_clock(records)
-    categories = list(dict.fromkeys(record["category"] for record in records))
+    categories = list(dict.fromkeys(record.category for record in records))
     together = [category for category in categories if task_of(category) == MT_BENCH]
     if 1 < len(together) < len(categories) and MT_BENCH not in categories:
         categories.append(MT_BENCH)
     return [
         _row(_pairs(records, key, category), category)
-        for key in records[0]["answers"]
+        for key in records[0].answers
         for category in [*categories, OVERALL]
     ]
 
 
-Pair = tuple[int, Answer, Answer]  # run, the method's answer, the baseline's answer
+Pair = tuple[int, ArmRecord, ArmRecord]  # run, the method's answers, the baseline's answers
 
 
-def _pairs(records: list[Record], key: str, category: str) -> list[Pair]:
+def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]:
     pairs = []
     for record in records:
-        if category in (OVERALL, record["category"], task_of(record["category"])):
-            answer = record["answers"][key]
-            baseline = record["answers"][f"{AUTOREGRESSIVE}@{answer['temperature']:g}"]
-            pairs.append((record["run"], answer, baseline))
+        if category in (OVERALL, record.category, task_of(record.category)):
+            answer = record.answers[key]
+            pairs.append((record.run, answer, record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]))
     return pairs
+
+
+def _turns(answers: Iterable[ArmRecord]) -> list[AnswerRecord]:
+    return [turn for answer in answers for turn in answer.turns]
 
 
 def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
     answers = [answer for _, answer, _ in pairs]
-    rounds = sum(len(answer["accept_lengths"]) for answer in answers)
+    turns, first = _turns(answers), answers[0]
+    rounds = sum(turn.rounds for turn in turns)
     runs = sorted({run for run, _, _ in pairs})
     speedups, by_question = [], []
     for run in runs:
-        of_run = [(answer, baseline) for number, answer, baseline in pairs if number == run]
-        speedups.append(_speed(answer for answer, _ in of_run) / _speed(baseline for _, baseline in of_run))
-        speeds = [(_speed([answer]), _speed([baseline])) for answer, baseline in of_run]
-        by_question.append(sum(mine for mine, _ in speeds) / sum(base for _, base in speeds))
-    taus = [statistics.fmean(answer["accept_lengths"]) for answer in answers if answer["accept_lengths"]]
-    # Records older than lenience have none.
-    lossless = answers[0].get("lenience", 1.0) == 1
-    greedy = answers[0]["temperature"] == 0 and lossless
+        mine = [answer.turns for number, answer, _ in pairs if number == run]
+        baseline = [answer.turns for number, _, answer in pairs if number == run]
+        speedups.append(_speed(chain(*mine)) / _speed(chain(*baseline)))
+        by_question.append(sum(map(_speed, mine)) / sum(map(_speed, baseline)))
+    kept = [[length for turn in answer.turns for length in turn.accept_lengths] for answer in answers]
+    taus = [statistics.fmean(lengths) for lengths in kept if lengths]
+    greedy = first.temperature == 0 and first.lossless
     return {
-        "method": answers[0]["method"],
-        "temperature": answers[0]["temperature"],
+        "method": first.method,
+        "temperature": first.temperature,
         "category": category,
         "task": None if category == OVERALL else task_of(category),
-        "tau": sum(sum(answer["accept_lengths"]) for answer in answers) / rounds if rounds else None,
+        "tau": sum(sum(turn.accept_lengths) for turn in turns) / rounds if rounds else None,
         "tau_by_question": statistics.fmean(taus) if taus else None,
-        "tau_without_bonus": sum(sum(answer["draft_lengths"]) for answer in answers) / rounds if rounds else None,
+        "tau_without_bonus": sum(turn.accepted_drafts for turn in turns) / rounds if rounds else None,
         "speedup_mean": statistics.fmean(speedups),
         "speedup_std": statistics.stdev(speedups) if len(speedups) > 1 else None,
         "speedup_by_question_mean": statistics.fmean(by_question),
         "speedup_by_question_std": statistics.stdev(by_question) if len(by_question) > 1 else None,
         "runs": len(runs),
-        "tokens": sum(sum(answer["new_tokens"]) for answer in answers),
-        "tokens_per_s": _speed(answers),
-        "first_token_s": statistics.median(seconds for answer in answers for seconds in answer["first_token_s"]),
-        **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(answers, 50, 90), strict=True)),
-        "lossless": lossless,
-        "greedy_identical": all(a["token_ids"] == b["token_ids"] for _, a, b in pairs) if greedy else None,
+        "tokens": sum(len(turn.ids) for turn in turns),
+        "tokens_per_s": _speed(turns),
+        "first_token_s": statistics.median(turn.first_token_s for turn in turns),
+        **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(turns, 50, 90), strict=True)),
+        "lossless": first.lossless,
+        "greedy_identical": all(answer.ids == baseline.ids for _, answer, baseline in pairs) if greedy else None,
     }
 
 
-def _speed(answers: Iterable[Answer]) -> float:
+def _speed(turns: Iterable[AnswerRecord]) -> float:
     """Tokens per second, prefill included."""
-    tokens, seconds = 0, 0.0
-    for answer in answers:
-        tokens += sum(answer["new_tokens"])
-        seconds += sum(answer["wall_time"])
-    return tokens / seconds
+    turns = list(turns)
+    return sum(len(turn.ids) for turn in turns) / sum(turn.wall_time_s for turn in turns)
 
 
-def latency_percentiles(answers: Iterable[Answer], *percents: float) -> list[float | None]:
+def latency_percentiles(turns: list[AnswerRecord], *percents: float) -> list[float | None]:
     """Seconds from one token to the next as a user sees them, percentiles over all tokens after the prefill's.
 
     A round's tokens arrive together: each of k kept ones counts as the round's seconds / k. Linear between tokens.
     """
-    per_token = [
-        (seconds / kept, kept)
-        for answer in answers
-        for seconds, kept in zip(answer["round_s"], answer["accept_lengths"], strict=True)
-    ]
-    if not per_token:
+    rounds = [pair for turn in turns for pair in zip(turn.round_s, turn.accept_lengths, strict=True)]
+    if not rounds:
         return [None for _ in percents]
-    seconds, kept = zip(*per_token, strict=True)
-    return np.percentile(np.repeat(seconds, kept), percents).tolist()
+    per_token = np.repeat([seconds / kept for seconds, kept in rounds], [kept for _, kept in rounds])
+    return np.percentile(per_token, percents).tolist()
 
 
-def summarize_timing(records: list[Record], untimed: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """For each method and temperature: where a round's time went, and predicted beside measured speedup.
 
     Args:
@@ -134,42 +133,42 @@ def summarize_timing(records: list[Record], untimed: dict[str, Any] | None = Non
     """
     check_fair_clock(records)
     rows = []
-    for key in records[0]["answers"]:
+    for key in records[0].answers:
         pairs = _pairs(records, key, OVERALL)
-        rounds = sum(len(answer["accept_lengths"]) for _, answer, _ in pairs)
-        if rounds:
-            rows.append(_timing_row(pairs, rounds, (untimed or {}).get(key)))
+        if any(turn.rounds for turn in _turns(answer for _, answer, _ in pairs)):
+            rows.append(_timing_row(pairs, (untimed or {}).get(key)))
     return rows
 
 
-def _timing_row(pairs: list[Pair], rounds: int, untimed: dict[str, Any] | None) -> dict[str, Any]:
+def _timing_row(pairs: list[Pair], untimed: dict[str, Any] | None) -> dict[str, Any]:
     answers = [answer for _, answer, _ in pairs]
     baselines = [baseline for _, _, baseline in pairs]
-    t_target_s = _median_per_round(baselines, "verify_s")
-    t_draft_s = _median_per_round(answers, "draft_s")
-    t_verify_s = _median_per_round(answers, "verify_s")
-    draft_lengths = [length for answer in answers for length in answer["draft_lengths"]]
-    tau = sum(sum(answer["accept_lengths"]) for answer in answers) / rounds
+    turns, first = _turns(answers), answers[0]
+    t_target_s = _median_per_round(baselines, lambda turn: turn.verify_s)
+    t_draft_s = _median_per_round(answers, lambda turn: turn.draft_s)
+    t_verify_s = _median_per_round(answers, lambda turn: turn.verify_s)
+    tau = sum(sum(turn.accept_lengths) for turn in turns) / sum(turn.rounds for turn in turns)
     predicted = tau * t_target_s / (t_draft_s + t_verify_s)
-    decoding_speedup = _decoding_speed(answers) / _decoding_speed(baselines)
-    speedup = _speed(answers) / _speed(baselines)
+    decoding_speedup = _decoding_speed(turns) / _decoding_speed(_turns(baselines))
+    speedup = _speed(turns) / _speed(_turns(baselines))
     return {
-        "method": answers[0]["method"],
-        "temperature": answers[0]["temperature"],
+        "method": first.method,
+        "temperature": first.temperature,
+        "lossless": first.lossless,
         "tau": tau,
         "t_target_step_s": t_target_s,
         "t_draft_s": t_draft_s,
         "t_verify_forward_s": t_verify_s,
-        "t_choose_s": _median_per_round(answers, "choose_s"),
-        "t_commit_s": _median_per_round(answers, "commit_s"),
+        "t_choose_s": _median_per_round(answers, lambda turn: turn.choose_s),
+        "t_commit_s": _median_per_round(answers, lambda turn: turn.commit_s),
         "cost_ratio": t_draft_s / t_target_s,
         "speedup_predicted": predicted,
         "speedup_decoding": decoding_speedup,
         "speedup_with_prefill": speedup,
         "loop_efficiency": decoding_speedup / predicted,
         "loop_efficiency_with_prefill": speedup / predicted,
-        "acceptance_by_depth": acceptance_by_depth(draft_lengths),
-        **theory_row(answers, t_draft_s / t_target_s, untimed),
+        "acceptance_by_depth": acceptance_by_depth([length for turn in turns for length in turn.draft_lengths]),
+        **theory_row(turns, first.sequential, t_draft_s / t_target_s, untimed),
     }
 
 
@@ -184,15 +183,14 @@ def acceptance_by_depth(draft_lengths: list[int]) -> list[float]:
     return shares
 
 
-def _median_per_round(answers: list[Answer], key: str) -> float:
+def _median_per_round(answers: list[ArmRecord], seconds: Callable[[AnswerRecord], float]) -> float:
     """Median over questions of the mean seconds per round."""
-    means = [
-        sum(answer[key]) / len(answer["accept_lengths"]) for answer in answers if len(answer["accept_lengths"]) > 0
-    ]
+    rounds = [sum(turn.rounds for turn in answer.turns) for answer in answers]
+    totals = [sum(map(seconds, answer.turns)) for answer in answers]
+    means = [total / count for total, count in zip(totals, rounds, strict=True) if count]
     return statistics.median(means) if means else 0.0
 
 
-def _decoding_speed(answers: list[Answer]) -> float:
+def _decoding_speed(turns: list[AnswerRecord]) -> float:
     """Tokens per second after the prefill, which gave each turn's first token."""
-    tokens = sum(sum(answer["accept_lengths"]) for answer in answers)
-    return tokens / sum(sum(answer["wall_time"]) - sum(answer["prefill_s"]) for answer in answers)
+    return sum(sum(turn.accept_lengths) for turn in turns) / sum(turn.wall_time_s - turn.prefill_s for turn in turns)

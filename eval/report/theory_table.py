@@ -22,25 +22,26 @@ import statistics
 from collections import Counter
 from typing import Any
 
-from draftsmith.eval.bench.fair_clock import Answer
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.report.theory import best_gamma, expected_tokens, operations_factor, sufficient_gamma
 
 
-def theory_row(answers: list[Answer], cost_ratio: float, untimed: dict[str, Any] | None) -> dict[str, Any]:
+def theory_row(
+    turns: list[AnswerRecord], sequential: bool, cost_ratio: float, untimed: dict[str, Any] | None
+) -> dict[str, Any]:
     """The table's figures.
 
     Args:
-        answers: Of one method at one temperature.
+        turns: All answers of one method at one temperature.
+        sequential: See `draftsmith.eval.decoding.method.Method`.
         cost_ratio: A round's drafting time over a target step's.
         untimed: What `overlap.py` measured of this method; None where it was not asked to.
     """
-    depths = [depth for answer in answers for depth in answer["draft_depths"]]
-    accepted = sum(sum(answer["draft_lengths"]) for answer in answers)
-    tried = sum(sum(answer["tried"]) for answer in answers)
-    alpha = accepted / tried if tried else 0.0
+    depths = [depth for turn in turns for depth in turn.draft_depths]
+    tried = sum(turn.tried for turn in turns)
+    alpha = sum(turn.accepted_drafts for turn in turns) / tried if tried else 0.0
     gamma, mean_depth = max(depths), statistics.fmean(depths)
     tau = sum(count * expected_tokens(alpha, depth) for depth, count in Counter(depths).items()) / len(depths)
-    sequential = answers[0]["sequential"]
     c = cost_ratio / mean_depth if sequential and mean_depth else cost_ratio
     untimed = untimed or {}
     c_operations = untimed.get("operations_ratio")

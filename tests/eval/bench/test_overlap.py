@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from draftsmith.eval.bench.operations import LinearOperations
 from draftsmith.eval.bench.overlap import OverlapMeter
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
@@ -246,15 +247,15 @@ def test_linear_layers_of_all_forms(rows: tuple[int, ...], bias: bool, packed: b
     assert operations.total == 2 * 8 * 16 * (torch.Size(rows).numel() // 8)
 
 
-def answer(sequential: bool, draft_lengths: list[int], depths: list[int], tried: int) -> dict[str, Any]:
-    return {"sequential": sequential, "draft_lengths": draft_lengths, "draft_depths": depths, "tried": [tried]}
+def answer(draft_lengths: list[int], depths: list[int], tried: int) -> AnswerRecord:
+    return AnswerRecord(draft_lengths=draft_lengths, draft_depths=depths, tried=tried)
 
 
 def test_theory_by_hand() -> None:
     """3 accepted of 5 tried at depths 2, 2, 1: alpha .6, tau (1.96 + 1.96 + 1.6) / 3, c = .5 a round."""
-    answers = [answer(True, [2, 0, 1], [2, 2, 1], 4), answer(True, [0], [2], 1)]
+    answers = [answer([2, 0, 1], [2, 2, 1], 4), answer([0], [2], 1)]
     untimed = {"alpha_overlap": 0.61, "alpha_drafter": 0.62, "operations_ratio": 0.1, "operations_per_token": 1.5}
-    row = theory_row(answers, 0.5, untimed)
+    row = theory_row(answers, True, 0.5, untimed)
     assert (row["gamma"], row["alpha"]) == (2, 0.6)
     tau = (3 * 1.96 + 1.6) / 4
     assert row["tau_predicted_iid"] == pytest.approx(tau)
@@ -264,7 +265,7 @@ def test_theory_by_hand() -> None:
     assert (row["alpha_overlap"], row["alpha_drafter"], row["operations_measured"]) == (0.61, 0.62, 1.5)
     # 1, 1.6 / 1.2857, 1.96 / 1.5714, 2.176 / 1.8571: gamma 2 is the best by a hair.
     assert row["best_gamma"] == 2
-    at_once = theory_row([answer(False, [2, 0, 1], [2, 2, 1], 5)], 0.5, None)
+    at_once = theory_row([answer([2, 0, 1], [2, 2, 1], 5)], False, 0.5, None)
     assert at_once["c"] == 0.5
     assert at_once["best_gamma"] == 9  # .6^10 = .006 is the first power below .01
     assert (at_once["alpha_overlap"], at_once["operations_factor"]) == (None, None)

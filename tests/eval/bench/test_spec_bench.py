@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.sources.questions import Question, load_questions, task_of
 from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.arms import Arm
-from draftsmith.eval.bench.record_log import JsonlLog
+from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench, request_seed, write_answers
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.stop_strings import StopStrings
@@ -113,15 +116,15 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
         Arm(DrafterMethod("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)),
         Arm(DrafterMethod("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
     ]
-    bench.run(arms, JsonlLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
+    bench.run(arms, RecordLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
     assert widths == {"deep": {3 * 16}, "plain": {16}}
 
 
 def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
-    log = JsonlLog(tmp_path / "records.jsonl")
+    log = RecordLog(tmp_path / "records.jsonl")
     bench.run(arms, log, runs=2, warmup_questions=1)
     records = list(log)
-    assert [(record["run"], record["question_id"]) for record in records] == [
+    assert [(record.run, record.question_id) for record in records] == [
         (run, question.question_id) for run in range(2) for question in QUESTIONS
     ]
     summary = summarize(records)
@@ -148,45 +151,45 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
     timing = summarize_timing(records)
     assert [row["method"] for row in timing] == ["autoregressive", "chain", "tree"] * 2
     assert all(0 < row["loop_efficiency"] < 2 for row in timing)
-    for answer in (answer for record in records for answer in record["answers"].values()):
-        assert len(answer["round_s"]) == len(answer["accept_lengths"]) == len(answer["draft_depths"])
-        phases = sum(sum(answer[f"{phase}_s"]) for phase in ("draft", "verify", "choose", "commit"))
-        assert sum(answer["round_s"]) == pytest.approx(phases)
-        assert sum(answer["round_s"]) + sum(answer["prefill_s"]) <= sum(answer["wall_time"])
-        assert all(first <= whole for first, whole in zip(answer["first_token_s"], answer["prefill_s"], strict=True))
-        assert answer["settings"]["dtype"] == "float32"
-        assert answer["sequential"] is False
+    for answer in (answer for record in records for answer in record.answers.values()):
+        for turn in answer.turns:
+            assert len(turn.round_s) == len(turn.accept_lengths) == len(turn.draft_depths)
+            assert sum(turn.round_s) == pytest.approx(turn.draft_s + turn.verify_s + turn.choose_s + turn.commit_s)
+            assert sum(turn.round_s) + turn.prefill_s <= turn.wall_time_s
+            assert turn.first_token_s <= turn.prefill_s
+        assert answer.settings["dtype"] == "float32"
+        assert answer.sequential is False
 
 
 def test_finished_questions_are_not_asked_again(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Interrupted after two of three questions; the resumed run asks the third only, and its samples are the same."""
-    whole = JsonlLog(tmp_path / "whole.jsonl")
+    whole = RecordLog(tmp_path / "whole.jsonl")
     bench.run(arms, whole, runs=1, warmup_questions=0)
     lines = whole.file.read_text().splitlines(keepends=True)
     cut = tmp_path / "cut.jsonl"
     cut.write_text("".join(lines[:2]) + lines[2][:40])
-    log = JsonlLog(cut)
+    log = RecordLog(cut)
     bench.run(arms, log, runs=1, warmup_questions=0)
     assert cut.read_text().splitlines(keepends=True)[:2] == lines[:2]
     for before, after in zip(whole, log, strict=True):
-        for key, answer in before["answers"].items():
-            assert answer["token_ids"] == after["answers"][key]["token_ids"]
+        for key, answer in before.answers.items():
+            assert answer.ids == after.answers[key].ids
 
 
 def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Asked in another order, by arms in another order, and alone: every arm samples the same answer."""
-    bench.run(arms, JsonlLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
-    wanted = {(r["run"], r["question_id"]): r["answers"] for r in JsonlLog(tmp_path / "all.jsonl")}
-    assert wanted[0, 1]["chain@1"]["token_ids"] != wanted[1, 1]["chain@1"]["token_ids"]
-    assert len({str(wanted[run, 1]["autoregressive@1"]["token_ids"]) for run in (0, 1)}) == 2
+    bench.run(arms, RecordLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
+    wanted = {(r.run, r.question_id): r.answers for r in RecordLog(tmp_path / "all.jsonl")}
+    assert wanted[0, 1]["chain@1"].ids != wanted[1, 1]["chain@1"].ids
+    assert len({str(wanted[run, 1]["autoregressive@1"].ids) for run in (0, 1)}) == 2
     arms.reverse()
     for name, questions in (("reversed", QUESTIONS[::-1]), ("alone", QUESTIONS[2:])):
         bench.questions = questions
-        log = JsonlLog(tmp_path / f"{name}.jsonl")
+        log = RecordLog(tmp_path / f"{name}.jsonl")
         bench.run(arms, log, runs=2, warmup_questions=0)
         for record in log:
-            for key, answer in record["answers"].items():
-                assert answer["token_ids"] == wanted[record["run"], record["question_id"]][key]["token_ids"], key
+            for key, answer in record.answers.items():
+                assert answer.ids == wanted[record.run, record.question_id][key].ids, key
 
 
 def test_every_request_has_a_seed_of_its_own() -> None:
@@ -198,29 +201,31 @@ def test_every_request_has_a_seed_of_its_own() -> None:
 
 def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Every arm alike; the conversation goes on with the text before the stop string."""
-    free = JsonlLog(tmp_path / "free.jsonl")
+    free = RecordLog(tmp_path / "free.jsonl")
     bench.run(arms, free, runs=1, warmup_questions=0)
-    text = next(iter(free))["answers"]["autoregressive@0"]["turns"][0]
+    text = next(iter(free)).answers["autoregressive@0"].turns[0].text
+    assert text is not None
     bench._stop = StopStrings((text[4],), LetterTokenizer())
-    log = JsonlLog(tmp_path / "stopped.jsonl")
+    log = RecordLog(tmp_path / "stopped.jsonl")
     bench.run(arms, log, runs=1, warmup_questions=0)
-    answers = next(iter(log))["answers"]
+    answers = next(iter(log)).answers
     for key in ("autoregressive@0", "chain@0", "tree@0"):
-        assert answers[key]["token_ids"] == answers["autoregressive@0"]["token_ids"]
-        assert answers[key]["turns"][0] == text[: text.index(text[4])]
-        assert answers[key]["new_tokens"][0] == text.index(text[4]) + 1
+        assert answers[key].ids == answers["autoregressive@0"].ids
+        assert answers[key].turns[0].text == text[: text.index(text[4])]
+        assert len(answers[key].turns[0].ids) == text.index(text[4]) + 1
 
 
 def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """Almost everything is accepted; the answer is not the target's; nobody claims that it is."""
     greedy = Sampling()
     lenient = [arms[0], Arm(arms[1].method, greedy, torch.Generator(), lenience=1e-9)]
-    log = JsonlLog(tmp_path / "records.jsonl")
+    log = RecordLog(tmp_path / "records.jsonl")
     bench.run(lenient, log, runs=1, warmup_questions=0)
-    answers = next(iter(log))["answers"]
-    assert answers["chain@0"]["token_ids"] != answers["autoregressive@0"]["token_ids"]
+    answers = next(iter(log)).answers
+    assert answers["chain@0"].ids != answers["autoregressive@0"].ids
     row = summarize(list(log))[-1]
     assert (row["method"], row["lossless"], row["greedy_identical"]) == ("chain", False, None)
+    assert [timing["lossless"] for timing in summarize_timing(list(log))] == [True, False]
     assert row["tau"] > 2.5
 
 
@@ -235,13 +240,13 @@ def test_methods_take_turns_in_going_first(
         return answer(arm, *rest)
 
     monkeypatch.setattr(bench, "answer", note)
-    bench.run(arms, JsonlLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
+    bench.run(arms, RecordLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
     assert asked[::6] == ["autoregressive@0", "chain@0", "tree@0"]
 
 
 def test_answers_can_be_read_by_spec_bench(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
-    log = JsonlLog(tmp_path / "records.jsonl")
+    log = RecordLog(tmp_path / "records.jsonl")
     bench.run(arms, log, runs=1, warmup_questions=0)
     files = {file.name: file for file in write_answers(log, tmp_path / "answers", "demo")}
     assert sorted(files) == sorted(
@@ -275,7 +280,7 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
         SpecBench(target, LetterTokenizer(), [long], 12)
     later = Question(10, "math", ("a" * 70, "b" * 20))
     answer = SpecBench(target, LetterTokenizer(), [later], 12).answer(arms[0], later)
-    assert (len(answer["turns"]), answer["turns_left_out"]) == (1, 1)
+    assert (len(answer.turns), answer.turns_left_out) == (1, 1)
 
 
 def test_speedup_by_hand() -> None:
@@ -289,12 +294,12 @@ def test_speedup_by_hand() -> None:
     assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
 
 
-def a_question(number: int, category: str, seconds: float, baseline_seconds: float, rounds: int) -> dict[str, Any]:
+def a_question(number: int, category: str, seconds: float, baseline_seconds: float, rounds: int) -> QuestionRecord:
     """10 tokens, the last 9 of them in as many rounds as the drafter takes."""
-    record = made_up(0, seconds, baseline_seconds) | {"question_id": number, "category": category}
-    answer = record["answers"]["chain@0"]
-    answer |= {"accept_lengths": [9 // rounds] * rounds, "draft_lengths": [9 // rounds - 1] * rounds}
-    answer |= {"round_s": [0.1] * rounds, "draft_depths": [2] * rounds}
+    record = replace(made_up(0, seconds, baseline_seconds), question_id=number, category=category)
+    (answer,) = record.answers["chain@0"].turns
+    answer.accept_lengths, answer.draft_lengths = [9 // rounds] * rounds, [9 // rounds - 1] * rounds
+    answer.round_s, answer.draft_depths = [0.1] * rounds, [2] * rounds
     return record
 
 
@@ -309,7 +314,7 @@ def test_pooled_and_by_question_by_hand() -> None:
     assert (row["speedup_mean"], row["speedup_by_question_mean"]) == (pytest.approx(5 / 3), pytest.approx(1.2))
     assert (row["tau"], row["tau_by_question"]) == (4.5, 6)
     assert row["speedup_by_question_std"] is None
-    again = [record | {"run": 1} for record in (a_question(1, "qa", 1.0, 4.0, 3), a_question(2, "qa", 1.0, 1.0, 1))]
+    again = [replace(record, run=1) for record in (a_question(1, "qa", 1.0, 4.0, 3), a_question(2, "qa", 1.0, 1.0, 1))]
     row = summarize([*records, *again])[-1]
     assert row["speedup_by_question_mean"] == pytest.approx(1.4)  # 1.2 and 1.6
     assert row["speedup_by_question_std"] == pytest.approx(0.2 * 2**0.5)
@@ -341,9 +346,9 @@ def test_timing_by_hand() -> None:
 
 def test_the_clock_by_hand() -> None:
     """Rounds of .4 s for 4 tokens, .3 s for 1, .1 s for 1: latencies .1 x 5 and .3, whose median is .1, p90 .2."""
-    answer = {"round_s": [0.4, 0.3, 0.1], "accept_lengths": [4, 1, 1]}
+    answer = AnswerRecord(round_s=[0.4, 0.3, 0.1], accept_lengths=[4, 1, 1])
     assert latency_percentiles([answer], 50, 90) == [pytest.approx(0.1), pytest.approx(0.2)]
-    assert latency_percentiles([{"round_s": [], "accept_lengths": []}], 50, 90) == [None, None]
+    assert latency_percentiles([AnswerRecord()], 50, 90) == [None, None]
     row = summarize([made_up(0, 2.0, 4.0)])[-1]
     assert (row["tokens_per_s"], row["first_token_s"]) == (5.0, 0.05)
     assert row["latency_p50_s"] == pytest.approx(0.37 / 3)
@@ -414,7 +419,7 @@ def test_limits(tmp_path: Path) -> None:
 
 def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
     """The same answers; every size of tree is known and compiled before anything is measured."""
-    plain, fast = JsonlLog(tmp_path / "plain.jsonl"), JsonlLog(tmp_path / "fast.jsonl")
+    plain, fast = RecordLog(tmp_path / "plain.jsonl"), RecordLog(tmp_path / "fast.jsonl")
     greedy = [arm for arm in arms if arm.sampling.greedy]
     bench.run(greedy, plain, runs=1, warmup_questions=0)
     compiled = SpecBench(target, LetterTokenizer(), QUESTIONS, 12, seed=3, compiles=True)
@@ -423,8 +428,8 @@ def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, arms: list[A
     compiled.session = session
     append = fast.append
 
-    def frozen_append(records: list[Any]) -> None:
-        append(records)
+    def frozen_append(record: QuestionRecord) -> None:
+        append(record)
         torch.compiler.set_stance("fail_on_recompile")
 
     fast.append = frozen_append  # type: ignore[method-assign]
@@ -435,5 +440,5 @@ def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, arms: list[A
         torch._dynamo.reset()
     assert session._sizes == [1, 4, 7]
     for mine, theirs in zip(fast, plain, strict=True):
-        for key, answer in mine["answers"].items():
-            assert answer["token_ids"] == theirs["answers"][key]["token_ids"]
+        for key, answer in mine.answers.items():
+            assert answer.ids == theirs.answers[key].ids

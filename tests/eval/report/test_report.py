@@ -49,6 +49,7 @@ TIMING = [
     {
         "method": "tree",
         "temperature": 0.0,
+        "lossless": True,
         "tau": 2.5,
         "t_target_step_s": 0.004,
         "t_draft_s": 0.001,

@@ -19,14 +19,14 @@ from draftsmith.eval.report.theory_charts import (
 )
 
 ROWS: list[dict[str, Any]] = [
-    {"method": "autoregressive", "temperature": 0.0, "alpha": 0.0},
+    {"method": "autoregressive", "temperature": 0.0, "lossless": True, "alpha": 0.0},
     {
-        "method": "chain", "temperature": 0.0, "alpha": 0.7, "tau": 2.5, "gamma": 4, "speedup_decoding": 1.9,
-        "operations_measured": 1.7,
+        "method": "chain", "temperature": 0.0, "lossless": True, "alpha": 0.7, "tau": 2.5, "gamma": 4,
+        "speedup_decoding": 1.9, "operations_measured": 1.7,
     },
     {
-        "method": "tree", "temperature": 0.0, "alpha": 0.8, "tau": 2.9, "gamma": 5, "speedup_decoding": 2.1,
-        "operations_measured": None,
+        "method": "tree", "temperature": 0.0, "lossless": True, "alpha": 0.8, "tau": 2.9, "gamma": 5,
+        "speedup_decoding": 2.1, "operations_measured": None,
     },
 ]  # fmt: skip
 

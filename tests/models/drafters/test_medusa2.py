@@ -333,7 +333,7 @@ def test_the_report_says_that_the_target_changed_and_measures_the_changed_one(
     lora = load_file(root / "drafter" / "model.safetensors")
     weights = weights_by_hand(original, lora, scale=4 / 2)
     records = [json.loads(line) for line in (root / "eval" / "records.jsonl").read_text().splitlines()]
-    answers = [record["answers"]["autoregressive@0"]["token_ids"][0] for record in records]
+    answers = [record["answers"]["autoregressive@0"]["turns"][0]["ids"] for record in records]
     prompts = [[5 + record["question_id"] + i for i in range(3)] for record in records]
     assert answers == [greedy(lambda ids: functional_call(original, weights, (ids,)).logits, p) for p in prompts]
     assert answers != [greedy(lambda ids: original(ids).logits, prompt) for prompt in prompts]

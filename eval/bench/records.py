@@ -1,0 +1,95 @@
+"""What is measured, as records.jsonl has it: a line for each question and run, with what every arm answered."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.recipes.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ArmRecord:
+    """What one arm did with one question.
+
+    lenience: below 1 it is not lossless; process: that measured it, as only times of one are compared; sequential: see
+    `Method`; settings: what the answers were made with, see `fair_clock`; turns_left_out: later ones without room.
+    """
+
+    method: str
+    temperature: float
+    lenience: float
+    process: str
+    sequential: bool
+    settings: dict[str, Any]
+    turns: list[AnswerRecord]
+    turns_left_out: int
+
+    @property
+    def lossless(self) -> bool:
+        return self.lenience == 1
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Of each turn."""
+        return [turn.ids for turn in self.turns]
+
+
+@dataclass(slots=True)
+class QuestionRecord:
+    """What all arms did with one question in one run. `answers`: by the arm's key."""
+
+    run: int
+    question_id: int | str
+    category: str
+    tstamp: float
+    answers: dict[str, ArmRecord]
+
+    @property
+    def where(self) -> str:
+        return f"run {self.run} of question {self.question_id}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> QuestionRecord:
+        """
+        Raises:
+            UserError: An earlier version of draftsmith measured less than this one needs.
+        """
+        record = QuestionRecord(**{**values, "answers": {}})
+        for key, answer in values["answers"].items():
+            answer = _by_turns(answer) if "token_ids" in answer else answer
+            turns = [_complete(AnswerRecord, turn, record.where) for turn in answer["turns"]]
+            record.answers[key] = _complete(ArmRecord, {**answer, "turns": turns}, record.where)
+        return record
+
+
+def _complete(kind: type[T], values: dict[str, Any], where: str) -> T:
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise UserError(
+            f"{where} in records.jsonl was measured by an earlier version of draftsmith (no {', '.join(missing)}): "
+            "delete the eval folder and run `draftsmith eval` again"
+        )
+    return kind(**{name: values[name] for name in names})
+
+
+def _by_turns(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer as earlier versions wrote it: each figure a list over the turns, or over the rounds of all turns."""
+    names = {"turns": "text", "token_ids": "ids", "wall_time": "wall_time_s"}
+    steps = answer["decoding_steps"]
+    turns: list[dict[str, Any]] = [{} for _ in steps]
+    for key, values in answer.items():
+        if key in ("accept_lengths", "draft_lengths", "draft_depths", "round_s"):
+            values = [values[end - count : end] for count, end in zip(steps, accumulate(steps), strict=True)]
+        if isinstance(values, list):
+            for turn, value in zip(turns, values, strict=True):
+                turn[names.get(key, key)] = value
+    return {"lenience": 1.0, **answer, "turns": turns}
