@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
@@ -25,6 +25,23 @@ def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     torch.manual_seed(7)
     config = AutoConfig.for_model(model_type, **{**values, **changes})
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def tiny_chat_llama() -> LlamaForCausalLM:
+    """In float64, with the vocabulary of `tiny_tokenizers`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=340,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.6,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config).double().eval()
 
 
 def tiny_drafter_of(kind: str, target: PreTrainedModel, **options: Any) -> Drafter:

@@ -7,9 +7,8 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
+from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation, tokenize_shortened
-from draftsmith.data.tokens.end_ids import template_end_token
 from draftsmith.recipes.errors import UserError
 
 TWO_ROUNDS = Conversation(
@@ -117,21 +116,6 @@ def test_a_pad_token_that_is_the_end_token_keeps_its_loss() -> None:
     tokenizer = tiny_tokenizer(templates.ZEPHYR)
     tokenizer.pad_token = "</s>"
     assert tokenize_conversation(tokenizer, TWO_ROUNDS).answers()[-1][-1] == tokenizer.eos_token_id
-
-
-@pytest.mark.parametrize(
-    ("template", "end", "lead"),
-    [
-        (templates.CHATML, "<|im_end|>", ""),
-        (templates.LLAMA2, "</s>", " "),
-        (templates.QWEN3, "<|im_end|>", "<think>\n\n</think>\n\n"),
-        (templates.NO_END_TOKEN, None, ""),
-    ],
-)
-def test_end_token_and_lead(template: str, end: str | None, lead: str) -> None:
-    tokenizer = tiny_tokenizer(template)
-    assert template_end_token(tokenizer) == (tokenizer.convert_tokens_to_ids(end) if end else None)
-    assert template_answer_lead(tokenizer) == lead
 
 
 @pytest.mark.parametrize(
