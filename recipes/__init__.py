@@ -1,5 +1,5 @@
 """The recipe: one YAML file that drives every stage.
 
-Read `schema` (every key), `loading` (a file and its overrides), `run_folder` (where the stages write). A shipped recipe
-is one more file here. Imports nothing else of draftsmith.
+Read `schema` (every key), `loading` (a file and its overrides), `run_folder` (where the stages write), `settings` (what
+a folder was begun with). A shipped recipe is one more file here. Imports nothing else of draftsmith.
 """

@@ -37,8 +37,8 @@ from draftsmith.data.distill.ledger_db import (
     SHARDS_FOLDER,
     SHORTENED,
     WAITING,
-    clear_errors,
     connect,
+    translate_errors,
 )
 from draftsmith.data.distill.shards import Place, ShardReader, ShardWriter
 
@@ -262,7 +262,7 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with clear_errors(self._folder / LEDGER_FILE):
+        with translate_errors(self._folder / LEDGER_FILE):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield

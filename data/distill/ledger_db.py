@@ -11,21 +11,21 @@ from draftsmith.recipes.errors import UserError
 
 DONE, SHORTENED, FAILED = "done", "truncated", "failed"  # states that stay, as ledgers have them
 LEASED, WAITING = "leased", "waiting"
-LOCKED_S = 120.0  # a writer waits as long for another
+LOCK_TIMEOUT_S = 120.0  # of a writer that waits for another
 LEDGER_FILE, SHARDS_FOLDER = "ledger.sqlite", "shards"
 
 
 def connect(file: Path) -> sqlite3.Connection:
     """Statements commit by themselves, unless a transaction is begun."""
     # The rollback journal works on network file systems too, the write-ahead log does not.
-    with clear_errors(file):
-        connection = sqlite3.connect(file, timeout=LOCKED_S, isolation_level=None)
+    with translate_errors(file):
+        connection = sqlite3.connect(file, timeout=LOCK_TIMEOUT_S, isolation_level=None)
         connection.execute("PRAGMA synchronous = FULL")
     return connection
 
 
 @contextmanager
-def clear_errors(file: Path) -> Iterator[None]:
+def translate_errors(file: Path) -> Iterator[None]:
     """SQLite's errors as ours.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger_db import LEDGER_FILE, SHARDS_FOLDER, clear_errors, connect
+from draftsmith.data.distill.ledger_db import LEDGER_FILE, SHARDS_FOLDER, connect, translate_errors
 from draftsmith.data.distill.shards import Place, ShardReader
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.recipes.errors import UserError
@@ -68,7 +68,7 @@ class LedgerView:
         return digest.hexdigest()
 
     def _query(self, sql: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
-        with clear_errors(self._file):
+        with translate_errors(self._file):
             connection = connect(self._file)
             try:
                 return connection.execute(sql, values).fetchall()

@@ -77,7 +77,7 @@ class _Worker:
         self.in_flight = 0
         self.connection: Connection
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, make, environment), name=f"engine-{number}")
+        self._process = context.Process(target=_run_worker, args=(theirs, make, environment), name=f"engine-{number}")
         self._process.start()
         theirs.close()  # so that reading ends when the worker does
 
@@ -90,7 +90,7 @@ class _Worker:
         try:
             self.connection.send(request)
         except OSError:
-            self._has_died()
+            self._raise_death()
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
         outcomes: list[tuple[str, Outcome]] = self._receive()
@@ -112,12 +112,12 @@ class _Worker:
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
-            self._has_died()
+            self._raise_death()
         if isinstance(message, UserError):
             raise message
         return message
 
-    def _has_died(self) -> None:
+    def _raise_death(self) -> None:
         self._process.join(CLOSE_TIMEOUT_S)
         code = self._process.exitcode
         ending = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
@@ -126,14 +126,14 @@ class _Worker:
         ) from None
 
 
-def _work(connection: Connection, make: Callable[[], Engine], environment: dict[str, str]) -> None:
+def _run_worker(connection: Connection, make: Callable[[], Engine], environment: dict[str, str]) -> None:
     """The worker: requests in, outcomes out, until the parent says None or is gone."""
     os.environ.update(environment)
     try:
         engine = make()
         try:
             connection.send((engine.concurrency, engine.max_length_tokens))
-            _answer_until_told(connection, engine)
+            _serve(connection, engine)
         finally:
             engine.close()
     except UserError as error:
@@ -142,10 +142,10 @@ def _work(connection: Connection, make: Callable[[], Engine], environment: dict[
         return
 
 
-def _answer_until_told(connection: Connection, engine: Engine) -> None:
+def _serve(connection: Connection, engine: Engine) -> None:
     # Read by a thread: with both ends sending more than a pipe holds, each would wait for the other.
     waiting: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, waiting), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(connection, waiting), daemon=True).start()
     in_flight = 0
     while True:
         while not in_flight or not waiting.empty():
@@ -159,7 +159,7 @@ def _answer_until_told(connection: Connection, engine: Engine) -> None:
         connection.send(outcomes)
 
 
-def _read(connection: Connection, waiting: "queue.SimpleQueue[Request | None]") -> None:
+def _read_requests(connection: Connection, waiting: "queue.SimpleQueue[Request | None]") -> None:
     with contextlib.suppress(EOFError, OSError):
         while (request := connection.recv()) is not None:
             waiting.put(request)

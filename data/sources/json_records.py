@@ -98,17 +98,17 @@ def _line_records(file: Path, lines: Iterator[bytes], first_number: int) -> Iter
 
 
 def _array_records(file: Path, window: "_Window") -> Iterator[tuple[str, Any]]:
-    window.next_mark()
-    number, mark = 0, window.next_mark(peek=True)
-    while mark != "]":
+    window.next_character()
+    number, character = 0, window.next_character(peek=True)
+    while character != "]":
         number += 1
         yield f"{file} conversation {number}", window.next_value()
-        mark = window.next_mark()
-        if mark not in (",", "]"):
+        character = window.next_character()
+        if character not in (",", "]"):
             window.fail("a comma or ] is missing")
     if number == 0:
-        window.next_mark()
-    if window.next_mark(peek=True):
+        window.next_character()
+    if window.next_character(peek=True):
         window.fail("there is text behind the array")
 
 
@@ -121,18 +121,18 @@ class _Window:
         self._scan = json.JSONDecoder().raw_decode
         self._text, self._at = self._decode(head), 0
 
-    def next_mark(self, peek: bool = False) -> str:
+    def next_character(self, peek: bool = False) -> str:
         """The next character that is not blank; empty at the end of the file."""
         while True:
             self._at = BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
             if self._at < len(self._text) or not self._more():
                 break
-        mark = self._text[self._at : self._at + 1]
-        self._at += 0 if peek else len(mark)
-        return mark
+        character = self._text[self._at : self._at + 1]
+        self._at += 0 if peek else len(character)
+        return character
 
     def next_value(self) -> Any:
-        self.next_mark(peek=True)
+        self.next_character(peek=True)
         while True:
             try:
                 value, end = self._scan(self._text, self._at)

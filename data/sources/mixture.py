@@ -128,7 +128,7 @@ class _Selection:
 
     def _is_left_out(self, conversation: Conversation, source: MixedSourceRecipe, tally: Tally) -> bool:
         recipe = self._recipe.data.conversations
-        key = near_identity(conversation)
+        key = near_duplicate_key(conversation)
         if key in self._seen:
             tally.duplicates += 1
             return True
@@ -150,7 +150,7 @@ class _Selection:
         return False
 
 
-def near_identity(conversation: Conversation) -> bytes:
+def near_duplicate_key(conversation: Conversation) -> bytes:
     """A hash of the prompt side that case and white space do not change."""
     prompts = [[t.role, " ".join(t.content.casefold().split())] for t in conversation.turns if t.role != "assistant"]
     return hashlib.sha256(json.dumps(prompts).encode()).digest()[:KEY_BYTES]
