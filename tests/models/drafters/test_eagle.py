@@ -1,7 +1,5 @@
 """EAGLE: its tree against a recomputation without a cache, its loss against the formula, its layout."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.eagle_reference import eagle_features, kl, pairs, smooth_l1
@@ -10,10 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.drafters.eagle import EagleDrafter
-from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 
 # Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.
 LEVELS = [([7, 11, 30], [0, 0, 0]), ([8, 9, 12], [1, 1, 3]), ([20], [5]), ([21, 22], [7, 2])]
@@ -60,20 +55,6 @@ def test_a_drafted_tree_equals_a_recomputation_without_cache(offset: int) -> Non
         with torch.no_grad():
             expected = tree_by_recomputation(drafter, target, ids[0, :length], features, offset)
         torch.testing.assert_close(torch.cat(drafted), torch.stack(expected), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
-def test_training_equals_decoding_for_every_architecture(model_type: str) -> None:
-    target = tiny_target(model_type)
-    drafter = tiny_drafter_of("eagle", target)
-    batch = random_batch(target, 1)
-    with torch.no_grad():
-        training = drafter.group_logits(batch["input_ids"], batch["features"])[0, 0]
-    decoder = drafter.decoder(LENGTH)
-    decoder.start(batch["input_ids"][0, :5], batch["features"][0, :5])
-    torch.testing.assert_close(decoder.begin()[0], training[4], atol=1e-5, rtol=1e-5)
-    decoder.observe(batch["input_ids"][0, 5:9], batch["features"][0, 4:8])
-    torch.testing.assert_close(decoder.begin()[0], training[8], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("loss", "class_weight"), [("kl", 0.1), ("ce", 0.7)])
@@ -174,18 +155,3 @@ def test_draft_depth_is_how_deep_the_decoder_goes() -> None:
     drafter = tiny_drafter_of("eagle", target, draft_depth=3)
     assert drafter.decoder(8).num_depths == 3
     assert drafter.config.num_depths == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_masks": 4}, "unknown key `drafter.options.num_masks`"),
-        ({"draft_depth": 0}, "drafter.options.draft_depth`: input should be greater than or equal to 1, not 0"),
-        ({"class_weight": -1}, "drafter.options.class_weight`: input should be greater than or equal to 0, not -1"),
-        ({"loss": "mse"}, "drafter.options.loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"),
-        ({"feature_noise": "much"}, "drafter.options.feature_noise`: input should be a valid number, .*, not 'much'"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        EagleDrafter.from_target(tiny_target(), options)

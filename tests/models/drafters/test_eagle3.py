@@ -5,16 +5,12 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3_reference import Memory, Reference
-from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.eagle3_shape import default_feature_layers
-from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
-from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 
 STEPS, TARGET_LAYERS, REDUCED = 3, 4, 40
 # Everything is in fp64 but the norms and RoPE, which transformers computes in fp32.
@@ -92,30 +88,6 @@ def test_the_loss_and_its_gradients_equal_the_loops(reduced: int | None) -> None
         torch.testing.assert_close(gradients[name], parameter.grad, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
-def test_every_kind_of_target_trains_what_it_decodes(model_type: str) -> None:
-    """With biases, QK norms, fused projections or norms behind the attention, as the kind has them."""
-    target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS)
-    drafter = tiny_drafter_of("eagle3", target, ttt_steps=STEPS)
-    ids = random_batch(target, 1)["input_ids"]
-    positions = torch.arange(LENGTH).unsqueeze(0) + 23
-    features = target_features(target, ids, None, positions, drafter.feature_layers)
-    with torch.no_grad():
-        training = drafter.group_logits(ids, features, positions)[0]
-    decoder = drafter.decoder(LENGTH)
-    decoder.start(ids[0, :5], features[0, :5], position_offset=23)
-    end = 5
-    for committed in (0, 1, 3):
-        decoder.observe(ids[0, end : end + committed], features[0, end - 1 : end + committed - 1])
-        end += committed
-        drafted = [decoder.begin()[0]]
-        # A sibling before each true token: it must change nothing.
-        for depth, parent in ((1, 0), (2, 2)):
-            token = int(ids[0, end - 1 + depth])
-            drafted.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
-        torch.testing.assert_close(torch.stack(drafted), training[:, end - 1], atol=1e-5, rtol=1e-5)
-
-
 def test_tensors_are_those_of_vllms_layout() -> None:
     """By name, `layers.0` standing for `midlayer`: D=32, 4 heads and 2 key heads of 8, MLP of 48, 3 features."""
     _, drafter = target_and_drafter(draft_vocab_size=REDUCED)
@@ -150,24 +122,6 @@ def test_it_starts_from_the_targets_last_layer() -> None:
     assert torch.equal(mine.hidden_norm.weight, theirs.input_layernorm.weight)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_bf16(kind: str) -> None:
-    """Trained in fp32 or in autocast beside a bf16 target, then drafting in bf16: near the fp32 loss."""
-    target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
-    drafter = tiny_drafter_of(kind, target, draft_vocab_size=REDUCED)
-    batch = random_batch(target, drafter=drafter)
-    plain = drafter(**batch).loss
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = drafter(**batch).loss
-    mixed.backward()
-    torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
-    decoder = drafter.bfloat16().decoder(LENGTH)
-    decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
-    drafted = decoder.begin() if isinstance(decoder, StepwiseDecoder) else decoder.draft()
-    assert drafted.dtype == torch.float32
-    assert torch.isfinite(drafted).sum(-1).tolist() == [REDUCED] * len(drafted)
-
-
 def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
     _, drafter = target_and_drafter()
     assert drafter.decoder(LENGTH).num_depths == drafter.config.num_depths == STEPS
@@ -184,28 +138,3 @@ def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
 )  # fmt: skip
 def test_default_feature_layers(num_layers: int, expected: list[int]) -> None:
     assert default_feature_layers(num_layers) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"feature_layers": [1, 4]},
-            r"feature_layers`: must be a list of ascending layer numbers from 0 to 3, not \[1,",
-        ),
-        ({"feature_layers": [2, 1]}, "ascending"),
-        ({"feature_layers": []}, "ascending"),
-        ({"feature_layers": 3}, "feature_layers`: input should be a valid list, not 3"),
-        ({"ttt_steps": 0}, "ttt_steps`: input should be greater than or equal to 1, not 0"),
-        ({"draft_depth": 0}, "draft_depth`: input should be greater than or equal to 1, not 0"),
-        ({"num_masks": 2}, "unknown key `drafter.options.num_masks`"),
-        (
-            {"draft_vocab_size": 62},
-            "draft_vocab_size`: must be at most the target's vocabulary of 61 .*, not 62",
-        ),
-        ({"draft_vocab_size": 0}, "draft_vocab_size`: input should be greater than 0, not 0"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Eagle3Drafter.from_target(tiny_target(num_hidden_layers=TARGET_LAYERS), options)

@@ -8,9 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.drafters.eagle_parallel import EagleParallelDrafter
-from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 
 MASKS = 3
@@ -73,20 +70,6 @@ def test_the_loss_is_the_sum_of_eagles_over_the_group(
     )
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
-def test_training_equals_decoding_for_every_architecture(model_type: str) -> None:
-    target = tiny_target(model_type)
-    drafter = tiny_drafter_of("eagle_parallel", target, num_masks=MASKS)
-    batch = random_batch(target, 1)
-    with torch.no_grad():
-        training = drafter.group_logits(batch["input_ids"], batch["features"])[0]
-    decoder = drafter.decoder(LENGTH)
-    decoder.start(batch["input_ids"][0, :5], batch["features"][0, :5])
-    torch.testing.assert_close(decoder.draft(), training[:, 4], atol=1e-5, rtol=1e-5)
-    decoder.observe(batch["input_ids"][0, 5:9], batch["features"][0, 4:8])
-    torch.testing.assert_close(decoder.draft(), training[:, 8], atol=1e-5, rtol=1e-5)
-
-
 def test_without_masks_it_is_eagle() -> None:
     target = tiny_target()
     eagle = tiny_drafter_of("eagle", target)
@@ -128,10 +111,3 @@ def test_the_8b_recipe_carries_the_papers_hyper_parameters() -> None:
     assert train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] == 32
     assert (train["learning_rate"], train["adam_beta1"], train["adam_beta2"]) == (5e-5, 0.9, 0.95)
     assert (train["num_train_epochs"], train["weight_decay"]) == (40, 0.0)
-
-
-def test_wrong_options() -> None:
-    with pytest.raises(UserError, match="did you mean `num_masks`"):
-        EagleParallelDrafter.from_target(tiny_target(), {"num_mask": 4})
-    with pytest.raises(UserError, match=r"5 of them \(one for each depth\)"):
-        EagleParallelDrafter.from_target(tiny_target(), {"depth_weights": [1.0]})

@@ -28,6 +28,7 @@ from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
 from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.batches.collate import collate_right_padded
@@ -49,7 +50,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "hydra": [{"prefix_attention": True}, {"num_layers": 2, "lm_heads": "shared", "loss": "kl"}],
     "medusa": [{"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"}],
     "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce"}],
-    "parallel": [{"inputs": "embedding", "num_layers": 2}, {"feature_layers": [0, 2, -1]}],
+    "parallel": [
+        {"inputs": "embedding", "num_layers": 2},
+        {"inputs": "hidden", "mask_residual": True},
+        {"feature_layers": [0, 2, -1]},
+    ],
     "peagle": [{"num_layers": 2}, {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce"}],
 }
 CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]]
@@ -66,17 +71,35 @@ def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> 
     """[G, V] after the token at `newest`, following the true tokens where the drafter reads drafted ones."""
     if not isinstance(decoder, StepwiseDecoder):
         return decoder.draft()
-    rows = [decoder.begin()[0]]
+    rows, parent = [decoder.begin()[0]], 0
     for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
-        rows.append(decoder.expand([int(ids[newest + depth])], [depth - 1])[0])
+        token = int(ids[newest + depth])
+        # The true token's sibling comes first: it must change nothing for the true one.
+        rows.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
+        parent += 2
     return torch.stack(rows)
 
 
-@every_drafter
+@pytest.mark.parametrize(("kind", "options"), [*CASES, ("parallel", {"num_masks": 0, "init": "random"})])
 @pytest.mark.parametrize("offset", [0, 23])
 def test_training_equals_decoding(kind: str, options: dict[str, Any], offset: int) -> None:
+    check_training_equals_decoding(*target_and_drafter(kind, options), offset)
+
+
+@pytest.mark.parametrize("model_type", [name for name in SUPPORTED_MODEL_TYPES if name != "llama"])
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> None:
+    """With biases, QK norms, fused projections or norms behind the attention, as it has them; and so they travel."""
+    target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS)
+    drafter = tiny_drafter_of(kind, target)
+    check_training_equals_decoding(target, drafter, offset=23)
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in drafter.state_dict().items())
+
+
+def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, offset: int) -> None:
     """Logits of group t in one training forward = logits drafted after prefix t, fed in irregular chunks."""
-    target, drafter = target_and_drafter(kind, options)
     ids = random_batch(target, 1)["input_ids"]
     positions = torch.arange(LENGTH).unsqueeze(0) + offset
     features = target_features(target, ids, None, positions, drafter.feature_layers)
@@ -158,6 +181,28 @@ def test_save_load_gives_the_same_logits_without_the_targets_weights(
         for parameter in loaded.parameters():
             parameter.data = parameter.data.clone()
         assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
+
+
+@every_drafter
+def test_fp32_beside_a_bf16_target_then_all_in_bf16(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Trained in fp32, or in autocast near the same loss; loaded in the target's dtype; drafts are fp32 logits."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
+    drafter = tiny_drafter_of(kind, target, **options)
+    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
+    batch = random_batch(target, drafter=drafter)
+    plain = drafter(**batch).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = drafter(**batch).loss
+    mixed.backward()
+    torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16())
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    decoder = loaded.decoder(LENGTH)
+    decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9].detach())
+    drafted = drafted_logits(loaded, decoder, batch["input_ids"][0], 8)
+    assert drafted.dtype == torch.float32
+    assert torch.isfinite(drafted).sum(-1).tolist() == [options.get("draft_vocab_size", VOCABULARY)] * len(drafted)
 
 
 @every_drafter

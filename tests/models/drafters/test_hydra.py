@@ -206,29 +206,6 @@ def test_what_is_saved(tmp_path: Path) -> None:
         }
 
 
-def test_separate_lm_heads_learn_and_the_targets_does_not() -> None:
-    target = tiny_target()
-    drafter = hydra(target)
-    theirs, own = (dict(model.named_parameters()) for model in (target, drafter))
-    before = {name: parameter.detach().clone() for name, parameter in {**theirs, **own}.items()}
-    drafter(**random_batch(target)).loss.backward()
-    torch.optim.SGD(drafter.parameters(), lr=1.0).step()
-    assert all(torch.equal(parameter, before[name]) for name, parameter in theirs.items())
-    for j in range(HEADS):
-        assert not torch.equal(own[f"lm_heads.{j}.weight"], before[f"lm_heads.{j}.weight"])
-
-
-def test_a_bf16_drafter_with_a_bf16_target() -> None:
-    target = tiny_target().bfloat16()
-    drafter = hydra(target, prefix_attention=True)
-    batch = random_batch(target)
-    drafter(**batch).loss.backward()  # fp32 drafter beside a bf16 target
-    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
-    decoder = drafter.bfloat16().decoder(LENGTH)
-    decoder.start(batch["input_ids"][0], batch["features"][0])
-    assert decoder.begin().dtype == decoder.expand([5], [0]).dtype == torch.float32
-
-
 def test_an_lm_head_with_a_bias_can_only_be_shared() -> None:
     config = AutoConfig.for_model(
         "phi", vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1,
@@ -267,18 +244,3 @@ def test_the_decoder_refuses_what_cannot_be() -> None:
         decoder.expand([8], [3])
     with pytest.raises(ValueError, match="call start"):
         decoder.begin()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_head": 4}, "did you mean `num_heads`"),
-        ({"num_heads": 0}, "num_heads`: input should be greater than or equal to 1, not 0"),
-        ({"lm_heads": "tied"}, "lm_heads`: input should be 'separate' or 'shared', not 'tied'"),
-        ({"loss": "mse"}, "loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"),
-        ({"depth_weights": [1.0, 1.0]}, r"5 of them \(one for each depth\)"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        HydraDrafter.from_target(tiny_target(), options)

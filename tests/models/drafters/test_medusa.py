@@ -156,33 +156,6 @@ def test_the_first_token_has_no_feature_before_it() -> None:
     torch.testing.assert_close(decoder.draft(), expected)
 
 
-def test_a_bf16_target_trains_fp32_heads_and_decodes_in_bf16() -> None:
-    target = tiny_target().bfloat16()
-    for lm_heads in ("separate", "shared"):
-        drafter = tiny_medusa(target, lm_heads=lm_heads)
-        assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
-        batch = random_batch(target)
-        drafter(**batch).loss.backward()
-        decoder = drafter.bfloat16().decoder(LENGTH)
-        decoder.start(batch["input_ids"][0], batch["features"][0])
-        assert decoder.draft().dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_head": 4}, "did you mean `num_heads`"),
-        ({"num_heads": 0}, "`drafter.options.num_heads`: input should be greater than or equal to 1, not 0"),
-        ({"lm_heads": "own"}, "`drafter.options.lm_heads`: input should be 'separate' or 'shared', not 'own'"),
-        ({"loss": "mse"}, "`drafter.options.loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"),
-        ({"depth_weights": [1.0]}, r"5 of them \(one for each depth\)"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        MedusaDrafter.from_target(tiny_target(), options)
-
-
 def test_an_lm_head_with_a_bias_can_only_be_shared() -> None:
     target = tiny_target("phi", partial_rotary_factor=1.0)
     assert target.lm_head.bias is not None

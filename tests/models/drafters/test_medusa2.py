@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
 from support.tiny_runs import InterruptAt, make_recipe
 from torch import Tensor
 from torch.func import functional_call
@@ -282,21 +282,6 @@ def test_a_loaded_drafter_reads_features_of_the_changed_target(tmp_path: Path) -
         torch.testing.assert_close(loaded.group_logits(ids, features), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_bf16_target_keeps_its_dtype_and_trains_an_fp32_lora(tmp_path: Path) -> None:
-    target = tiny_target().bfloat16()
-    drafter = tiny_medusa2(target)
-    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
-    batch = random_batch(target, drafter=drafter)
-    assert batch["features"].dtype == torch.bfloat16
-    drafter(**batch).loss.backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in drafter.parameters())
-    drafter.save_pretrained(tmp_path)
-    loaded = load_drafter(tmp_path, tiny_target().bfloat16())
-    decoder = loaded.decoder(LENGTH)
-    decoder.start(batch["input_ids"][0], batch["features"][0].detach())
-    assert decoder.draft().dtype == torch.float32
-
-
 # ---- the report ----
 
 
@@ -356,24 +341,6 @@ def test_other_drafters_change_no_target() -> None:
 
 
 # ---- mistakes ----
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_targets": ["q_proj", "query"]}, r"no linear layer `query`; use some of down_proj, .*or `all-linear`"),
-        ({"lora_targets": "q_proj"}, r"`drafter.options.lora_targets`: must be `all-linear` or a list"),
-        ({"lora_targets": []}, "must be `all-linear` or a list"),
-        ({"lora_rank": 0}, "`drafter.options.lora_rank`: input should be greater than or equal to 1, not 0"),
-        ({"lora_alpha": 0}, "`drafter.options.lora_alpha`: input should be greater than 0, not 0"),
-        ({"lm_loss": "tv"}, "`drafter.options.lm_loss`: input should be 'kl' or 'ce', not 'tv'"),
-        ({"lora_shapes": {}}, "unknown key `drafter.options.lora_shapes`"),
-        ({"heads_weight": -1}, "`drafter.options.heads_weight`: input should be greater than 0, not -1"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Medusa2Drafter.from_target(tiny_target(), options)
 
 
 def test_a_target_with_other_layers_is_refused() -> None:

@@ -9,7 +9,6 @@ from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_targ
 from transformers import PreTrainedModel
 
 from draftsmith.models.drafters.peagle import PEagleDrafter
-from draftsmith.recipes.errors import UserError
 
 MASKS, TARGET_LAYERS, MASK_ID = 3, 4, 55
 # Everything is in fp64 but the norms and RoPE, which transformers computes in fp32.
@@ -94,17 +93,3 @@ def test_default_mask_token(pad: int | None, expected: int) -> None:
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     target.config.pad_token_id = pad
     assert PEagleDrafter.from_target(target, {}).config.mask_token_id == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask_token_id": 61}, "mask_token_id`: must be a token id from 0 to 60, not 61"),
-        ({"mask_token_id": "<mask>"}, "mask_token_id`: input should be a valid integer, .*, not '<mask>'"),
-        ({"mask_residual": True}, "unknown key `drafter.options.mask_residual`"),
-        ({"num_layers": 0}, "num_layers`: input should be greater than or equal to 1, not 0"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        PEagleDrafter.from_target(tiny_target(num_hidden_layers=TARGET_LAYERS), options)

@@ -1,0 +1,85 @@
+"""Wrong options: each message names the key, the value and the way out, whatever the kind."""
+
+from typing import Any
+
+import pytest
+from support.tiny_models import VOCABULARY, tiny_target
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.recipes.errors import UserError
+
+TARGET_LAYERS = 4
+LOSSES = "loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"
+ONE_EACH = r"`depth_weights` must be one positive number or 5 of them \(one for each depth\), not \[1.0\]"
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("parallel", {"num_mask": 4}, "unknown key `drafter.options.num_mask`: did you mean `num_masks`"),
+    ("parallel", {"inputs": "hiden"}, "inputs`: input should be 'embedding', 'hidden' or 'both', not 'hiden'"),
+    ("parallel", {"num_masks": "four"}, "`drafter.options.num_masks`: input should be a valid integer, .*, not 'four'"),
+    ("parallel", {"feature_layers": [1, 0]}, r"list of ascending layer numbers from 0 to 3 \(and -1 .*not \[1, 0\]"),
+    ("parallel", {"feature_layers": [-1, 0]}, "ascending layer numbers"),
+    ("parallel", {"feature_layers": []}, "ascending layer numbers"),
+    ("parallel", {"depth_weights": "high"}, "must be one positive number, or a list of one for each depth, not 'high'"),
+    ("parallel", {"depth_weights": -1}, "depth_weights`: must be one positive number, .*, not -1"),
+    (
+        "eagle",
+        {"num_masks": 4},
+        "unknown key `drafter.options.num_masks`: valid keys there are attention, class",
+    ),
+    ("eagle", {"draft_depth": 0}, "draft_depth`: input should be greater than or equal to 1, not 0"),
+    ("eagle", {"class_weight": -1}, "class_weight`: input should be greater than or equal to 0, not -1"),
+    ("eagle", {"feature_noise": "much"}, "feature_noise`: input should be a valid number, .*, not 'much'"),
+    ("eagle_parallel", {"num_mask": 4}, "did you mean `num_masks`"),
+    ("eagle3", {"feature_layers": [1, 4]}, r"feature_layers`: must be a list of ascending .* 0 to 3, not \[1, 4\]"),
+    ("eagle3", {"feature_layers": [2, 1]}, "ascending"),
+    ("eagle3", {"feature_layers": [2, -1]}, "ascending"),
+    ("eagle3", {"feature_layers": []}, "ascending"),
+    ("eagle3", {"feature_layers": 3}, "feature_layers`: input should be a valid list, not 3"),
+    ("eagle3", {"ttt_steps": 0}, "ttt_steps`: input should be greater than or equal to 1, not 0"),
+    ("eagle3", {"draft_depth": 0}, "draft_depth`: input should be greater than or equal to 1, not 0"),
+    ("eagle3", {"num_masks": 2}, "unknown key `drafter.options.num_masks`"),
+    ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size`: must be at most the target's vocabulary of 61 .*, not 62"),
+    ("eagle3", {"draft_vocab_size": 0}, "draft_vocab_size`: input should be greater than 0, not 0"),
+    ("hydra", {"num_head": 4}, "did you mean `num_heads`"),
+    ("hydra", {"lm_heads": "tied"}, "lm_heads`: input should be 'separate' or 'shared', not 'tied'"),
+    ("medusa", {"num_head": 4}, "did you mean `num_heads`"),
+    ("medusa", {"num_heads": 0}, "`drafter.options.num_heads`: input should be greater than or equal to 1, not 0"),
+    (
+        "medusa2",
+        {"lora_targets": ["q_proj", "query"]},
+        r"no linear layer `query`; use some of down_proj, .*all-linear`",
+    ),
+    ("medusa2", {"lora_targets": "q_proj"}, "lora_targets`: must be `all-linear` or a list .*, not 'q_proj'"),
+    ("medusa2", {"lora_targets": []}, "must be `all-linear` or a list"),
+    ("medusa2", {"lora_rank": 0}, "lora_rank`: input should be greater than or equal to 1, not 0"),
+    ("medusa2", {"lora_alpha": 0}, "lora_alpha`: input should be greater than 0, not 0"),
+    ("medusa2", {"lm_loss": "tv"}, "lm_loss`: input should be 'kl' or 'ce', not 'tv'"),
+    ("medusa2", {"lora_shapes": {}}, "unknown key `drafter.options.lora_shapes`"),
+    ("medusa2", {"heads_weight": -1}, "heads_weight`: input should be greater than 0, not -1"),
+    ("pass_embeddings", {"inputs": "both"}, "unknown key `drafter.options.inputs`"),
+    ("pass_embeddings", {"num_layers": 1}, "unknown key `drafter.options.num_layers`"),
+    ("pass_embeddings", {"num_masks": 0}, "num_masks`: input should be greater than or equal to 1, not 0"),
+    ("peagle", {"mask_token_id": 61}, "mask_token_id`: must be a token id from 0 to 60, not 61"),
+    ("peagle", {"mask_token_id": "<mask>"}, "mask_token_id`: input should be a valid integer, .*, not '<mask>'"),
+    ("peagle", {"mask_residual": True}, "unknown key `drafter.options.mask_residual`"),
+    ("peagle", {"num_layers": 0}, "num_layers`: input should be greater than or equal to 1, not 0"),
+    *((kind, {"loss": "mse"}, LOSSES) for kind in drafter_kinds()),
+    *(
+        (kind, {"depth_weights": [1.0]}, ONE_EACH)
+        for kind in drafter_kinds()
+        if kind not in ("draft_model", "eagle")  # train one depth
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), WRONG)
+def test_wrong_options(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_drafter_class(kind).from_target(tiny_target(num_hidden_layers=TARGET_LAYERS), options)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in drafter_kinds() if "medusa" not in kind and kind != "hydra"])
+def test_unsupported_architecture_names_those_that_work(kind: str) -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(UserError, match=r"`gpt2` is not supported.*llama, mistral"):
+        load_drafter_class(kind).from_target(AutoModelForCausalLM.from_config(config), {})
