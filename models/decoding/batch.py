@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.models.decoding.attention import STATIC_ROPE_TYPES, BatchAttention
+from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, BatchAttention
 from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.models.compiling import compiled
-from draftsmith.models.decoding.attention import CachedAttention
+from draftsmith.models.decoding.kv_cache import CachedAttention
 
 LONGEST_STATIC_ROWS = 32
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
