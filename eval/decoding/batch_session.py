@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftsmith.eval.decoding.session import Session, TargetSession, TargetStep
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
+from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES
 from draftsmith.models.target.batch_tree_cache import BatchTreeCache
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError

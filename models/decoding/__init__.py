@@ -1,5 +1,5 @@
 """Drafters at work on a sequence: queues, KV caches, trees that grow.
 
-Read `protocols` (what a decoder is), `cached` (the two kinds made of layers), `kv_cache`; `batch` is
-for several sequences at once, `static_layers` for compiled graphs. May import `models.groups` and files of `models`.
+Read `protocols` (what a decoder is), `cached` (the two kinds made of layers), `kv_cache`; `batch` is for several
+sequences at once, `static_layers` for compiled graphs. May import `models.groups` and the files of `models`.
 """

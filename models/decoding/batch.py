@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, BatchAttention
 from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS
+from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, BatchAttention
 
 
 class BatchDecoder(ABC):

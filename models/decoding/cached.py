@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND
-from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, CachedAttention
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, CachedAttention
 from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, StaticLayers
 
 # Pending tokens up to this many use masks that were made beforehand.
