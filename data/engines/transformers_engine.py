@@ -91,12 +91,12 @@ class TransformersEngine:
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
         input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
-        sampler = RowSampler([request.seed for request in batch], settings, device)
+        processors = row_processors([request.seed for request in batch], settings, device)
         rows, cache = torch.arange(len(prompts)), DynamicCache(config=self.model.config)
         completions: list[Completion | None] = [None] * len(prompts)
         while len(rows):
             wanted = width + settings.max_new_tokens - input_ids.shape[1]
-            sequences = self._continue(input_ids, attention_mask, cache, wanted, sampler.processors)
+            sequences = self._continue(input_ids, attention_mask, cache, wanted, processors)
             alive = []
             for index, (row, ids) in enumerate(zip(rows.tolist(), sequences[:, width:].tolist(), strict=True)):
                 end = next((place for place, token_id in enumerate(ids) if token_id in self.end_ids), None)
@@ -113,7 +113,8 @@ class TransformersEngine:
             grown = input_ids.new_ones(len(alive), input_ids.shape[1] - attention_mask.shape[1])
             attention_mask = torch.cat([attention_mask[kept.to(device)], grown], dim=1)
             cache.batch_select_indices(kept.to(device))
-            sampler.keep(alive)
+            for noise in processors[-1:]:
+                noise.generators = [noise.generators[index] for index in alive]
         return [completion for completion in completions if completion is not None]
 
     def _continue(
@@ -167,30 +168,21 @@ class HalfEnded(StoppingCriteria):
         return ended | (2 * ended.sum() >= len(ended))
 
 
-class RowSampler:
-    """The logits processors of a batch: none for greedy decoding; else temperature, top-k, top-p and Gumbel noise."""
-
-    def __init__(self, seeds: list[int], settings: GenerationSettings, device: torch.device) -> None:
-        self.processors = LogitsProcessorList()
-        self._noise: GumbelNoise | None = None
-        if settings.temperature == 0:
-            return
-        self.processors.append(TemperatureLogitsWarper(settings.temperature))
-        if settings.top_k > 0:
-            self.processors.append(TopKLogitsWarper(settings.top_k))
-        if settings.top_p < 1:
-            self.processors.append(TopPLogitsWarper(settings.top_p))
-        self._noise = GumbelNoise(seeds, device)
-        self.processors.append(self._noise)
-
-    def keep(self, rows: list[int]) -> None:
-        """The batch goes on with these rows only, each with its own generator."""
-        if self._noise is not None:
-            self._noise.generators = [self._noise.generators[row] for row in rows]
+def row_processors(seeds: list[int], settings: GenerationSettings, device: torch.device) -> LogitsProcessorList:
+    """Of a batch: none for greedy decoding; else temperature, top-k, top-p and, last of all, Gumbel noise."""
+    if settings.temperature == 0:
+        return LogitsProcessorList()
+    processors = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
+    if settings.top_k > 0:
+        processors.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    processors.append(GumbelNoise(seeds, device))
+    return processors
 
 
 class GumbelNoise(LogitsProcessor):
-    """Adds independent Gumbel noise to each row's logits, from that row's own generator."""
+    """Adds independent Gumbel noise to each row's logits, from that row's own generator: rows may be taken out."""
 
     def __init__(self, seeds: list[int], device: torch.device) -> None:
         self.generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]

@@ -13,7 +13,8 @@ then not what it said: those words stay, without loss, as `unsaid_turns`.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise, takewhile
+from itertools import accumulate, chain, groupby, pairwise, takewhile
+from operator import itemgetter
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn
@@ -42,15 +43,8 @@ class TokenizedConversation:
 
     def answers(self) -> list[list[int]]:
         """The ids of each assistant turn: the runs of ones."""
-        runs: list[list[int]] = []
-        previous = 0
-        for token_id, carries_loss in zip(self.input_ids, self.loss_mask, strict=True):
-            if carries_loss and not previous:
-                runs.append([])
-            if carries_loss:
-                runs[-1].append(token_id)
-            previous = carries_loss
-        return runs
+        runs = groupby(zip(self.loss_mask, self.input_ids, strict=True), key=itemgetter(0))
+        return [[token_id for _, token_id in run] for carries_loss, run in runs if carries_loss]
 
     def with_last_answer_only(self) -> "TokenizedConversation":
         """The same tokens with loss on the last run of ones alone."""
