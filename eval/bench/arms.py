@@ -47,28 +47,17 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
     """The target, its tokenizer and the recipe's trained drafters by folder, ready to decode.
 
     Raises:
-        UserError: One of them cannot be loaded.
+        UserError: One cannot be loaded, or of several drafters one changes the target, which the others do not know.
     """
     target, tokenizer = load_target(recipe.target)
     vocab_size = target.config.get_text_config().vocab_size
     pack_heads(target, vocab_size)  # before drafters borrow the head
-    drafters = load_drafters(recipe, target)
-    for drafter in drafters.values():
-        pack_heads(drafter, vocab_size)
-    return target, tokenizer, drafters
-
-
-def load_drafters(recipe: Recipe, target: PreTrainedModel) -> dict[Path, Drafter]:
-    """The drafters that the recipe's methods use, by folder.
-
-    Raises:
-        UserError: One of several drafters changes the target, which the others were not made for.
-    """
     drafters = {folder: load_drafter(folder, target) for folder in drafter_folders(recipe)}
     for folder, drafter in drafters.items():
         if drafter.target_change and len(drafters) > 1:
             raise UserError(f"{folder} changes the target: measure it in a run of its own, not beside other drafters")
-    return drafters
+        pack_heads(drafter, vocab_size)
+    return target, tokenizer, drafters
 
 
 def make_arms(

@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -30,8 +30,6 @@ SETTINGS = {
     "sampling": "sampling",
     "max_new_tokens": "token limit",
 }
-# Alike in all records of an arm; each question has its own prompts.
-LASTING = ("target", "dtype", "sampling", "max_new_tokens")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,14 +62,10 @@ def weights_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(_bit_sums(weight).cpu().numpy().tobytes())
+        bits = weight.detach().contiguous().view(_INTEGERS[weight.element_size()])
+        sums = bits.sum(-1, dtype=torch.int64) if bits.dim() else bits.to(torch.int64)
+        digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _bit_sums(weight: Tensor) -> Tensor:
-    """int64 sums of the bits over the last dimension."""
-    bits = weight.detach().contiguous().view(_INTEGERS[weight.element_size()])
-    return bits.sum(-1, dtype=torch.int64) if bits.dim() else bits.to(torch.int64)
 
 
 def check_fair_clock(records: list[QuestionRecord]) -> None:
@@ -99,12 +93,13 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
             _compare(answer, baselines[answer.temperature], where)
         for key, answer in record.answers.items():
             of_first = records[0].answers[key].settings
-            changed = [what for what in LASTING if answer.settings[what] != of_first[what]]
-            if changed:
-                raise UserError(
-                    f"{where} was measured with another {SETTINGS[changed[0]]} than the first record: delete the "
-                    "folder to measure again"
-                )
+            for setting, word in SETTINGS.items():
+                # Each question has its own prompts.
+                if setting != "prompts" and answer.settings[setting] != of_first[setting]:
+                    raise UserError(
+                        f"{where} was measured with another {word} than the first record: delete the folder to "
+                        "measure again"
+                    )
 
 
 def _compare(answer: ArmRecord, baseline: ArmRecord, where: str) -> None:

@@ -66,7 +66,7 @@ class BatchSession(Session):
         self.check_room(prompt_ids)
         with self._cache.new_row(len(prompt_ids)):
             ids = torch.tensor([prompt_ids], device=self.device)
-            step = self._run(ids, self._columns[None, : len(prompt_ids)], None, self._prefill_options)
+            step = self._run(ids, self._columns[None, : len(prompt_ids)], None, **self._prefill_options)
         return TargetStep(step.logits[0, -1:], step.features[0])
 
     def drop(self, row: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.decoding.session import TargetSession, TargetStep, cached_logits
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
@@ -94,10 +94,8 @@ class CompiledSession(TargetSession):
             features = self._wanted(features.clone() if self.device.type == "cuda" else features)
         return TargetStep(logits[:nodes], features[:nodes])
 
-    def _forward(
-        self, token_ids: list[int], positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
-    ) -> TargetStep:
-        step = super()._forward(token_ids, positions, mask, options)
+    def _forward(self, token_ids: list[int], positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+        step = super()._forward(token_ids, positions, mask, **options)
         return TargetStep(step.logits, self._wanted(step.features))
 
     def _wanted(self, features: Tensor) -> Tensor:
@@ -138,10 +136,8 @@ def _static_forward(target: Any, cache: StaticTreeCache, tap: FeatureTap) -> Cal
 
     def run(ids: Tensor, positions: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         cache.places = places
-        output = target(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
+        logits = cached_logits(target, cache, ids, positions, mask)
         cache.places = None
-        return output.logits[0], tap.take()[0]
+        return logits[0], tap.take()[0]
 
     return run

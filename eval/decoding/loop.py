@@ -109,7 +109,7 @@ class OpenAnswer:
         self.ended = False
         self._reader = method if isinstance(method, ReadsLogits) else None
         self._max_new_tokens, self._end_ids = max_new_tokens, end_ids
-        self._watch = None if stop is None else stop.watch()
+        self._matcher = None if stop is None else stop.matcher()
 
     def begin(self, prefill: Callable[[list[int]], TargetStep], prompt_ids: list[int], sampling: Sampling) -> None:
         """Read the prompt; its first token comes from the target alone."""
@@ -152,13 +152,13 @@ class OpenAnswer:
 
     def _keep(self, committed: list[int]) -> int:
         """Add to the answer what belongs to it: how many tokens."""
-        record, watch = self.record, self._watch
+        record, matcher = self.record, self._matcher
         before = len(record.ids)
         for token in committed:
             record.ids.append(token)
-            ends = token in self._end_ids or (watch is not None and watch.completes(token))
+            ends = token in self._end_ids or (matcher is not None and matcher.completes(token))
             self.ended = ends or len(record.ids) >= self._max_new_tokens
             if self.ended:
                 break
-        record.text = None if watch is None else watch.text_before
+        record.text = None if matcher is None else matcher.text_before
         return len(record.ids) - before

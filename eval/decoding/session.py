@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -42,6 +41,15 @@ class TargetStep:
     features: Tensor
 
 
+def cached_logits(
+    model: Any, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """[A, N, V] of a causal language model at ids and positions [A, N], whose keys and values join the cache."""
+    return model(
+        input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, **options
+    ).logits
+
+
 class Session:
     """What the sessions of one and of several sequences share: the target, its features, and a limit of length."""
 
@@ -63,9 +71,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def check_room(self, prompt_ids: list[int], new_tokens: int = 0) -> None:
@@ -74,12 +80,10 @@ class Session:
             UserError: The prompt, or it and an answer of so many tokens, do not fit.
         """
         if not 0 < len(prompt_ids) <= self.max_length_tokens - new_tokens:
-            answer, way_out = " does", ""
-            if new_tokens:
-                answer, way_out = f" and an answer of {new_tokens} do", "lower eval.max_new_tokens or "
+            answer = f" and an answer of {new_tokens} do" if new_tokens else " does"
             raise UserError(
                 f"a prompt of {len(prompt_ids)} tokens{answer} not fit into a session of {self.max_length_tokens}: "
-                f"{way_out}shorten the prompt"
+                "lower eval.max_new_tokens or shorten the prompt"
             )
 
     def synchronize(self) -> None:
@@ -88,19 +92,9 @@ class Session:
             torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def _run(
-        self, ids: Tensor, positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
-    ) -> TargetStep:
+    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
         """ids and positions [A, N] to logits [A, N, V] and features [A, N, F]."""
-        output = self._target(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **(options or {}),
-        )
-        return TargetStep(output.logits, self._tap.take())
+        return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
 
 
 class TargetSession(Session):
@@ -157,7 +151,7 @@ class TargetSession(Session):
         self._mask.zero_()
         self._mask_dirty = (0, 0)
         prompt_length = len(prompt_ids)
-        step = self._forward(prompt_ids, self._positions[:, :prompt_length], None, self._prefill_options)
+        step = self._forward(prompt_ids, self._positions[:, :prompt_length], None, **self._prefill_options)
         self._cache.committed = prompt_length
         return TargetStep(step.logits[-1:], step.features)
 
@@ -180,10 +174,8 @@ class TargetSession(Session):
         """Keep the accepted nodes (root first) of the last `forward_tree`."""
         self._cache.keep(path)
 
-    def _forward(
-        self, token_ids: list[int], positions: Tensor, mask: Tensor | None, options: dict[str, Any] | None = None
-    ) -> TargetStep:
-        step = self._run(torch.tensor([token_ids], device=self.device), positions, mask, options)
+    def _forward(self, token_ids: list[int], positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+        step = self._run(torch.tensor([token_ids], device=self.device), positions, mask, **options)
         return TargetStep(step.logits[0], step.features[0])
 
     def _tree_mask(self, shape: TreeShape, start: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.eval.decoding.session import cached_logits
 from draftsmith.models.target.tree_cache import TreeCache
 
 Continuation = tuple[int, ...]
@@ -98,11 +99,5 @@ class Continuations:
     @torch.inference_mode()
     def _forward(self, token_ids: list[int], positions: Tensor, mask: Tensor | None) -> Tensor:
         """fp32 logits [R, V]."""
-        output = self._model(
-            input_ids=torch.tensor([token_ids], device=self._device),
-            position_ids=positions[None].to(self._device),
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        return output.logits[0].float()
+        ids = torch.tensor([token_ids], device=self._device)
+        return cached_logits(self._model, self._cache, ids, positions[None].to(self._device), mask)[0].float()

@@ -25,12 +25,12 @@ class StopStrings:
     strings: tuple[str, ...]
     tokenizer: Any
 
-    def watch(self) -> StopWatch:
+    def matcher(self) -> StopMatcher:
         """For one answer, from its first token."""
-        return StopWatch(self)
+        return StopMatcher(self)
 
 
-class StopWatch:
+class StopMatcher:
     """Reads one answer token by token.
 
     Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from draftsmith.eval.decoding.session import cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
@@ -67,7 +68,9 @@ class DraftModelDecoder:
         if not self._pending:
             raise ValueError("nothing was observed since the last tree")
         begin, count = self._cache.committed, len(self._pending)
-        logits = self._forward(self._pending, torch.arange(begin, begin + count), self._causal_mask(count))[-1:]
+        # The model's own causal mask is right for a prompt.
+        mask = self._mask(torch.ones(count, count, dtype=torch.bool).tril()) if begin else None
+        logits = self._forward(self._pending, torch.arange(begin, begin + count), mask)[-1:]
         self._cache.committed += count
         self._pending = []
         self._tokens, self._parents = [-1], [-1]
@@ -81,35 +84,22 @@ class DraftModelDecoder:
         self._tokens += tokens
         self._parents += parents
         positions = torch.tensor(self._tree.depths[-len(tokens) :]) + (self._cache.committed - 1)
-        logits = self._forward(tokens, positions, self._tree_mask(seen))
+        logits = self._forward(tokens, positions, self._mask(seen))
         self._cache.ahead = 0
         return logits
 
     def _forward(self, ids: list[int], positions: Tensor, mask: Tensor | None) -> Tensor:
         """fp32 logits [R, V]."""
-        output = self._model(
-            input_ids=torch.tensor([ids], device=self._device),
-            position_ids=positions[None].to(self._device),
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        logits = output.logits[0, :, : self._vocab_size].float()
+        ids_1r = torch.tensor([ids], device=self._device)
+        logits = cached_logits(self._model, self._cache, ids_1r, positions[None].to(self._device), mask)
+        logits = logits[0, :, : self._vocab_size].float()
         missing = self._vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _causal_mask(self, count: int) -> Tensor | None:
-        """[1, 1, R, S] of rows behind the committed ones; None where the model's own causal mask is right."""
-        if count == 1 or self._cache.committed == 0:
-            return None
-        return self._additive(torch.ones(count, count, dtype=torch.bool).tril())
-
-    def _tree_mask(self, seen: Tensor) -> Tensor | None:
-        # A single row that sees all others needs no mask, and fast kernels apply.
-        return None if len(seen) == 1 and bool(seen.all()) else self._additive(seen)
-
-    def _additive(self, seen: Tensor) -> Tensor:
-        """[1, 1, R, committed + columns] from [R, columns] bool; everything committed is seen."""
+    def _mask(self, seen: Tensor) -> Tensor | None:
+        """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
+        if len(seen) == 1 and bool(seen.all()):
+            return None  # a single row that sees all others needs no mask, and fast kernels apply
         dtype = self._model.dtype
         mask = torch.zeros(len(seen), self._cache.committed + seen.shape[1], dtype=dtype)
         mask[:, self._cache.committed :].masked_fill_(~seen, torch.finfo(dtype).min)

@@ -89,10 +89,10 @@ class NgramDecoder:
         self._contexts: list[list[int]] = []  # of every node
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        self._newest = self._kept(prompt_ids.tolist())
+        self._newest = self._context(prompt_ids.tolist())
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        self._newest = self._kept([*self._newest, *committed_ids.tolist()])
+        self._newest = self._context([*self._newest, *committed_ids.tolist()])
 
     def begin(self) -> Tensor:
         """fp32 logits [1, V] of the children of the newest committed token."""
@@ -101,11 +101,11 @@ class NgramDecoder:
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        new = [self._kept([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
+        new = [self._context([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
         self._contexts += new
         return torch.stack([self._model.logits(context) for context in new]).to(self._device)
 
-    def _kept(self, ids: list[int]) -> list[int]:
+    def _context(self, ids: list[int]) -> list[int]:
         return ids[max(len(ids) - self._model.order + 1, 0) :]
 
 

@@ -234,11 +234,11 @@ def _identity(row: dict[str, Any]) -> str:
 
 def _shown(root: Path, pictures: Iterable[Path]) -> list[tuple[str, str, str]]:
     """Name, path for markdown, and data for HTML."""
-    return [(file.stem, file.relative_to(root).as_posix(), _embedded(file)) for file in pictures]
-
-
-def _embedded(picture: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode("ascii")
+    data = "data:image/png;base64,"
+    return [
+        (file.stem, file.relative_to(root).as_posix(), data + base64.b64encode(file.read_bytes()).decode("ascii"))
+        for file in pictures
+    ]
 
 
 def _escaped(text: str) -> str:

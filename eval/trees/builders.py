@@ -1,7 +1,7 @@
 """From the drafter's logits at depths 1..G to a draft tree: a chain, a fixed tree, or the best tree.
 
 The builders are for drafters whose distribution at a depth does not depend on the path to it (ParallelSpec, Medusa);
-`tree_growers.py` has the same trees for the others.
+`growers.py` has the same trees for the others.
 What is drafted how, by temperature:
 
     tree        T = 0                      T > 0

@@ -1,6 +1,6 @@
 """The trees of drafters that read their own drafted tokens (Hydra, EAGLE): grown level by level, a call a level.
 
-The same three trees as in `tree_builders.py`, for drafters whose distribution depends on the path:
+The same three trees as in `builders.py`, for drafters whose distribution depends on the path:
 
     tree        T = 0                      T > 0
     chain       most likely token          sampled from q

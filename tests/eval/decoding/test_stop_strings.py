@@ -39,11 +39,11 @@ class PieceTokenizer:
 
 def cut(tokenizer: Any, ids: list[int], *stop: str) -> tuple[int | None, str | None]:
     """How many tokens are kept, and the text; both None if nothing stops."""
-    watch = StopStrings(stop, tokenizer).watch()
+    matcher = StopStrings(stop, tokenizer).matcher()
     for index, token in enumerate(ids):
-        if watch.completes(token):
-            return index + 1, watch.text_before
-    return None, watch.text_before
+        if matcher.completes(token):
+            return index + 1, matcher.text_before
+    return None, matcher.text_before
 
 
 def test_by_hand() -> None:
@@ -170,7 +170,7 @@ def test_every_method_cuts_where_the_loop_does(target: LlamaForCausalLM) -> None
 
 
 def test_rows_of_a_batch_are_cut_where_each_would_be_alone(target: LlamaForCausalLM) -> None:
-    """A watch for each row, though rows come and go."""
+    """A matcher for each row, though rows come and go."""
     pieces = PieceTokenizer(PIECES)
     answer = run(target, Autoregressive()).ids
     prompts = [PROMPT, [*PROMPT, *answer[:3]], [*PROMPT, *answer[:2]], PROMPT[:1]]
