@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,11 +11,13 @@ from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.bench.arms import drafter_folders
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.methods.registry import method_of
 from draftsmith.eval.report.summary import summarize
+from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.run_folder import RunFolder, sha256_of
-from draftsmith.recipes.schema import EvalRecipe, Recipe, TargetRecipe
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
 
 WEIGHTS = "model.safetensors"
 SETTINGS = "settings.json"
@@ -26,9 +29,28 @@ FREE_KEYS = {"runs", "untimed_questions"}
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
-    """What a measurement depends on."""
+    """What a measurement depends on.
+
+    Options of methods are written out, so that a default that changes is noticed, and so are the weights that lie in
+    folders which they name.
+
+    Raises:
+        UserError: A method's kind or options are wrong.
+    """
+    methods: list[MethodRecipe] = []
+    weights: dict[str, str] = {}
+    for method in recipe.eval.methods:
+        if method.kind != DRAFTER_KIND:
+            options = method_of(method)[1].model_dump()
+            method = method.model_copy(update={"options": options})
+            values = (option if isinstance(option, list) else [option] for option in options.values())
+            folders = (Path(each).expanduser() for value in values for each in value if isinstance(each, str))
+            weights |= {str(each): sampled_hash(each.glob("*.safetensors")) for each in folders if each.is_dir()}
+        methods.append(method)
+    evaluation = recipe.eval.model_copy(update={"methods": methods})
     return {
-        "eval": recipe.eval.model_dump(exclude=FREE_KEYS),
+        "eval": evaluation.model_dump(exclude=FREE_KEYS),
+        "method_weights": weights,
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
         "drafter_weights": drafter_weights(recipe),

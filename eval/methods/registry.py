@@ -49,21 +49,26 @@ class MethodClass(Protocol):
 
 
 def make_method(setting: MethodSetting) -> Method:
-    """The method that a recipe's `kind` and `options` ask for.
+    """The method that a recipe's `kind` and `options` ask for; errors as `method_of`."""
+    method_class, options = method_of(setting.recipe)
+    return method_class.make(options, setting)
+
+
+def method_of(recipe: MethodRecipe) -> tuple[MethodClass, Any]:
+    """The class that `kind` names, and its options with the defaults.
 
     Raises:
         UserError: There is no such kind, or an option is unknown or wrong.
     """
-    recipe = setting.recipe
     kinds = method_kinds()
     if recipe.kind not in kinds:
         raise UserError(f"eval.methods kind `{recipe.kind}` does not exist: use drafter, {', '.join(kinds)}")
     method_class: MethodClass = importlib.import_module(f"draftsmith.eval.methods.{recipe.kind}").METHOD
     try:
-        options = method_class.Options.model_validate(recipe.options)
+        options: Any = method_class.Options.model_validate(recipe.options)
     except ValidationError as error:
         raise UserError(f"method {recipe.name}: {explain(method_class.Options, error, 'options')}") from None
-    return method_class.make(options, setting)
+    return method_class, options
 
 
 def method_kinds() -> list[str]:

@@ -1,0 +1,38 @@
+"""What a measurement depends on: defaults and draft models too, which no recipe spells out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftsmith.eval.commands.measurement import measurement_settings
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe
+
+
+def with_method(kind: str, **options: object) -> Recipe:
+    return Recipe(name="x", eval=EvalRecipe(methods=[MethodRecipe(name="m", kind=kind, options=options)]))
+
+
+def test_defaults_are_written_out() -> None:
+    """A default of a later version is another measurement."""
+    short, long = (measurement_settings(with_method("prompt_lookup", **each)) for each in ({}, {"num_tokens": 10}))
+    assert short == long
+    assert short["eval"]["methods"][0]["options"]["num_tokens"] == 10
+
+
+def test_another_draft_model_in_the_same_folder(tmp_path: Path) -> None:
+    recipes = with_method("draft_model", model=str(tmp_path)), with_method("specinfer", models=[str(tmp_path)])
+    hashes = []
+    for value in (0.0, 1.0):
+        save_file({"weight": torch.full((4,), value)}, tmp_path / "model.safetensors")
+        hashes.append([measurement_settings(recipe)["method_weights"] for recipe in recipes])
+    assert hashes[0][0] == hashes[0][1] != hashes[1][0] == hashes[1][1]
+
+
+def test_a_wrong_method_is_found_before_any_model_is_loaded() -> None:
+    with pytest.raises(UserError, match="`lookup` does not exist"):
+        measurement_settings(with_method("lookup"))
+    with pytest.raises(UserError, match=r"unknown key `options\.tokens`"):
+        measurement_settings(with_method("prompt_lookup", tokens=3))
