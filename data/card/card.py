@@ -209,7 +209,7 @@ def _draw_token_histogram(prompt_tokens: Sequence[int], answer_tokens: Sequence[
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("rows")
     panels[1].legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     figure.set_layout_engine("constrained")
     figure.savefig(file, dpi=140)
     plt.close(figure)

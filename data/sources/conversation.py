@@ -1,11 +1,14 @@
 """A conversation, its turns, and the error that says why something is none."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from draftsmith.recipes.errors import UserError
 
 Role = Literal["system", "user", "assistant"]
+MOST_NAMES, LONGEST_NAME = 12, 40  # in a sentence
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,18 @@ def text_of(content: Any, where: str) -> str:
         InvalidConversation: It is neither.
     """
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+        parts = [part.get("text", "") for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str):
         raise InvalidConversation(where, "turn is not text", f"the turn must be text, not {json_kind(content)}")
     # A lone surrogate comes in as a JSON escape, means nothing, and neither UTF-8 nor a tokenizer takes it.
     return content.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The first of them, for a sentence; `none` if there are none."""
+    first = [f"`{str(name)[:LONGEST_NAME]}`" for name in islice(names, MOST_NAMES + 1)]
+    return ", ".join([*first[:MOST_NAMES], *(["..."] if len(first) > MOST_NAMES else [])]) or "none"
 
 
 def json_kind(value: Any) -> str:

@@ -13,7 +13,16 @@ import hashlib
 import json
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, InvalidConversation, Role, Turn, json_kind, text_of
+from draftsmith.data.sources.conversation import (
+    LONGEST_NAME,
+    Conversation,
+    InvalidConversation,
+    Role,
+    Turn,
+    json_kind,
+    listed,
+    text_of,
+)
 from draftsmith.data.sources.prompt_columns import parse_prompt_columns
 from draftsmith.recipes.schema import ColumnsRecipe
 
@@ -26,6 +35,8 @@ SHAREGPT_ROLES: dict[str, Role] = {
 }
 OPENAI_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 ID_HEX_DIGITS = 16
+MOST_TURNS = 10_000
+MOST_CHARACTERS = 8_000_000  # some two million tokens
 
 
 def parse_conversation(record: Any, where: str, columns: ColumnsRecipe | None = None) -> Conversation:
@@ -53,8 +64,9 @@ def parse_conversation(record: Any, where: str, columns: ColumnsRecipe | None = 
             "no conversation key",
             "a conversation needs the key `conversations` (ShareGPT), `messages` (OpenAI) or a prompt column "
             "(data.conversations.columns.prompt names it), "
-            f"this one has {', '.join(f'`{key}`' for key in record) or 'none'}",
+            f"this one has {listed(record)}{_list_in(record)}",
         )
+    _check_size(turns, where)
     _check_order(turns, where)
     return Conversation(conversation_id(turns), turns)
 
@@ -100,12 +112,33 @@ def _parse_turn(message: Any, where: str, role_key: str, text_key: str, roles: d
     name = message[role_key]
     if not isinstance(name, str) or name not in roles:
         raise InvalidConversation(
-            where, "unknown role", f"unknown role {json.dumps(name)}, known ones are {', '.join(roles)}"
+            where, "unknown role", f"unknown role {_role_shown(name)}, known ones are {', '.join(roles)}"
         )
     content = text_of(message[text_key], where)
     if not content.strip():
         raise InvalidConversation(where, f"empty {roles[name]} turn", f"the {name} turn is empty")
     return Turn(roles[name], content)
+
+
+def _role_shown(name: Any) -> str:
+    return json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
+
+
+def _list_in(record: dict[str, Any]) -> str:
+    """For a file that holds its conversations one level down."""
+    lists = [key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return f": if {listed(lists[:1])} holds the conversations, write that list alone into the file" if lists else ""
+
+
+def _check_size(turns: tuple[Turn, ...], where: str) -> None:
+    characters = sum(len(turn.content) for turn in turns)
+    if len(turns) > MOST_TURNS or characters > MOST_CHARACTERS:
+        raise InvalidConversation(
+            where,
+            "longer than any model reads",
+            f"the conversation has {len(turns):,} turns and {characters:,} characters, more than any model reads "
+            f"(at most {MOST_TURNS:,} turns and {MOST_CHARACTERS:,} characters)",
+        )
 
 
 def _check_order(turns: tuple[Turn, ...], where: str) -> None:

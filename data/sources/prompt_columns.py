@@ -10,7 +10,7 @@
 
 from typing import Any
 
-from draftsmith.data.sources.conversation import InvalidConversation, Turn, text_of
+from draftsmith.data.sources.conversation import InvalidConversation, Turn, listed, text_of
 from draftsmith.recipes.schema import ColumnsRecipe
 
 PROMPT_COLUMNS = ("prompt", "instruction", "question", "turns")
@@ -83,8 +83,7 @@ def _column(record: dict[str, Any], where: str, key: str, named: str | None, usu
         raise InvalidConversation(
             where,
             f"no {key} column",
-            f"there is no column `{named}`, which data.conversations.columns.{key} names, "
-            f"only {', '.join(f'`{column}`' for column in record) or 'none'}",
+            f"there is no column `{named}`, which data.conversations.columns.{key} names, only {listed(record)}",
         )
     if named is not None:
         return named if record[named] is not None or key == "prompt" else None

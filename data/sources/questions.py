@@ -6,12 +6,14 @@ here, not in evaluation, because conversations to train on are kept apart from t
 
 from __future__ import annotations
 
-import json
+import codecs
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.sources.conversation import json_kind, text_of
+from draftsmith.data.sources.json_records import UnusableJson, json_of
 from draftsmith.recipes.errors import UserError
 
 EMBEDDED = "embedded"
@@ -52,7 +54,7 @@ def load_questions(
         raise UserError(f"questions file {file} does not exist: set eval.questions to a JSONL file or to `embedded`")
     questions: list[Question] = []
     seen: dict[int | str, int] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         question = _parse(line, f"{file} line {number}")
@@ -84,21 +86,25 @@ def _limited(questions: list[Question], per_category: int, per_task: int) -> lis
     return [questions[index] for index in sorted(kept)]
 
 
-def _parse(line: str, where: str) -> Question:
+def _parse(line: bytes, where: str) -> Question:
     try:
-        fields: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error.msg}): {FORMAT}") from None
+        fields: Any = json_of(line)
+    except UnusableJson as error:
+        raise UserError(f"{where} is {error}: {FORMAT}") from None
     if not isinstance(fields, dict):
         raise UserError(f"{where} is not a JSON object: {FORMAT}")
     for key in ("question_id", "category", "turns"):
         if key not in fields:
             raise UserError(f"{where} has no `{key}`: {FORMAT}")
     identity, category, turns = fields["question_id"], fields["category"], fields["turns"]
-    if not isinstance(identity, (int, str)):
-        raise UserError(f"{where}: question_id must be a number or text, not {identity!r}")
-    if not isinstance(category, str) or not category or category == "overall":
-        raise UserError(f"{where}: category must be text other than `overall`, not {category!r}")
+    if not isinstance(identity, (int, str)) or not str(identity).isprintable():
+        raise UserError(f"{where}: question_id must be a number or text of one line, not {_shown(identity)}")
+    if not isinstance(category, str) or not category.isprintable() or category.strip() in ("", "overall"):
+        raise UserError(f"{where}: category must be text other than `overall`, of one line, not {_shown(category)}")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where}: turns must be a list of one or more non-empty texts")
-    return Question(identity, category, tuple(turns))
+    return Question(identity, category, tuple(text_of(turn, where) for turn in turns))
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80] if isinstance(value, (str, float)) else json_kind(value)

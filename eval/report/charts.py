@@ -16,6 +16,8 @@ from draftsmith.eval.report.summary import OVERALL
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
+MOST_INCHES = 60.0  # 8,400 pixels; matplotlib draws 65,536 at most
+LONGEST_NAME = 40  # characters
 NOT_LOSSLESS = "not lossless"  # a method with lenience
 
 
@@ -40,12 +42,14 @@ def draw_charts(summary: list[dict[str, Any]], folder: Path, title: str) -> list
     ]
 
 
+@matplotlib.rc_context({"text.parse_math": False})  # a category may hold dollar signs
 def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: str, title: str, file: Path) -> Path:
     value_key, spread_key = keys
     rows = {(series_name(row, summary), row["category"]): row for row in summary if row["method"] != AUTOREGRESSIVE}
     series = list(dict.fromkeys(name for name, _ in rows))
     categories = [*dict.fromkeys(category for _, category in rows if category != OVERALL), OVERALL]
-    figure, axes = plt.subplots(figsize=(max(7.0, 1.1 * len(categories) * max(1, len(series)) ** 0.5 + 2), 4.6))
+    width_inches = 1.1 * len(categories) * max(1, len(series)) ** 0.5 + 2
+    figure, axes = plt.subplots(figsize=(min(max(7.0, width_inches), MOST_INCHES), 4.6))
     width = 0.8 / max(1, len(series))
     for number, name in enumerate(series):
         places = [index - 0.4 + width * (number + 0.5) for index in range(len(categories))]
@@ -64,7 +68,8 @@ def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: st
         if len(series) * len(categories) <= 40:
             axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
     axes.axhline(1.0, color="#444444", linewidth=1, linestyle="--", label="autoregressive")
-    axes.set_xticks(range(len(categories)), categories, rotation=20 if len(categories) > 5 else 0)
+    names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in categories]
+    axes.set_xticks(range(len(categories)), names, rotation=20 if len(categories) > 5 else 0)
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.02, y=0.12)

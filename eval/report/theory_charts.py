@@ -32,6 +32,7 @@ MARKERS = "osD^vP*X<>"
 SHADES = ("#222222", "#999999", "#8B0000")  # of the first ten methods, the next, ...
 
 
+@matplotlib.rc_context({"text.parse_math": False})  # a method's name may hold dollar signs
 def draw_theory(timing: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Write `theory_tokens.png`, `theory_gamma.png` and `theory_speedup.png`.
 

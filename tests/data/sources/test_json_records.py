@@ -73,3 +73,75 @@ def test_a_large_file_is_never_in_memory(tmp_path: Path, form: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 12e6
     finally:
         tracemalloc.stop()
+
+
+ONE = {"messages": [{"role": "user", "content": "a"}]}
+TWO = {"messages": [{"role": "user", "content": "b"}], "n": 3}
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([ONE, TWO], indent=2),
+        json.dumps(ONE, indent=2) + "\n" + json.dumps(TWO, indent=4),
+        json.dumps({"data": [ONE, TWO]}),
+        json.dumps({"data": [ONE, TWO]}, indent=2),
+        json.dumps({"data": [ONE, TWO], "version": 1}, indent=2),
+    ],
+)
+def test_records_over_several_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, text: str
+) -> None:
+    monkeypatch.setattr(json_records, "CHUNK_BYTES", chunk_bytes)
+    file = tmp_path / "a.json"
+    for before in ("", "\n\n", "\ufeff"):
+        file.write_text(before + text, encoding="utf-8")
+        assert list(read_json_records(file)) == [(f"{file} conversation 1", ONE), (f"{file} conversation 2", TWO)]
+
+
+@pytest.mark.parametrize("first", ['{"a": 1}x', '{"a": [1,', '{"a": ', "{", '{"a": "b', "{]", '{"a": \udcff}'])
+def test_a_broken_first_line_costs_that_line_alone(tmp_path: Path, first: str) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = "\n".join([first, json.dumps(ONE), json.dumps(TWO)])
+    file.write_bytes(lines.encode("utf-8", errors="surrogateescape"))
+    (_, broken), *others = read_json_records(file)
+    assert isinstance(broken, InvalidConversation)
+    assert others == [(f"{file} line 2", ONE), (f"{file} line 3", TWO)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"data": [{}, {}]', "line 1 is not JSON: a } is missing"),
+        ('{"data": [{} {}]}', "line 1 is not JSON: a comma or ] is missing"),
+        ('{\n"a": 1\n}\n{', "line 4 is not JSON: Expecting property name"),
+        ("[" * 100_000, "line 1 is nested too deeply"),
+        ('[{}, "' + "x" * (17 << 20), "line 1 begins a record larger than 16 MiB"),
+    ],
+)
+def test_broken_records_over_several_lines(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError) as caught:
+        list(read_json_records(tmp_path / "a.json"))
+    assert sentence in str(caught.value)
+
+
+def test_lines_that_no_conversation_is(tmp_path: Path) -> None:
+    """Too deep, too large: counted, and what follows is read. A number of 5,000 digits is none of our business."""
+    file = tmp_path / "a.jsonl"
+    deep = '{"a": ' + "[" * 100_000
+    digits = '{"n": %s, "prompt": "a"}' % ("9" * 5000)
+    large = json.dumps({"prompt": "x" * (50 << 20)})
+    file.write_text("\n".join([deep, digits, large, json.dumps(ONE), large]))
+    tracemalloc.start()
+    try:
+        found = [record for _, record in read_json_records(file)]
+        assert tracemalloc.get_traced_memory()[1] < 60e6
+    finally:
+        tracemalloc.stop()
+    assert [getattr(record, "reason", None) for record in found] == [
+        "nested too deeply", None, "larger than 16 MiB", None, "larger than 16 MiB",
+    ]  # fmt: skip
+    assert found[1]["prompt"] == "a"
+    assert found[3] == ONE

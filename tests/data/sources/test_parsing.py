@@ -105,3 +105,35 @@ def test_invalid_conversations(record: Any, reason: str, sentence: str) -> None:
     assert message.startswith("f line 3")
     assert "skip_invalid=true" in message
     assert "\n" not in message
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "sentence"),
+    [
+        ({"version": 1, "rows": [SHAREGPT]}, "no conversation key", "`rows`: if `rows` holds the conversations, write"),
+        ({f"key{n}": 1 for n in range(10**5)}, "no conversation key", "`key11`, ...;"),
+        ({"x" * 10**6: 1}, "no conversation key", "this one has `xxx"),
+        (sharegpt((nested(900), "a")), "unknown role", "turn 1: unknown role a list, known ones are human,"),
+        (sharegpt(("x" * 10**6, "a")), "unknown role", 'xxx", known ones are human,'),
+        (sharegpt(("human", [{"type": "text", "text": nested(900)}])), "turn is not text", "must be text, not a list"),
+        (
+            sharegpt(*[("human", "a"), ("gpt", "b")] * 5001),
+            "longer than any model reads",
+            "has 10,002 turns and 10,002",
+        ),
+        (sharegpt(("human", "a" * 8_000_001)), "longer than any model reads", "has 1 turns and 8,000,001 characters"),
+    ],
+)
+def test_what_no_conversation_is_takes_one_short_sentence(record: Any, reason: str, sentence: str) -> None:
+    with pytest.raises(InvalidConversation) as caught:
+        parse_conversation(record, "f line 3")
+    assert caught.value.reason == reason
+    assert sentence in str(caught.value)
+    assert len(str(caught.value)) < 800

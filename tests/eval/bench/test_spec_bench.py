@@ -363,6 +363,16 @@ def test_the_clock_by_hand() -> None:
         ('{"question_id": 1, "turns": ["a"]}', "line 1 has no `category`"),
         ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
         ('{"question_id": 1.5, "category": "a", "turns": ["a"]}', "question_id must be a number or text"),
+        (
+            f'{{"question_id": {"9" * 5000}, "category": "a", "turns": ["a"]}}',
+            "question_id must be a number .* not inf",
+        ),
+        ('{"question_id": "\\ud800", "category": "a", "turns": ["a"]}', "question_id must be a number or text"),
+        ('{"question_id": 1, "category": "a\\nb", "turns": ["a"]}', "category must be text other than .* of one line"),
+        ('{"question_id": 1, "category": "\\ud800", "turns": ["a"]}', "category must be text"),
+        ('{"question_id": 1, "category": "' + "a\\n" * 5000 + '", "turns": ["a"]}', r"category must be .{0,160}$"),
+        ("[" * 100_000, "line 1 is nested too deeply: Spec-Bench lines look like"),
+        ("\xe4".encode("latin-1"), r"line 1 is not UTF-8 text \(byte 0xe4 at position 1\)"),
         ('{"question_id": 1, "category": "a", "turns": []}', "turns must be a list of one or more non-empty texts"),
         ('{"question_id": 1, "category": "a", "turns": "abc"}', "turns must be a list"),
         (
@@ -371,11 +381,17 @@ def test_the_clock_by_hand() -> None:
         ),
     ],
 )
-def test_bad_questions(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_questions(tmp_path: Path, text: str | bytes, message: str) -> None:
     file = tmp_path / "question.jsonl"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         load_questions(str(file))
+
+
+def test_a_lone_surrogate_in_a_question_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "question.jsonl"
+    file.write_text('{"question_id": 1, "category": "a", "turns": ["a\\ud800b"]}')
+    assert load_questions(str(file))[0].turns == ("a?b",)
 
 
 def test_missing_questions() -> None:

@@ -238,3 +238,16 @@ def test_lenient_rows_are_marked_everywhere(tmp_path: Path) -> None:
     assert "do not have the target's distribution" in " ".join(text.split())
     for file in write_report(tmp_path, facts(SUMMARY), []):
         assert "lossless" not in file.read_text().lower()
+
+
+@pytest.mark.parametrize(
+    "categories",
+    [("$\\frac{$", "a$b$c", "$"), ("x" * 5000, "\u4f60\u597d"), tuple(f"category {n}" for n in range(700))],
+)
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_categories_are_drawn_as_they_are_called(tmp_path: Path, categories: tuple[str, ...]) -> None:
+    """Dollar signs are no mathematics, and no picture grows beyond what can be drawn."""
+    rows = [row(name, category) for name in ("autoregressive", "a$_{$") for category in (*categories, "overall")]
+    for picture in draw_charts(rows, tmp_path, "run $\\x$"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [file.exists() for file in draw_theory([{**TIMING[0], "method": "a$_{$"}], tmp_path)] == [True] * 3
