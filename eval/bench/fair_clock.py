@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
@@ -90,7 +90,14 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
                     f"{where} lacks its autoregressive baseline: delete that line from records.jsonl and run "
                     "`draftsmith eval` again"
                 )
-            _compare(answer, baselines[answer.temperature], where)
+            for setting, word in SETTINGS.items():
+                found, wanted = answer.settings[setting], baselines[answer.temperature].settings[setting]
+                if found != wanted:
+                    raise UserError(
+                        f"{where}: {answer.method} was measured with other {word} than its autoregressive baseline "
+                        f"({found} against {wanted}), so no speedup can be told: delete that line from records.jsonl "
+                        "and run `draftsmith eval` again"
+                    )
         for key, answer in record.answers.items():
             of_first = records[0].answers[key].settings
             for setting, word in SETTINGS.items():
@@ -100,14 +107,3 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
                         f"{where} was measured with another {word} than the first record: delete the folder to "
                         "measure again"
                     )
-
-
-def _compare(answer: ArmRecord, baseline: ArmRecord, where: str) -> None:
-    for key, word in SETTINGS.items():
-        found, wanted = answer.settings[key], baseline.settings[key]
-        if found != wanted:
-            raise UserError(
-                f"{where}: {answer.method} was measured with other {word} than its autoregressive baseline "
-                f"({found} against {wanted}), so no speedup can be told: delete that line from records.jsonl and run "
-                "`draftsmith eval` again"
-            )

@@ -15,7 +15,9 @@ class RecordLog:
     def __init__(self, file: Path) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(file)
+        if file.exists():
+            with file.open("rb+") as stream:  # without what an interrupted append left behind the last newline
+                stream.truncate(stream.read().rfind(b"\n") + 1)
 
     def append(self, record: QuestionRecord) -> None:
         """Wait until it is on disk."""
@@ -41,17 +43,3 @@ class RecordLog:
                         "be measured again) or the whole folder"
                     ) from None
                 yield record
-
-
-def _cut_torn_line(file: Path) -> None:
-    """Remove what an interrupted append left behind the last newline."""
-    if not file.exists():
-        return
-    with file.open("rb+") as stream:
-        content_end = stream.seek(0, os.SEEK_END)
-        position, tail = content_end, b""
-        while position > 0 and b"\n" not in tail:
-            position = max(0, position - (1 << 16))
-            stream.seek(position)
-            tail = stream.read(content_end - position)
-        stream.truncate(position + tail.rfind(b"\n") + 1)

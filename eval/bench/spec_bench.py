@@ -68,7 +68,13 @@ class SpecBench:
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         self._of_target = target_settings(target)
         limit = longest_sequence_tokens(target)
-        self.questions = [question for question in questions if self._fits(question, limit)]
+        # The first turn leaves room for an answer worth measuring.
+        fewest = min(max_new_tokens, FEWEST_NEW_TOKENS)
+        self.questions = [
+            question
+            for question in questions
+            if limit is None or len(first_turn_ids(tokenizer, question)) + fewest <= limit
+        ]
         self.left_out = len(questions) - len(self.questions)
         if not self.questions:
             raise UserError(
@@ -171,17 +177,14 @@ class SpecBench:
             turns_left_out=len(question.turns) - len(turns),
         )
 
-    def _fits(self, question: Question, limit: int | None) -> bool:
-        """Whether the first turn leaves room for an answer worth measuring."""
-        if limit is None:
-            return True
-        prompt_ids = prompt_token_ids(self._tokenizer, [Turn("user", question.turns[0])])
-        return len(prompt_ids) + min(self._max_new_tokens, FEWEST_NEW_TOKENS) <= limit
-
 
 def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:
     """Of one answer's generator: what is sampled for a turn depends on nothing that was measured before it."""
     return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{arm_key}".encode())
+
+
+def first_turn_ids(tokenizer: Any, question: Question) -> list[int]:
+    return prompt_token_ids(tokenizer, [Turn("user", question.turns[0])])
 
 
 def first_turn_prompts(
@@ -192,7 +195,7 @@ def first_turn_prompts(
     Raises:
         UserError: None of them does.
     """
-    tokenised = ((q.question_id, prompt_token_ids(tokenizer, [Turn("user", q.turns[0])])) for q in questions)
+    tokenised = ((question.question_id, first_turn_ids(tokenizer, question)) for question in questions)
     fitting = [(name, ids) for name, ids in tokenised if limit is None or len(ids) + max_new_tokens <= limit]
     if not fitting:
         raise UserError(f"no question leaves room for {max_new_tokens} tokens in the target's {limit} positions")

@@ -100,7 +100,7 @@ class BatchSession(Session):
             return None  # nothing to hide, and the fastest attention kernels apply
         seen = torch.zeros(len(trees), nodes, nodes, dtype=torch.bool)
         for row, tree in enumerate(trees):
-            seen[row, : len(tree), : len(tree)] = tree.attention_mask()
+            seen[row, : len(tree), : len(tree)] = tree.shape.attention_mask
         lengths = torch.tensor(self._cache.lengths, device=self.device)
         hidden = (self._columns[:start] >= lengths[:, None])[:, None].expand(-1, nodes, -1)
         hidden = torch.cat([hidden, ~seen.to(self.device)], dim=-1)

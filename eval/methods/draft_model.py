@@ -47,9 +47,8 @@ class DraftModelDecoder:
         self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_NODES)
         self._pending: list[int] = []
         # Node i > 0 has row i - 1 behind the committed ones. Node 0 is the newest committed token.
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
         self._tree = GrowingTree()
+        self._node_of: dict[tuple[int, int], int] = {}  # by parent and token
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._cache.reset()
@@ -57,8 +56,13 @@ class DraftModelDecoder:
         self._forget_tree()
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        ids = committed_ids.tolist()
-        kept = self._rows_of(ids)
+        ids, node = committed_ids.tolist(), 0
+        kept: list[int] = []  # rows of the drafted path that was committed
+        for token in ids:
+            if (node, token) not in self._node_of:
+                break
+            node = self._node_of[node, token]
+            kept.append(node - 1)
         self._cache.keep(kept)
         self._pending += ids[len(kept) :]
         self._forget_tree()
@@ -73,16 +77,16 @@ class DraftModelDecoder:
         logits = self._forward(self._pending, torch.arange(begin, begin + count), mask)[-1:]
         self._cache.committed += count
         self._pending = []
-        self._tokens, self._parents = [-1], [-1]
         self._tree.begin()
         return logits
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        first = len(self._tree.depths)
         seen = self._tree.add(parents)
-        self._cache.ahead = len(self._tokens) - 1
-        self._tokens += tokens
-        self._parents += parents
+        self._cache.ahead = first - 1
+        for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
+            self._node_of.setdefault(below, node)
         positions = torch.tensor(self._tree.depths[-len(tokens) :]) + (self._cache.committed - 1)
         logits = self._forward(tokens, positions, self._mask(seen))
         self._cache.ahead = 0
@@ -105,21 +109,8 @@ class DraftModelDecoder:
         mask[:, self._cache.committed :].masked_fill_(~seen, torch.finfo(dtype).min)
         return mask[None, None].to(self._device)
 
-    def _rows_of(self, ids: list[int]) -> list[int]:
-        """Rows of the longest path of drafted nodes, below the root, that was committed."""
-        rows: list[int] = []
-        node = 0
-        for token in ids:
-            children = (i for i in range(node + 1, len(self._tokens)) if self._parents[i] == node)
-            found = next((child for child in children if self._tokens[child] == token), None)
-            if found is None:
-                break
-            rows.append(found - 1)
-            node = found
-        return rows
-
     def _forget_tree(self) -> None:
-        self._tokens, self._parents = [], []
+        self._node_of.clear()
         self._tree.forget()
 
 

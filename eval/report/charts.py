@@ -9,6 +9,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import OVERALL
@@ -74,8 +76,13 @@ def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: st
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.02, y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    # Below the axes, where it covers nothing.
-    figure.legend(loc="outside lower center", ncols=min(5, len(series) + 1), frameon=False, fontsize=8)
+    return save_figure(figure, axes, min(5, len(series) + 1), file)
+
+
+def save_figure(figure: Figure, axes: Axes, columns: int, file: Path) -> Path:
+    """With the legend of `axes` below them, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     figure.set_layout_engine("constrained")
     figure.savefig(file, dpi=140)
     plt.close(figure)

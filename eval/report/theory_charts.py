@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.charts import COLOURS, series_name
+from draftsmith.eval.report.charts import COLOURS, save_figure, series_name
 from draftsmith.eval.report.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 
 GAMMAS = (1, 3, 5, 7, 10)
@@ -50,13 +50,7 @@ def draw_theory(timing: list[dict[str, Any]], folder: Path) -> list[Path]:
         panels = 2 if name == "theory_speedup" else 1
         figure, axes = plt.subplots(1, panels, figsize=(width, 4.6), squeeze=False)
         draw(list(axes[0]), points)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        # Below the axes, where it covers nothing.
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-        figure.set_layout_engine("constrained")
-        files.append(folder / f"{name}.png")
-        figure.savefig(files[-1], dpi=140)
-        plt.close(figure)
+        files.append(save_figure(figure, axes[0][0], 5, folder / f"{name}.png"))
     return files
 
 

@@ -129,10 +129,6 @@ class DraftTree:
     def children(self, node: int) -> tuple[int, ...]:
         return self.shape.children[node]
 
-    def attention_mask(self) -> Tensor:
-        """[N, N] bool, true for ancestors and self."""
-        return self.shape.attention_mask
-
     def paths(self) -> list[list[int]]:
         """The nodes from the root to each leaf."""
         return [self.shape.path_to(node) for node in range(len(self)) if node not in self.parents]

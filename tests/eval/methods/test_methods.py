@@ -310,18 +310,15 @@ class TestDraftModel:
 
             def begin(self) -> torch.Tensor:
                 logits = super().begin()
+                self.paths: list[list[int]] = [[]]  # to every node
                 self.check([], logits[0])
                 return logits
 
             def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-                first = len(self._tokens)
                 logits = super().expand(tokens, parents)
-                for node in range(first, len(self._tokens)):
-                    path, above = [], node
-                    while above > 0:
-                        path.append(self._tokens[above])
-                        above = self._parents[above]
-                    self.check(path[::-1], logits[node - first])
+                self.paths += [[*self.paths[parent], token] for token, parent in zip(tokens, parents, strict=True)]
+                for path, row in zip(self.paths[-len(tokens) :], logits, strict=True):
+                    self.check(path, row)
                 return logits
 
             def check(self, path: list[int], logits: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ def test_a_tree_derived_by_hand() -> None:
     assert tree.depths == (0, 1, 1, 2)
     assert tree.children(0) == (1, 2)
     assert tree.paths() == [[0, 2], [0, 1, 3]]
-    assert tree.attention_mask().int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     cut = tree.cut_to_depth(1)
     assert (cut.tokens, cut.parents) == ([7, 1, 2], (-1, 0, 0))
     assert tree.cut_to_depth(2) is tree
@@ -39,7 +39,7 @@ def test_a_tree_derived_by_hand() -> None:
 def test_nodes_that_are_no_candidates() -> None:
     """The target runs all four; only 1 can be accepted, though the target agrees with 2 and 3 too."""
     tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1), num_candidates=2))
-    assert tree.attention_mask().int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert tree.paths() == [[0, 2], [0, 1, 3]]
     assert verify_greedy(tree, [1, 3, 0, 0]) == Verdict([0, 1], 3)
     assert verify_greedy(tree, [2, 3, 0, 0]) == Verdict([0], 2)
