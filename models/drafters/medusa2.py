@@ -23,7 +23,6 @@ from dataclasses import field
 from typing import Annotated, Literal, Self
 
 import torch
-from annotated_types import MinLen
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -57,7 +56,7 @@ class Medusa2Config(MedusaConfig):
         lora_rank: int = Field(32, ge=1)
         lora_alpha: float = Field(16.0, gt=0, description="the change is scaled with lora_alpha / lora_rank")
         lora_targets: Annotated[
-            Literal["all-linear"] | Annotated[list[str], MinLen(1)],
+            Literal["all-linear"] | Annotated[list[str], Field(min_length=1)],
             one_message(
                 "must be `all-linear` or a list of names of the target's linear layers, such as [q_proj, v_proj]"
             ),
