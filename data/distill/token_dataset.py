@@ -8,19 +8,20 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 from filelock import FileLock
+from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
 from draftsmith.data.tokens.rows import TokenCounts, write_token_rows
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 
 MOST_PROCESSES = 8  # by default
@@ -30,9 +31,10 @@ FORMAT_VERSION = 2
 
 @dataclass
 class TokenReport(TokenCounts):
-    """What the dataset holds. `reused`: it was there, made from the same inputs."""
+    """What the dataset holds. `fingerprint`: of its inputs; `reused`: it was there, made from the same ones."""
 
     path: str = ""
+    fingerprint: str = ""
     reused: bool = False
 
     def sentence(self) -> str:
@@ -60,8 +62,8 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
     with FileLock(folder.data / "tokens.lock"):
         fingerprint = _fingerprint(view, tokenizer, max_length_tokens)
         recorded = read_token_report(final)
-        if recorded is not None and recorded.pop("fingerprint", None) == fingerprint:
-            return TokenReport(**(recorded | {"path": str(final), "reused": True}))
+        if recorded is not None and recorded.fingerprint == fingerprint:
+            return replace(recorded, path=str(final), reused=True)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         with tqdm(total=len(view), desc="tokenise", unit="conv", disable=not progress) as bar:
@@ -80,8 +82,8 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
                 f"longer than {max_length_tokens} tokens, {counts.refused} refused by the chat template): "
                 "raise data.max_length_tokens"
             )
-        report = TokenReport(**asdict(counts), path=str(final))
-        _save_atomically(building / "rows.arrow", final, report, fingerprint)
+        report = TokenReport(**asdict(counts), path=str(final), fingerprint=fingerprint)
+        _save_atomically(building / "rows.arrow", final, report)
         return report
 
 
@@ -100,24 +102,22 @@ def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> st
     return digest.hexdigest()
 
 
-def read_token_report(tokens: Path) -> dict[str, Any] | None:
-    """The fields of `TokenReport` of the dataset in this folder, and its fingerprint; None if they cannot be read."""
+def read_token_report(tokens: Path) -> TokenReport | None:
+    """Of the dataset in this folder; None if it cannot be read."""
     try:
-        recorded = json.loads((tokens / REPORT_NAME).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        values = read_json(tokens / REPORT_NAME, dict[str, Any], "")
+        # In earlier versions `shortened` was called `cut`.
+        return TypeAdapter(TokenReport).validate_python({"shortened": values.get("cut", 0), **values})
+    except (UserError, ValidationError):
         return None
-    if "cut" in recorded:  # its name in earlier versions
-        recorded["shortened"] = recorded.pop("cut")
-    return recorded
 
 
-def _save_atomically(rows_file: Path, final: Path, report: TokenReport, fingerprint: str) -> None:
+def _save_atomically(rows_file: Path, final: Path, report: TokenReport) -> None:
     """Save beside the final place, then rename; an older dataset goes only once the new one is whole."""
     whole, old = rows_file.parent / "whole", final.with_name(final.name + ".old.partial")
     shutil.rmtree(old, ignore_errors=True)
     save_rows(rows_file, whole)
-    record = json.dumps(asdict(report) | {"fingerprint": fingerprint}, indent=2) + "\n"
-    (whole / REPORT_NAME).write_text(record, encoding="utf-8")
+    (whole / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     if final.exists():
         final.rename(old)
     whole.rename(final)
@@ -145,9 +145,11 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
         raise UserError(f"{folder} does not exist: run `draftsmith distill` with recipe `{recipe_name}` first")
     try:
         tokens = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, OSError, ValueError) as error:
-        raise UserError(f"{folder} cannot be read ({error}): delete it and run `draftsmith distill` again") from None
-    missing = {"input_ids", "loss_mask"} - set(tokens.column_names)
+        lists = {field.name for field in tokens.data.schema if str(field.type).startswith("list<")}
+    except Exception as error:  # of any kind: it is whatever the damage leads to in datasets and Arrow
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder} cannot be read ({reason}): delete it and run `draftsmith distill` again") from None
+    missing = {"input_ids", "loss_mask"} - lists
     if missing or len(tokens) == 0:
         what = f"has no column {', '.join(sorted(missing))}" if missing else "is empty"
         raise UserError(f"{folder} {what}: delete it and run `draftsmith distill` again")

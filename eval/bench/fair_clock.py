@@ -17,19 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.bench.records import SETTINGS, QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 
-# Keys of an answer's `settings`, and how an error calls them.
-SETTINGS = {
-    "target": "target weights",
-    "dtype": "dtype",
-    "prompts": "prompts",
-    "sampling": "sampling",
-    "max_new_tokens": "token limit",
-}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -98,6 +90,11 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
                         f"({found} against {wanted}), so no speedup can be told: delete that line from records.jsonl "
                         "and run `draftsmith eval` again"
                     )
+        if record.answers.keys() != records[0].answers.keys():
+            raise UserError(
+                f"{where} has other methods than the first record: delete that line from records.jsonl and run "
+                "`draftsmith eval` again"
+            )
         for key, answer in record.answers.items():
             of_first = records[0].answers[key].settings
             for setting, word in SETTINGS.items():

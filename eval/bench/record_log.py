@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.recipes.errors import UserError
 
@@ -33,10 +35,10 @@ class RecordLog:
         """
         if not self.file.exists():
             return
-        with self.file.open(encoding="utf-8", newline="\n") as stream:
+        with self.file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 try:
-                    record = QuestionRecord.from_json(json.loads(line))
+                    record = QuestionRecord.from_json(from_json(line, allow_inf_nan=False))
                 except (ValueError, TypeError, KeyError, AttributeError):
                     raise UserError(
                         f"{self.file} line {number} is no record, so the file was damaged: delete that line (it will "

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.recipes.errors import UserError
 
 T = TypeVar("T")
+
+# Keys of an arm's `settings`, and how an error calls them.
+SETTINGS = {
+    "target": "target weights",
+    "dtype": "dtype",
+    "prompts": "prompts",
+    "sampling": "sampling",
+    "max_new_tokens": "token limit",
+}
 
 
 @dataclass(slots=True)
@@ -61,13 +73,23 @@ class QuestionRecord:
         """
         Raises:
             UserError: An earlier version of draftsmith measured less than this one needs.
+            ValueError, TypeError, KeyError, AttributeError: These are no records.
         """
-        record = QuestionRecord(**{**values, "answers": {}})
+        record = _FORMS[QuestionRecord].validate_python({**values, "answers": {}})
         for key, answer in values["answers"].items():
             answer = _by_turns(answer) if "token_ids" in answer else answer
             turns = [_complete(AnswerRecord, turn, record.where) for turn in answer["turns"]]
-            record.answers[key] = _complete(ArmRecord, {**answer, "turns": turns}, record.where)
+            arm = record.answers[key] = _complete(ArmRecord, {**answer, "turns": turns}, record.where)
+            if not turns or key != f"{arm.method}@{arm.temperature:g}" or not SETTINGS.keys() <= arm.settings.keys():
+                raise ValueError(key)
+            for turn in turns:
+                per_round: list[Sized] = [turn.draft_lengths, turn.draft_depths, turn.round_s]
+                if any(len(part) != turn.rounds for part in per_round) or turn.wall_time_s <= 0:
+                    raise ValueError(key)
         return record
+
+
+_FORMS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (AnswerRecord, ArmRecord, QuestionRecord)}
 
 
 def _complete(kind: type[T], values: dict[str, Any], where: str) -> T:
@@ -78,7 +100,7 @@ def _complete(kind: type[T], values: dict[str, Any], where: str) -> T:
             f"{where} in records.jsonl was measured by an earlier version of draftsmith (no {', '.join(missing)}): "
             "delete the eval folder and run `draftsmith eval` again"
         )
-    return kind(**{name: values[name] for name in names})
+    return _FORMS[kind].validate_python({name: values[name] for name in names})
 
 
 def _by_turns(answer: dict[str, Any]) -> dict[str, Any]:

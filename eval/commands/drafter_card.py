@@ -1,16 +1,15 @@
 """What `eval` and `prove` found, on the model card of the run's own drafter."""
 
-import json
 from typing import Any
 
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.commands.measurement import (
     NOTES,
-    SETTINGS,
     as_measured,
     drafter_weights,
     measured_summary,
     recorded_notes,
+    recorded_settings,
 )
 from draftsmith.eval.commands.proof import recorded_proof
 from draftsmith.eval.report.report import proof_sentence
@@ -31,12 +30,11 @@ def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
     if not (folder.eval / NOTES).is_file():
         return None
     measured = as_measured(recipe)
-    settings = json.loads((folder.eval / SETTINGS).read_text(encoding="utf-8"))
-    if settings["drafter_weights"] != drafter_weights(measured):
+    if recorded_settings(recipe).drafter_weights != drafter_weights(measured):
         return None
     own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
     notes = recorded_notes(measured)
-    machine = json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"]["machine"]
+    machine = folder.provenance("eval").machine
     rows = [
         row
         for row in measured_summary(measured)
@@ -46,6 +44,6 @@ def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
         return None
     return {
         "rows": rows,
-        "questions": f"{notes['questions']} questions of `{questions_file(measured.eval.questions).name}`",
-        "machine": notes["device"] or f"{machine['processor']}, {machine['cpu_count']} CPUs",
+        "questions": f"{notes.questions} questions of `{questions_file(measured.eval.questions).name}`",
+        "machine": notes.device or f"{machine.processor}, {machine.cpu_count} CPUs",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -62,16 +63,20 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     check_settings(folder.eval / SETTINGS, settings, "measure again")
     write_settings(folder.eval / SETTINGS, settings)
     log = RecordLog(folder.eval / RECORDS)
-    list(log)  # refuses what cannot be continued before anything is loaded
+    # What cannot be continued, and what the report could not read, is refused before anything is measured.
+    list(log), recorded_proof(recipe)
+    untimed = untimed_figures(recipe)
+    weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
+    folder.record("eval", {"questions": questions_file(choices.questions), **weights})
     target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
     try:
         arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(arms, log, choices.runs, choices.warmup_questions)
-        if choices.untimed_questions and untimed_figures(recipe) is None:
+        if choices.untimed_questions and untimed is None:
             figures = measure_untimed(bench, arms, choices.untimed_questions)
-            untimed = {"questions": choices.untimed_questions, "arms": figures}
-            write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
+            measured = {"questions": choices.untimed_questions, "arms": figures}
+            write_atomically(folder.eval / UNTIMED, json.dumps(measured, indent=2) + "\n")
     finally:
         bench.session.close()
     kinds = [drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for drafter in drafters.values()]
@@ -84,8 +89,6 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         **({} if command is None else {"command": masked(command)}),
     }
     write_atomically(folder.eval / NOTES, json.dumps(notes, indent=2) + "\n")
-    weights = {str(part): part / WEIGHTS for part in drafters if (part / WEIGHTS).is_file()}
-    folder.record("eval", {"questions": questions_file(recipe.eval.questions), **weights})
     return report_again(recipe)
 
 
@@ -107,9 +110,9 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
         "summary": summary,
         "timing": timing,
         "recipe": recipe.model_dump(),
-        "provenance": json.loads((folder.root / "provenance.json").read_text(encoding="utf-8"))["eval"],
+        "provenance": folder.provenance("eval"),
         "turns_left_out": turns_left_out,
-        **notes,
+        **asdict(notes),
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
     update_card(recipe)

@@ -1,11 +1,11 @@
 """What the records in `runs/<name>/eval/` were made with, and what was measured beside them."""
 
-import json
 import shlex
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import FiniteFloat
 
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.bench.arms import drafter_folders
@@ -15,8 +15,7 @@ from draftsmith.eval.methods.registry import method_of
 from draftsmith.eval.report.summary import summarize
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loading import explain
-from draftsmith.recipes.run_folder import RunFolder, sha256_of
+from draftsmith.recipes.run_folder import RunFolder, read_json, sha256_of
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
 
 WEIGHTS = "model.safetensors"
@@ -26,6 +25,47 @@ NOTES = "notes.json"
 UNTIMED = "untimed.json"
 # Of the recipe's eval section: may differ from what the records were made with.
 FREE_KEYS = {"runs", "untimed_questions"}
+
+
+@dataclass
+class Measurement:
+    """`settings.json`: what the records were made with."""
+
+    eval: EvalRecipe
+    target: TargetRecipe
+    seed: int
+    drafter_weights: list[str | None]
+
+
+@dataclass
+class Notes:
+    """`notes.json`: what the last evaluation noted beside its records."""
+
+    questions: int
+    left_out: int
+    device: str
+    target_change: str | None = None
+    drafter_kinds: list[str] | None = None
+    command: str | None = None
+
+
+@dataclass
+class UntimedFigures:
+    """Of one arm, see `OverlapMeter.figures`."""
+
+    positions: int
+    alpha_overlap: FiniteFloat | None
+    alpha_drafter: FiniteFloat | None
+    operations_ratio: FiniteFloat | None
+    operations_per_token: FiniteFloat | None
+
+
+@dataclass
+class Untimed:
+    """`untimed.json`."""
+
+    questions: int
+    arms: dict[str, UntimedFigures]
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
@@ -58,38 +98,29 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def as_measured(recipe: Recipe) -> Recipe:
-    """The recipe with the settings that the records were made with: a tree tuned since then is not theirs.
-
+def recorded_settings(recipe: Recipe) -> Measurement:
+    """
     Raises:
         UserError: They are damaged, or what no recipe may say any more.
     """
-    file = RunFolder(recipe).eval / SETTINGS
-    free = recipe.eval.model_dump(include=FREE_KEYS)
-    try:
-        recorded = json.loads(file.read_text(encoding="utf-8"))
-        measured = {
-            "eval": EvalRecipe.model_validate(recorded["eval"] | free),
-            "target": TargetRecipe.model_validate(recorded["target"]),
-            "seed": recorded["seed"],
-        }
-    except ValidationError as error:
-        wrong = explain(EvalRecipe if error.title == EvalRecipe.__name__ else TargetRecipe, error)
-        raise UserError(f"{file}: {wrong}: delete the folder {file.parent} to measure again") from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{file} is damaged: delete the folder {file.parent} to measure again") from None
-    return recipe.model_copy(update=measured)
+    folder = RunFolder(recipe).eval
+    return read_json(folder / SETTINGS, Measurement, f"delete the folder {folder} to measure again")
 
 
-def recorded_notes(recipe: Recipe) -> dict[str, Any]:
-    """What the last evaluation noted beside its records."""
+def as_measured(recipe: Recipe) -> Recipe:
+    """The recipe with the settings that the records were made with: a tree tuned since then is not theirs."""
+    recorded = recorded_settings(recipe)
+    measured = recorded.eval.model_copy(update={key: getattr(recipe.eval, key) for key in FREE_KEYS})
+    return recipe.model_copy(update={"eval": measured, "target": recorded.target, "seed": recorded.seed})
+
+
+def recorded_notes(recipe: Recipe) -> Notes:
+    """With what earlier versions did not note."""
     folder = RunFolder(recipe)
-    defaults = {
-        "target_change": None,
-        "drafter_kinds": [recipe.drafter.kind],
-        "command": f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}",
-    }
-    return defaults | json.loads((folder.eval / NOTES).read_text(encoding="utf-8"))
+    notes = read_json(folder.eval / NOTES, Notes, "delete it and run `draftsmith eval` again")
+    notes.drafter_kinds = notes.drafter_kinds or [recipe.drafter.kind]
+    notes.command = notes.command or f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}"
+    return notes
 
 
 def measured_records(recipe: Recipe) -> list[QuestionRecord]:
@@ -106,7 +137,7 @@ def measured_records(recipe: Recipe) -> list[QuestionRecord]:
 
 def measured_summary(recipe: Recipe) -> list[dict[str, Any]]:
     """The summary, always from the records: `summary.json` is for others to read."""
-    change = recorded_notes(recipe)["target_change"]
+    change = recorded_notes(recipe).target_change
     return [row | {"target_change": change} for row in summarize(measured_records(recipe))]
 
 
@@ -121,5 +152,7 @@ def untimed_figures(recipe: Recipe) -> dict[str, Any] | None:
     file = RunFolder(recipe).eval / UNTIMED
     if not file.is_file():
         return None
-    untimed = json.loads(file.read_text(encoding="utf-8"))
-    return untimed["arms"] if untimed["questions"] == recipe.eval.untimed_questions else None
+    untimed = read_json(file, Untimed, "delete it and run `draftsmith eval` again")
+    if untimed.questions != recipe.eval.untimed_questions:
+        return None
+    return {arm: asdict(figures) for arm, figures in untimed.arms.items()}

@@ -1,14 +1,13 @@
 """What `draftsmith prove` found, on screen and in `runs/<name>/eval/proof.json`."""
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from draftsmith.eval.commands.measurement import drafter_weights
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 
 PROOF = "proof.json"
@@ -99,20 +98,6 @@ class Proof:
             "left_out": self.left_out,
         }
 
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Proof":
-        """From the figures alone: verdicts are worked out again."""
-
-        def read(kind: Any, rows: list[dict[str, Any]]) -> list[Any]:
-            return [kind(**{each.name: row[each.name] for each in fields(kind) if each.name in row}) for row in rows]
-
-        greedy = read(GreedyProof, values["greedy"])
-        for proof in greedy:
-            proof.divergences = read(Divergence, proof.divergences)
-        distribution = read(DistributionProof, values["distribution"])
-        left_out = values.get("left_out", [])
-        return Proof(greedy, distribution, values["enumeration_error"], values["drafter_weights"], left_out)
-
     def show(self, console: Console) -> None:
         table = Table(title="greedy identity", title_justify="left")
         for column in ("method", "prompts", "tokens", "different answers", "numerical ties", "holds"):
@@ -148,7 +133,7 @@ def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:
     file = RunFolder(recipe).eval / PROOF
     if not file.is_file():
         return None
-    proof = Proof.from_json(json.loads(file.read_text(encoding="utf-8")))
+    proof = read_json(file, Proof, "delete it and run `draftsmith prove` again")  # verdicts are worked out again
     return proof.as_json() if proof.drafter_weights == drafter_weights(recipe) else None
 
 

@@ -45,6 +45,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     heading("1 distil", f"{recipe.target.model} answers {sources}")
     tokenizer = load_tokenizer(recipe.target)
     folder = RunFolder(recipe)
+    folder.stages()
 
     def opened() -> "AbstractContextManager[Engine]":
         end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
@@ -73,6 +74,7 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> None:
     from draftsmith.train.features.write import project_features, write_features
 
     heading("features", f"of {recipe.target.model} for a {recipe.drafter.kind} drafter")
+    RunFolder(recipe).stages()
     projection = project_features(recipe)
     console.print(projection.sentence(), markup=False)
     if not projection.missing:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.bench.arms import drafter_folder
+from draftsmith.models.base.registry import drafter_config
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import write_atomically
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 
@@ -21,17 +23,22 @@ def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
     """The tree in the drafter's config; best-first where it was never tuned."""
     if method.tree != "tuned":
         return method
-    file = drafter_folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return method.model_copy(update=config.get(TUNED_TREE, {"tree": "best_first"}))
+    config = drafter_config(drafter_folder)
+    if TUNED_TREE not in config:
+        return method.model_copy(update={"tree": "best_first"})
+    try:
+        tuned = MethodRecipe.model_validate({**config[TUNED_TREE], "name": method.name})
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{drafter_folder / 'config.json'}: `{TUNED_TREE}` is no tree any more: delete that key, then tune again"
+        ) from None
+    return method.model_copy(update=shape_of(tuned))
 
 
 def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
     """Note the tree down in the drafter's config, which goes wherever its weights go."""
-    file = drafter_folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config[TUNED_TREE] = shape_of(method)
-    write_atomically(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    config = {**drafter_config(drafter_folder), TUNED_TREE: shape_of(method)}
+    write_atomically(drafter_folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def shape_of(method: MethodRecipe) -> dict[str, Any]:

@@ -10,7 +10,6 @@ Shapes: M models, R rows of q, W nodes of a level, V vocabulary, P prompt, n new
 
 from __future__ import annotations
 
-import json
 import math
 from functools import lru_cache
 from itertools import accumulate
@@ -28,7 +27,7 @@ from draftsmith.eval.trees.candidates import draw_independently
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
-from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.base.registry import drafter_config, load_drafter
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
@@ -182,9 +181,8 @@ class _Grower:
 
 def _decoder(location: str, num_tokens: int, setting: MethodSetting) -> StepwiseDecoder:
     """Of a language model, or of a `draft_model` drafter that was trained here."""
-    file = Path(location).expanduser() / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    model_type = str(config.get("model_type", ""))
+    folder = Path(location).expanduser()
+    model_type = str(drafter_config(folder).get("model_type", "")) if folder.is_dir() else ""
     if not model_type.startswith(MODEL_TYPE_PREFIX):
         return draft_model_decoder(location, num_tokens, setting)
     if model_type != DraftModelConfig.model_type:
@@ -192,7 +190,7 @@ def _decoder(location: str, num_tokens: int, setting: MethodSetting) -> Stepwise
             f"method {setting.recipe.name}: {location} holds a {model_type.removeprefix(MODEL_TYPE_PREFIX)} drafter, "
             "but specinfer takes language models and trained `draft_model` drafters"
         )
-    decoder = _trained(file.parent, setting.target).decoder(setting.max_length_tokens)
+    decoder = _trained(folder, setting.target).decoder(setting.max_length_tokens)
     decoder.num_depths = num_tokens  # type: ignore[union-attr]
     return decoder  # type: ignore[return-value]
 

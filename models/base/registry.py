@@ -1,16 +1,34 @@
 """Drafters by name: the class that `drafter.kind` stands for, and trained drafters from their folders."""
 
 import importlib
-import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.weights import load_weights, weights_sha256
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import read_json
 
-TRAINING_FILE = "training.json"  # in a drafter's folder: what training did; written last
+TRAINING_FILE = "training.json"  # in a drafter's folder; written last
+
+
+@dataclass
+class Training:
+    """`training.json`: what training did. Earlier versions noted less."""
+
+    steps: int
+    history: list[dict[str, float]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    epochs: float | None = None
+    tokens: int = 0
+    wall_time_s: float = 0.0
+    batch_size: int = 0
+    rows: int | None = None
+    target_change: str | None = None
+    weights_sha256: dict[str, str] | None = None
 
 
 def load_drafter_class(kind: str) -> type[Drafter]:
@@ -38,11 +56,7 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
         UserError: There is none, its weights are not those of its kind, or not those that training wrote.
     """
     folder = str(folder)
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(folder)
-    except (OSError, ValueError):
-        values = {}
-    model_type = str(values.get("model_type", ""))
+    model_type = str(drafter_config(folder).get("model_type", ""))
     if not model_type.startswith(MODEL_TYPE_PREFIX):
         raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
     kind = model_type.removeprefix(MODEL_TYPE_PREFIX)
@@ -52,16 +66,40 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
     return drafter.freeze()
 
 
+def read_training(folder: Path) -> Training:
+    """
+    Raises:
+        UserError: The file is damaged.
+    """
+    way_out = "delete it and run `draftsmith train` again, which goes on from the last checkpoint"
+    return read_json(folder / TRAINING_FILE, Training, way_out)
+
+
+def drafter_config(folder: str | Path) -> dict[str, Any]:
+    """What `config.json` says, in a folder or on the Hub; nothing where there is none.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    file = Path(folder) / "config.json"
+    if file.is_file():
+        return read_json(file, dict[str, Any], "restore it, or delete the folder and train again")
+    try:
+        return PreTrainedConfig.get_config_dict(str(folder))[0]
+    except (OSError, ValueError):
+        return {}
+
+
 def _check_as_trained(folder: Path, kind: str) -> None:
     """Whether kind and weights are those that training noted down in `training.json`, where that is."""
     file = folder / TRAINING_FILE
     if not file.is_file():
         return
-    noted = json.loads(file.read_text(encoding="utf-8"))
-    trained_kind = noted["settings"]["drafter.kind"]
+    noted = read_training(folder)
+    trained_kind = noted.settings.get("drafter.kind", kind)
     if kind != trained_kind:
         raise UserError(f"{folder / 'config.json'} says {kind}, but a {trained_kind} drafter was trained: restore it")
-    weights = noted.get("weights_sha256")  # none in folders of earlier versions
+    weights = noted.weights_sha256
     if weights is not None and weights != weights_sha256(folder):
         raise UserError(
             f"the weights in {folder} are not those that training wrote ({file.name} has their hashes): restore them, "

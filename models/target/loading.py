@@ -30,6 +30,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     """
     location, where = target_location(recipe), _where(recipe)
     load_target_config(recipe)
+    load_generation_config(recipe)
     tokenizer = load_tokenizer(recipe)
     dtype = "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
     implementation = recipe.attn_implementation
@@ -58,8 +59,14 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
-    """The target's, made from its config where it ships none."""
+    """The target's, made from its config where it ships none.
+
+    Raises:
+        UserError: It is damaged: transformers would go on without it, and so without its end tokens.
+    """
     location = target_location(recipe)
+    if (Path(location) / "generation_config.json").is_file():
+        return _read(location, lambda: GenerationConfig.from_pretrained(location))
     try:
         return GenerationConfig.from_pretrained(location, revision=recipe.revision)
     except OSError:

@@ -51,7 +51,9 @@ def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], t
 def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "settings.json"
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"settings.json is damaged: delete the folder .* to train anew"):
+    with pytest.raises(
+        UserError, match=r"settings.json is damaged or of another version: delete the folder .* to train anew"
+    ):
         check_settings(file, SETTINGS, "train anew")
 
 

@@ -15,9 +15,10 @@ import jinja2
 import yaml
 
 from draftsmith.data.sources.json_records import JSON_SUFFIXES
+from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.report import TRAINING_FILE, TrainReport
+from draftsmith.train.drafter.report import TrainReport
 
 CARD_FILE = "README.md"
 MARK = "<!-- Written by draftsmith after train, eval, report and prove. Delete this line to keep your own text. -->"
@@ -34,7 +35,7 @@ def write_drafter_card(recipe: Recipe, figures: dict[str, Any] | None = None, pr
     """
     folder = RunFolder(recipe).drafter
     file = folder / CARD_FILE
-    if file.is_file() and MARK not in file.read_text(encoding="utf-8"):
+    if file.is_file() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
         return None
     target = _public(recipe.target.model)
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")

@@ -7,14 +7,29 @@ zip archive) by its own checksums.
 import json
 import re
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 STATE_FILE = "trainer_state.json"  # the Trainer writes it last
 DAMAGED = "damaged-"
 # What exact resumption takes beside the weights; without one of them the Trainer would start it anew, silently.
 RESUMED_FILES = ("optimizer.pt", "scheduler.pt")
+
+
+@dataclass
+class _State:
+    """What is read of the Trainer's state."""
+
+    global_step: int
+    max_steps: int
+    epoch: float | None
+    log_history: list[dict[str, Any]]
+    stateful_callbacks: dict[str, dict[str, Any]]
 
 
 def newest_whole_checkpoint(folder: Path) -> Path | None:
@@ -51,15 +66,8 @@ def set_damaged_aside(folder: Path) -> list[str]:
 
 def what_is_damaged(checkpoint: Path) -> str | None:
     """The first damaged file and what is wrong with it; None where all are whole."""
-    try:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        steps = [state.get(key) for key in ("global_step", "max_steps")] if isinstance(state, dict) else []
-        if not steps or not all(isinstance(step, int) for step in steps):
-            return f"{STATE_FILE} is no Trainer's state"
-    except FileNotFoundError:
+    if not (checkpoint / STATE_FILE).exists():
         return f"{STATE_FILE} is missing, so it was not written to its end"
-    except (OSError, ValueError) as error:
-        return f"{STATE_FILE}: {error}"
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     there = {file.name for file in files} & set(RESUMED_FILES)
     missing = set(RESUMED_FILES) - there
@@ -70,12 +78,18 @@ def what_is_damaged(checkpoint: Path) -> str | None:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
                     pass
+            elif file.suffix == ".json":
+                values = from_json(file.read_bytes())
+                if file.name == STATE_FILE:
+                    TypeAdapter(_State).validate_python(values)
             elif file.suffix in (".pt", ".pth"):
                 with zipfile.ZipFile(file) as archive:
                     broken = archive.testzip()
                 if broken is not None:
                     return f"{file.name}: {broken} has another checksum"
-        except (OSError, SafetensorError, zipfile.BadZipFile) as error:
+        except ValidationError:
+            return f"{file.name} is no Trainer's state"
+        except (OSError, ValueError, SafetensorError, zipfile.BadZipFile) as error:
             return f"{file.name}: {error}"
     return None
 

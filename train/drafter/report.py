@@ -1,49 +1,37 @@
 """`drafter/training.json`: what training did. It is written last, so where it is, training is finished."""
 
-import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.models.base.registry import TRAINING_FILE
+from draftsmith.models.base.registry import Training, read_training
 
 
-@dataclass(frozen=True)
-class TrainReport:
-    """What the file says. `loss` and `depth_accuracy` are the last that were logged, on training rows."""
+@dataclass
+class TrainReport(Training):
+    """What the file says, of a drafter's folder. `was_finished`: before this run, which had nothing to do."""
 
-    folder: Path
-    steps: int
-    epochs: float | None = None
-    tokens: int = 0
-    wall_time_s: float = 0.0
-    batch_size: int = 0
-    rows: int | None = None
-    target_change: str | None = None
-    loss: float = float("nan")
-    depth_accuracy: list[float] = field(default_factory=list)
+    folder: Path = Path()
     was_finished: bool = True
 
     @staticmethod
     def read(folder: Path, was_finished: bool = True) -> "TrainReport":
-        """Of a drafter's folder.
+        return TrainReport(**vars(read_training(folder)), folder=folder, was_finished=was_finished)
 
-        Args:
-            was_finished: Before this run, which had nothing to do.
-        """
-        metrics = json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
-        known = {key: metrics[key] for key in (each.name for each in fields(TrainReport)) if key in metrics}
-        last: dict[str, float] = next((entry for entry in reversed(metrics["history"]) if "loss" in entry), {})
-        depths = sorted(int(key.removeprefix("accuracy_depth")) for key in last if key.startswith("accuracy_depth"))
-        accuracies = [last[f"accuracy_depth{depth}"] for depth in depths]
-        loss = last.get("loss", float("nan"))
-        return TrainReport(folder, **known, loss=loss, depth_accuracy=accuracies, was_finished=was_finished)
+    @property
+    def last_log(self) -> dict[str, float]:
+        """The last loss and accuracies that were logged, on training rows."""
+        return next((entry for entry in reversed(self.history) if "loss" in entry), {})
+
+    @property
+    def depth_accuracy(self) -> list[float]:
+        names = (f"accuracy_depth{depth}" for depth in range(1, len(self.last_log) + 1))
+        return [self.last_log[name] for name in names if name in self.last_log]
 
     def sentence(self) -> str:
         """One sentence for the terminal."""
         accuracy = ", ".join(f"{value:.0%}" for value in self.depth_accuracy)
-        last = (
-            f"last loss {self.loss:.3f}, accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
-        )
+        depths = f"accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
+        last = f"last loss {self.last_log.get('loss', float('nan')):.3f}, {depths}"
         if self.was_finished:
             return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"

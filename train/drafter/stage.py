@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -24,7 +24,7 @@ from draftsmith.train.batches.packing import PackedRows, check_packing
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_whole_checkpoint, set_damaged_aside
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
-from draftsmith.train.drafter.report import TRAINING_FILE, TrainReport
+from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.same_bits import reproducible_where, same_bits_every_time
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments

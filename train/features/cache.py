@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,11 +24,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.run_folder import read_json, write_atomically
 from draftsmith.recipes.settings import refuse_other_settings
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 
-FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
 SHARD_BYTES = 256 << 20
 
@@ -66,6 +65,7 @@ class FeatureIndex:
     hidden_size: int
     settings: dict[str, Any]
     shards: list[Shard]
+    format: Literal[1] = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,8 +98,7 @@ class FeatureIndex:
 
     def write(self, folder: Path) -> None:
         """Write `index.json` into the folder."""
-        values = {"format": FORMAT_VERSION, **asdict(self)}
-        write_atomically(folder / INDEX_NAME, json.dumps(values) + "\n")
+        write_atomically(folder / INDEX_NAME, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def read(folder: Path) -> "FeatureIndex | None":
@@ -111,16 +110,7 @@ class FeatureIndex:
         file = folder / INDEX_NAME
         if not file.is_file():
             return None
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            if values.pop("format") != FORMAT_VERSION:
-                raise ValueError("another format")
-            shards = [Shard(**shard) for shard in values.pop("shards")]
-            return FeatureIndex(tuple(values.pop("layers")), shards=shards, **values)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(
-                f"{file} is damaged or of another version: delete {folder} and run `draftsmith features` again"
-            ) from None
+        return read_json(file, FeatureIndex, f"delete {folder} and run `draftsmith features` again")
 
 
 def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]:
