@@ -1,6 +1,12 @@
-"""`eval`, `tune` and `prove` one after the other, on the embedded target and a drafter fresh from it."""
+"""`tune`, `prove` and `eval` one after the other, on the embedded target and a drafter fresh from it.
+
+They run once; every test has a copy of what they left.
+"""
 
 import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +16,9 @@ from huggingface_hub import ModelCard
 from draftsmith.eval.commands.drafter_card import update_card
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.measurement import WEIGHTS
-from draftsmith.eval.commands.proof import PROOF
+from draftsmith.eval.commands.proof import PROOF, Proof
 from draftsmith.eval.commands.prove import prove
-from draftsmith.eval.commands.tune import tune
+from draftsmith.eval.commands.tune import Tuned, tune
 from draftsmith.eval.commands.tuned_tree import write_tuned
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
@@ -22,8 +28,19 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 
 
+@dataclass
+class Stages:
+    """What the stages said. `card`: after the proof, when nothing was measured yet."""
+
+    recipe: Recipe
+    tuned: Tuned
+    proof: Proof
+    card: str
+    summary: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     if not (EMBEDDED_TARGET / "config.json").exists():
         pytest.skip("needs the embedded target")
     overrides = [
@@ -41,31 +58,37 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     target, _ = load_target(recipe.target)
     drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
     drafter.save_pretrained(RunFolder(recipe).drafter)
-    return recipe
-
-
-def test_one_after_the_other(recipe: Recipe) -> None:
-    folder = RunFolder(recipe)
     tuned = tune(recipe, questions=2, new_tokens=24, turns=1)
+    proof = prove(recipe, prompts=3, samples=2, new_tokens=16)
+    card = (RunFolder(recipe).drafter / "README.md").read_text()
+    return Stages(recipe, tuned, proof, card, evaluate(recipe))
+
+
+@pytest.fixture
+def recipe(stages: Stages, tmp_path: Path) -> Recipe:
+    copied = stages.recipe.model_copy(update={"runs_dir": str(tmp_path)})
+    shutil.copytree(RunFolder(stages.recipe).root, RunFolder(copied).root)
+    return copied
+
+
+def test_one_after_the_other(stages: Stages) -> None:
+    folder, tuned, proof = RunFolder(stages.recipe), stages.tuned, stages.proof
     speeds = {id(method): speed for method, speed in tuned.measured}
     assert speeds[id(tuned.chosen)] == max(speeds.values())
     assert any(method is tuned.default for method, _ in tuned.measured)
     tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
     assert tree["tree"] == tuned.chosen.tree
 
-    proof = prove(recipe, prompts=3, samples=2, new_tokens=16)
     assert proof.holds
     assert {row.method for row in proof.greedy} == {"tuned", "lookup"}
     assert {row.method for row in proof.distribution} == {"autoregressive", "tuned", "lookup"}
     assert all(row.tokens >= 20 for row in proof.distribution)
     assert proof.left_out == ["hasty"]
 
-    card = (folder.drafter / "README.md").read_text()
-    assert "Proved: " in card
-    assert "## Measured" not in card
+    assert "Proved: " in stages.card
+    assert "## Measured" not in stages.card
 
-    summary = evaluate(recipe)
-    overall = {row["method"]: row for row in summary if row["category"] == "overall"}
+    overall = {row["method"]: row for row in stages.summary if row["category"] == "overall"}
     assert set(overall) == {"autoregressive", "tuned", "lookup", "hasty"}
     assert all(row["greedy_identical"] for row in overall.values() if row["lossless"])
     assert [name for name, row in overall.items() if not row["lossless"]] == ["hasty"]
@@ -84,7 +107,6 @@ def test_one_after_the_other(recipe: Recipe) -> None:
 def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     """Not one that was tuned afterwards."""
     folder = RunFolder(recipe)
-    config = (folder.drafter / "config.json").read_text()
     write_tuned(folder.drafter, MethodRecipe(name="x", tree="best_first", nodes=37, max_depth=2))
     shown = {}
 
@@ -99,7 +121,6 @@ def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     assert shown["nodes"] != 37
     with pytest.raises(UserError, match=r"begun with .*eval\.methods\.0\.nodes\b.*to measure again"):
         evaluate(recipe)
-    (folder.drafter / "config.json").write_text(config)
 
 
 def test_the_model_card_carries_figures_and_proof(recipe: Recipe) -> None:
@@ -159,11 +180,9 @@ def _rows(folder: RunFolder) -> list[dict[str, Any]]:
 
 def test_records_of_an_earlier_version_stop_the_evaluation_at_once(recipe: Recipe) -> None:
     file = RunFolder(recipe).eval / "records.jsonl"
-    text = file.read_text()
-    file.write_text(text.replace('"round_s"', '"rounds"'))
+    file.write_text(file.read_text().replace('"round_s"', '"rounds"'))
     with pytest.raises(UserError, match="was measured by an earlier version of draftsmith"):
         evaluate(recipe)
-    file.write_text(text)
 
 
 def test_a_proof_of_another_drafter_is_not_shown(recipe: Recipe) -> None:
