@@ -112,7 +112,7 @@ class OverlapMeter:
         """Measure at every node that decided a token of the answer."""
         tree, path = round_.tree, round_.verdict.path
         if self._counting:
-            self.depths.append(tree.shape.max_depth)
+            self.depths.append(tree.shape.draft_depth)
             self.nodes.append(len(tree))
             self.kept_tokens += round_.kept
         self._counting = True

@@ -142,7 +142,7 @@ class OpenAnswer:
         kept = self._keep(committed)
         record.accept_lengths.append(kept)
         record.draft_lengths.append(min(kept, len(path) - 1))
-        record.draft_depths.append(tree.shape.max_depth)
+        record.draft_depths.append(tree.shape.draft_depth)
         rejected = kept == len(path) and bool(tree.children(path[-1]))
         record.tried += record.draft_lengths[-1] + rejected
         if not self.ended:

@@ -40,6 +40,7 @@ class TreeShape:
         self.depths = tuple(depths)
         self.children = tuple(tuple(nodes) for nodes in children)
         self.max_depth = max(depths)
+        self.draft_depth = max(depths[:num_candidates])  # of what may be accepted
 
     @staticmethod
     @lru_cache(maxsize=4096)

@@ -224,6 +224,13 @@ class TestLookahead:
         guessed = method.propose()
         assert [1, 4, 7, 31] in [[guessed.tokens[node] for node in path] for path in guessed.paths()]
 
+    def test_the_window_is_no_draft(self, target: PreTrainedModel) -> None:
+        """gamma is that of the guesses, N - 1 at most, however far the window reaches."""
+        out = answer(target, Lookahead("x", level=4, window=5, guesses=2))
+        assert max(out.draft_depths) == 3
+        assert out.draft_depths[0] == 0
+        assert all(kept <= depth for kept, depth in zip(out.draft_lengths, out.draft_depths, strict=True))
+
     def test_the_pool_keeps_the_latest(self) -> None:
         method = Lookahead("x", level=2, window=1, guesses=2, from_prompt=True)
         method.start([1, 2, 1, 3, 1, 2, 1, 4], NO_FEATURES)
