@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from draftsmith.recipes.masking import masked
+from draftsmith.recipes.signals import INTERRUPTED, INTERRUPTED_EXIT_CODE, interrupted_by_signals
 
 USER_ERROR_EXIT_CODE = 2
-INTERRUPTED_EXIT_CODE = 130
 
 
 class UserError(Exception):
@@ -31,17 +31,18 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float 
 
 @contextmanager
 def exit_with_one_sentence() -> Iterator[None]:
-    """Turn `UserError`, Ctrl-C and a full disk into one line on stderr and a non-zero exit.
+    """Turn `UserError`, Ctrl-C, SIGTERM and a full disk into one line on stderr and a non-zero exit.
 
     Any other error is a bug of ours and keeps its traceback.
     """
     try:
-        yield
+        with interrupted_by_signals():
+            yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(USER_ERROR_EXIT_CODE) from None
     except KeyboardInterrupt:
-        print("interrupted: run the same command again to continue where it stopped", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:

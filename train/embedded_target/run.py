@@ -31,9 +31,12 @@ logger = logging.getLogger(__name__)
 def train_target(recipe: EmbeddedTargetRecipe, snapshot_dir: Path | None = None) -> str | None:
     """Trains to the end of the recipe's schedule and writes `recipe.output_dir`.
 
-    Returns a sentence about the run for the model card, or None when the run was interrupted.
+    Returns a sentence about the run for the model card; of several processes the first one does.
 
     An earlier, interrupted run in `recipe.work_dir` is continued. Intermediate exports go to `snapshot_dir`, if given.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the step at work was finished and saved.
     """
     corpus, schedule = recipe.corpus, recipe.schedule
     conversations = build_conversations(corpus.seed, "train", corpus.limit)
@@ -81,7 +84,7 @@ def train_target(recipe: EmbeddedTargetRecipe, snapshot_dir: Path | None = None)
         stop.restore()
     if stop.requested:
         logger.info("stopped; the same command goes on from %s", recipe.work_dir)
-        return None
+        raise KeyboardInterrupt
     _export(trainer, tokenizer, recipe.output_dir, torch.bfloat16)
     if not trainer.is_world_process_zero():
         return None

@@ -1,9 +1,13 @@
 """The command line: a user's mistake is one sentence on stderr and a non-zero exit, never a traceback."""
 
 import importlib.metadata
+import multiprocessing
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,9 @@ def test_a_missing_recipe_is_one_sentence_in_every_command(command: str) -> None
     assert result.stderr.count("\n") == 1
 
 
+INTERRUPTED = "interrupted: run the same command again to continue where it stopped\n"
+
+
 def test_ctrl_c_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -33,7 +40,65 @@ def test_ctrl_c_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "load_recipe", interrupted)
     result = RUNNER.invoke(cli.app, ["run", "quickstart"])
     assert result.exit_code == 130
-    assert result.stderr == "interrupted: run the same command again to continue where it stopped\n"
+    assert result.stderr == INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    "command", [command.name or command.callback.__name__ for command in cli.app.registered_commands]
+)
+def test_sigterm_ends_every_command_as_ctrl_c_does(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a scheduler, `docker stop` or `kill`."""
+
+    def terminated(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(cli, "load_recipe", terminated)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    result = RUNNER.invoke(cli.app, [command, "quickstart"])
+    assert result.exit_code == 130
+    assert result.stderr == INTERRUPTED
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_library_swallows_ctrl_c_while_it_loads(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(
+        "import os, time\n"
+        f"try:\n    os.kill(os.getpid(), {int(number)})\n    time.sleep(10)\n"
+        "except BaseException:\n    print('an optional part is missing')\n"
+    )
+    (tmp_path / "program.py").write_text(
+        "import signal\nfrom draftsmith.recipes.errors import exit_with_one_sentence\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
+        "with exit_with_one_sentence():\n    import library\n    print('hours of work')\n"
+    )
+    result = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", INTERRUPTED)
+
+
+def test_a_ctrl_c_that_python_had_to_ignore_comes_again(tmp_path: Path) -> None:
+    """In a weak reference's callback nothing can be raised; loading a model runs thousands of them."""
+    (tmp_path / "program.py").write_text(
+        "import os, signal, time, weakref\nfrom draftsmith.recipes.errors import exit_with_one_sentence\n"
+        "class Weight: pass\n"
+        "with exit_with_one_sentence():\n"
+        "    weight = Weight()\n"
+        "    seen = weakref.ref(weight, lambda _: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0)))\n"
+        "    del weight\n    time.sleep(5)\n    print('hours of work')\n"
+    )
+    result = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", INTERRUPTED)
+
+
+def test_a_forked_worker_keeps_its_own_end() -> None:
+    """A pool ends its workers by SIGTERM; what they print would be taken for the command's."""
+    with exit_with_one_sentence():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        child.terminate()
+        child.join()
+    assert child.exitcode == -signal.SIGTERM
 
 
 def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,13 +108,16 @@ def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None
     assert "no space left on the device for answers.jsonl" in capsys.readouterr().err
 
 
-def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
-    script = ROOT / "train" / "train_parallel.py"
+@pytest.mark.parametrize(
+    ("script", "typo", "meant"), [("train_parallel.py", "evall", "eval"), ("train_target.py", "shedule", "schedule")]
+)
+def test_the_launched_trainers_report_the_same_way(tmp_path: Path, script: str, typo: str, meant: str) -> None:
     recipe = tmp_path / "a.yaml"
-    recipe.write_text("name: a\nevall: {}\n")
-    result = subprocess.run([sys.executable, str(script), str(recipe)], capture_output=True, text=True, check=False)
+    recipe.write_text(f"{typo}: {{}}\n" + ("name: a\n" if meant == "eval" else ""))
+    command = [sys.executable, str(ROOT / "train" / script), str(recipe)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr.strip().endswith(f"error: {recipe}: unknown key `evall`: did you mean `eval`?")
+    assert result.stderr == f"error: {recipe}: unknown key `{typo}`: did you mean `{meant}`?\n"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "~", "a" * 300, "a\0b", ""])

@@ -137,13 +137,16 @@ def test_training_that_fails_gives_ctrl_c_back(target_folder: Path, monkeypatch:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_ctrl_c_saves_the_step_at_work(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_the_step_at_work(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     recipe = make_recipe(target_folder, "ctrl-c", max_steps=7, save_steps=100)
 
     class SignalAt3(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
 
     class Interrupted(DrafterTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -128,7 +128,8 @@ def test_tiny_run_writes_a_loadable_checkpoint(tmp_path):
 def test_interrupted_run_goes_on(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, epochs=4)
     monkeypatch.setattr(StopOnInterrupt, "on_train_begin", lambda stop, *_, **__: setattr(stop, "requested", True))
-    assert train_target(recipe) is None
+    with pytest.raises(KeyboardInterrupt):
+        train_target(recipe)
     assert not recipe.output_dir.exists()
     monkeypatch.undo()
     assert train_target(recipe) is not None
