@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import stat
 import subprocess
 import sys
 import time
@@ -133,6 +134,14 @@ def write_atomically(file: Path, text: str) -> None:
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
+
+
+def share_as_usual(folder: Path) -> None:
+    """Give the folder's weights the permissions of `config.json`: safetensors makes its own readable to nobody else."""
+    config = folder / "config.json"
+    if config.is_file():  # of a sharded save there is none
+        for file in folder.glob("*.safetensors"):
+            file.chmod(stat.S_IMODE(config.stat().st_mode))
 
 
 def sha256_of(file: Path) -> str:

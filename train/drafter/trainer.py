@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
+from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 from draftsmith.train.batches.packing import PackedRows
 from draftsmith.train.drafter.checkpoints import STATE_FILE
@@ -118,6 +119,11 @@ class DrafterTrainer(Trainer):
             self._settle()
             logs = {**logs, **self.progress.take_log()}
         super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.is_world_process_zero():
+            share_as_usual(Path(output_dir or self.args.output_dir))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self._settle()

@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
+from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.recipes.target_schema import ModelSection
 
 END_TOKEN, PAD_TOKEN = "<|end|>", "<|pad|>"
@@ -179,6 +180,7 @@ def export_target(
     copy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _keep_portable_names(folder)
+    share_as_usual(folder)
 
 
 def _keep_portable_names(folder: Path) -> None:

@@ -40,6 +40,8 @@ def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
     assert {"config.json", "model.safetensors", "training.json", "settings.json", "README.md"} <= {
         p.name for p in folder.iterdir()
     }
+    modes = {path: path.stat().st_mode for path in folder.rglob("*") if path.is_file()}
+    assert len(set(modes.values())) == 1, modes
     assert not any(SMALL_VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
 
 

@@ -116,6 +116,7 @@ def test_tiny_run_writes_a_loadable_checkpoint(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.use_cache
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
     assert tokenizer.all_special_tokens == ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
     prompt = tokenizer.apply_chat_template(
         MESSAGES[:2], add_generation_prompt=True, return_tensors="pt", return_dict=True
