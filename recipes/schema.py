@@ -33,6 +33,9 @@ def _check_method_name(name: str) -> str:
     return check_name(recipe_name) + (slash and slash + check_name(own_name))
 
 
+MethodName = Annotated[str, AfterValidator(_check_method_name)]
+
+
 def _with_home(value: Any) -> Any:
     """Every text that begins with `~/`, at any depth, with the home folder's path in its place."""
     if isinstance(value, dict):
@@ -224,7 +227,7 @@ class MethodRecipe(Section):
     By default a tree shape for the run's drafter; `kind` names another way of drafting, a file in `eval/methods/`.
     """
 
-    name: Annotated[str, AfterValidator(_check_method_name)]
+    name: MethodName
     kind: str = Field(
         DRAFTER_KIND, description="`drafter`, or a method that needs no training: prompt_lookup, ngram, ..."
     )

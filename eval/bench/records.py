@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MethodName
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class ArmRecord:
     `Method`; settings: what the answers were made with, see `fair_clock`; turns_left_out: later ones without room.
     """
 
-    method: str
+    method: MethodName  # a file of answers is called by it
     temperature: float
     lenience: float
     process: str

@@ -80,3 +80,13 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
         UserError, match=r"records\.jsonl line 2 is no record, so the file was damaged: delete that line"
     ):
         list(log)
+
+
+def test_a_method_whose_name_leads_out_of_the_folder_is_no_record(tmp_path: Path) -> None:
+    """Files of answers are called by it, and a run's folder may be somebody else's."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    record = made_up(0, 2.0, 4.0)
+    record.answers["chain@0"].method = "../../chain"
+    log.append(record)
+    with pytest.raises(UserError, match=r"records\.jsonl line 1 is no record"):
+        list(log)
