@@ -1,5 +1,6 @@
 """`runs/<name>/`: where a run's stages write, with the resolved recipe and where it all came from."""
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -132,8 +133,28 @@ def write_atomically(file: Path, text: str) -> None:
     """Write all of it or nothing: a full disk or Ctrl-C leaves the old file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Whether the folder can be made and written to, before the work whose results are to lie there.
+
+    Raises:
+        OSError: It cannot.
+    """
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+        number = errno.EROFS if is_read_only else errno.EACCES
+        raise OSError(number, os.strerror(number), str(there))
 
 
 def share_as_usual(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from filelock import FileLock, Timeout
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, check_writable
 from draftsmith.recipes.schema import Recipe
 
 LOCK_FILE, OWNER_FILE = ".lock", ".lock.json"
@@ -51,6 +51,7 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
     Raises:
         UserError: Another process is; says which.
     """
+    check_writable(root)
     root.mkdir(parents=True, exist_ok=True)
     lock: Any = FileLock(root / LOCK_FILE, timeout=0)
     try:

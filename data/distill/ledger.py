@@ -23,7 +23,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +41,7 @@ from draftsmith.data.distill.ledger_db import (
     translate_errors,
 )
 from draftsmith.data.distill.shards import Place, ShardReader, ShardWriter
+from draftsmith.recipes.errors import UserError
 
 LEASE_S = 60.0
 
@@ -274,11 +275,10 @@ class Ledger:
 
     def _keep_beating(self) -> None:
         while not self._closing.wait(LEASE_S / 6):
-            connection = connect(self._folder / LEDGER_FILE)
             # A full disk or a long lock is the main thread's to tell; a beat left out is no harm.
-            with suppress(sqlite3.OperationalError):
+            refusals = suppress(sqlite3.OperationalError, OSError, UserError)
+            with refusals, closing(connect(self._folder / LEDGER_FILE)) as connection:
                 connection.execute("UPDATE workers SET beat = beat + 1 WHERE number = ?", (self.worker,))
-            connection.close()
 
 
 @lru_cache(maxsize=1)

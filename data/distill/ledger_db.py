@@ -11,6 +11,12 @@ from draftsmith.recipes.errors import UserError
 
 DONE, SHORTENED, FAILED = "done", "truncated", "failed"  # states that stay, as ledgers have them
 LEASED, WAITING = "leased", "waiting"
+REFUSALS = {
+    "full": errno.ENOSPC,
+    "disk I/O error": errno.EIO,
+    "readonly database": errno.EACCES,
+    "unable to open": errno.EACCES,
+}
 LOCK_TIMEOUT_S = 120.0  # of a writer that waits for another
 LEDGER_FILE, SHARDS_FOLDER = "ledger.sqlite", "shards"
 
@@ -29,14 +35,15 @@ def translate_errors(file: Path) -> Iterator[None]:
     """SQLite's errors as ours.
 
     Raises:
-        OSError: The disk is full.
+        OSError: The disk is full or fails, or may not be written to.
         UserError: The file is damaged, or held for too long by another program.
     """
     try:
         yield
     except sqlite3.OperationalError as error:
-        if "full" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from None
+        for said, number in REFUSALS.items():
+            if said in str(error):
+                raise OSError(number, os.strerror(number), str(file)) from None
         raise UserError(
             f"{file}: {error}: another program may hold it; stop that and run the same command again"
         ) from None

@@ -24,7 +24,7 @@ from draftsmith.eval.commands.stages import (
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.masking import masked
-from draftsmith.recipes.run_folder import RunFolder, versions, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, check_writable, versions, write_atomically
 from draftsmith.recipes.schema import Recipe, check_name
 
 
@@ -137,6 +137,7 @@ def doctor(
 ) -> None:
     """Check data, target and drafter before any training; exits with 1 on any defect."""
     loaded = load_recipe(recipe, overrides)
+    json_file = _json_place(json_file)
     from draftsmith.eval.commands.doctor import examine
 
     heading("doctor", loaded.name)
@@ -161,6 +162,7 @@ def tune(
 ) -> None:
     """Find the draft tree that pays best with this drafter on this machine; `tree: tuned` uses it afterwards."""
     loaded = load_recipe(recipe, overrides)
+    json_file = _json_place(json_file)
     from draftsmith.eval.commands.tune import tune as find_tree
 
     heading("tune", f"{loaded.name}: {loaded.target.model}")
@@ -181,6 +183,7 @@ def prove(
 ) -> None:
     """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
     loaded = load_recipe(recipe, overrides)
+    json_file = _json_place(json_file)
     from draftsmith.eval.commands.prove import prove as collect_evidence
 
     heading("prove", f"{loaded.name}: {loaded.target.model}")
@@ -208,6 +211,7 @@ def plan(
 ) -> None:
     """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
     loaded = load_recipe(recipe, overrides)
+    json_file = _json_place(json_file)
     from draftsmith.train.plan.plan import PlanOptions, make_plan
     from draftsmith.train.plan.table import show_plan
 
@@ -246,6 +250,7 @@ def compare(
     except ValueError as error:
         raise UserError(f"option --name: {error}, not {name!r}") from None
     loaded = [load_recipe(file, overrides) for file in files]
+    json_file = _json_place(json_file)
     from draftsmith.eval.commands.compare import compare as measure_together
     from draftsmith.eval.commands.compare import expand_variants, with_seeds
 
@@ -255,7 +260,7 @@ def compare(
     words = ["draftsmith", "compare", *recipes, "--name", name]
     words += [] if vary is None else ["--vary", vary]
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
-    rows, measured = measure_together(loaded, name, shlex.join(words))
+    rows, measured = measure_together(loaded, name, masked(shlex.join(words)))
     _write_json(json_file, rows)
     _where_to_go_next(*measured)
 
@@ -274,9 +279,25 @@ def _where_to_go_next(*measured: Recipe) -> None:
         console.print("recipes/llama3-8b-parallel.yaml, set target.model, then `draftsmith run yours.yaml`.")
 
 
+def _json_place(file: Path | None) -> Path | None:
+    """Where `--json` writes to, known to be possible before the work begins."""
+    if file is None:
+        return None
+    file = file.expanduser()
+    if file.is_dir():
+        raise UserError(f"option --json: {file} is a folder: name a file")
+    check_writable(file.parent)
+    return file
+
+
 def _write_json(file: Path | None, values: Any) -> None:
-    if file is not None:
-        write_atomically(file.expanduser(), json.dumps(values, indent=2) + "\n")
+    if file is None:
+        return
+    text = json.dumps(values, indent=2) + "\n"
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout
+        file.write_text(text, encoding="utf-8")
+    else:
+        write_atomically(file, text)
 
 
 def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.prompt import Confirm
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, check_writable
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
 
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
     heading("1 distil", f"{recipe.target.model} answers {sources}")
-    tokenizer = load_tokenizer(recipe.target)
     folder = RunFolder(recipe)
+    check_writable(folder.data)
     folder.stages()
+    tokenizer = load_tokenizer(recipe.target)
 
     def opened() -> "AbstractContextManager[Engine]":
         end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
@@ -74,6 +75,7 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> None:
     from draftsmith.train.features.write import project_features, write_features
 
     heading("features", f"of {recipe.target.model} for a {recipe.drafter.kind} drafter")
+    check_writable(RunFolder(recipe).features)
     RunFolder(recipe).stages()
     projection = project_features(recipe)
     console.print(projection.sentence(), markup=False)

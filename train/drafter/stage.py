@@ -13,13 +13,16 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
+from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.batches.packing import PackedRows, check_packing
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_whole_checkpoint, set_damaged_aside
@@ -79,6 +82,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if trainer.is_world_process_zero():
         write_settings(run.drafter / SETTINGS, settings)
         run.record("train")
+        _refuse_full_disk(run.drafter, drafter)
     checkpoint = _checkpoint_to_go_on_from(trainer)
     if checkpoint is not None:
         trainer.progress.restore(checkpoint)
@@ -101,6 +105,17 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if stop.requested:  # in the last step
         raise KeyboardInterrupt
     return TrainReport.read(run.drafter, was_finished=False)
+
+
+def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
+    """Now rather than after the first thousand steps. A checkpoint and the end take the weights once each, at least."""
+    needed_bytes = 2 * sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
+    free_bytes = free_bytes_at(folder)
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"{folder} needs {bytes_text(needed_bytes)} at least, for a checkpoint and the trained weights, but only "
+            f"{bytes_text(free_bytes)} are free on that disk: free some, or set runs_dir to another disk"
+        )
 
 
 def _checkpoint_to_go_on_from(trainer: DrafterTrainer) -> Path | None:
