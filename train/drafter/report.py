@@ -23,6 +23,10 @@ class TrainReport(Training):
         return next((entry for entry in reversed(self.history) if "loss" in entry), {})
 
     @property
+    def loss(self) -> float:
+        return self.last_log.get("loss", float("nan"))
+
+    @property
     def depth_accuracy(self) -> list[float]:
         names = (f"accuracy_depth{depth}" for depth in range(1, len(self.last_log) + 1))
         return [self.last_log[name] for name in names if name in self.last_log]
@@ -31,7 +35,7 @@ class TrainReport(Training):
         """One sentence for the terminal."""
         accuracy = ", ".join(f"{value:.0%}" for value in self.depth_accuracy)
         depths = f"accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
-        last = f"last loss {self.last_log.get('loss', float('nan')):.3f}, {depths}"
+        last = f"last loss {self.loss:.3f}, {depths}"
         if self.was_finished:
             return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
