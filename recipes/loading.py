@@ -1,6 +1,7 @@
 """Read a recipe: YAML, then dotted overrides, then the schema; each mistake names its key."""
 
 import importlib.resources
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +41,23 @@ def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] |
     for override in overrides or []:
         _apply_override(values, override)
     try:
-        return schema.model_validate(values)
+        recipe = schema.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{file}: {explain(schema, error)}") from None
     except RecursionError:  # an alias of what it stands in
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
+    if unwritable := _unwritable(recipe.model_dump()):
+        raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
+    return recipe
+
+
+def _unwritable(value: Any, key: str = "") -> str | None:
+    """The first key under which a text holds NUL, which no path can, or half a surrogate pair, which no UTF-8 can."""
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        found = (_unwritable(part, f"{key}.{name}".removeprefix(".")) for name, part in parts)
+        return next(filter(None, found), None)
+    return key if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value) else None
 
 
 def find_recipe(path: str | Path) -> Path:

@@ -18,8 +18,6 @@ stands around those in between is read off renderings in which markers stand for
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.recipes.errors import UserError
 
@@ -61,7 +59,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except TemplateError as error:
+    except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
         raise TemplateRefusal(
             f"the target's chat template refuses a conversation with the roles {roles}: {error}; "
@@ -81,7 +79,8 @@ def template_answer_lead(tokenizer: Any) -> str:
     """
     prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True)
     text = render(tokenizer, PROBE)
-    return text[len(prompt) : text.rindex(PROBE[1].content)] if text.startswith(prompt) else ""
+    answer = text.rfind(PROBE[1].content)
+    return text[len(prompt) : answer] if answer >= 0 and text.startswith(prompt) else ""
 
 
 def find_spans(
@@ -192,8 +191,8 @@ def find_span(
         )
     content_end = max(start, len(text) - len(after))
     ending = text[content_end : content_end + len(ending)]
-    end_id = next((token_id for token_id in token_ids(tokenizer, ending) if token_id in special), None)
-    if end_id is None:
+    tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
+    end_token = next((token for token in tokens if token in ending), None)  # a token for what is unknown stands nowhere
+    if end_token is None:
         return Span(start, content_end, content_end)
-    end_token = tokenizer.convert_ids_to_tokens(end_id)
     return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))

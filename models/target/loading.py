@@ -48,6 +48,7 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
     """
     location = target_location(recipe)
     tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **_where(recipe)))
+    _read(location, lambda: tokenizer("Hello"))  # a damaged one may load and do nothing else
     if recipe.chat_template is not None:
         tokenizer.chat_template = recipe.chat_template
     if not tokenizer.chat_template:

@@ -79,16 +79,15 @@ def what_is_damaged(checkpoint: Path) -> str | None:
                 with safe_open(file, framework="pt"):
                     pass
             elif file.suffix == ".json":
-                values = from_json(file.read_bytes())
-                if file.name == STATE_FILE:
-                    TypeAdapter(_State).validate_python(values)
+                form = _State if file.name == STATE_FILE else dict[str, Any]
+                TypeAdapter(form).validate_python(from_json(file.read_bytes()))
             elif file.suffix in (".pt", ".pth"):
                 with zipfile.ZipFile(file) as archive:
                     broken = archive.testzip()
                 if broken is not None:
                     return f"{file.name}: {broken} has another checksum"
         except ValidationError:
-            return f"{file.name} is no Trainer's state"
+            return f"{file.name} is not what the Trainer wrote"
         except (OSError, ValueError, SafetensorError, zipfile.BadZipFile) as error:
             return f"{file.name}: {error}"
     return None

@@ -40,6 +40,10 @@ class Shard:
     first_row: int
     offsets: list[int]
 
+    def __post_init__(self) -> None:
+        if self.offsets[0] != 0 or self.offsets != sorted(self.offsets):
+            raise ValueError("offsets begin at 0 and rise")
+
     @property
     def tokens(self) -> int:
         return self.offsets[-1]

@@ -1,0 +1,230 @@
+"""Whatever is done to a run's files, its recipe, its inputs or its target: exit code 0, 1 or 2, and one sentence.
+
+Never a traceback, never a hang. The seed is fixed; another one, and more cases, are tried by hand:
+
+    DRAFTSMITH_FUZZ="7 300" python -m pytest tests/eval/commands/test_fuzz.py     # seed, times as many cases
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from support.finished_run import FinishedRun, finished_run
+
+from draftsmith.eval.commands import evaluate
+
+SEED, TIMES = (int(part) for part in os.environ.get("DRAFTSMITH_FUZZ", "1 1").split())
+ODD: list[Any] = [
+    None, -1, 0, 1.5, 10**30, float("nan"), float("inf"), True, "", "x", "\0", "é\ud800", "../../x", [], [[]], {},
+    ["a", None], {"a": 1},
+]  # fmt: skip
+GONE = object()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return finished_run(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.fixture
+def run(finished: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FinishedRun:
+    monkeypatch.chdir(tmp_path)  # for paths of odd recipes
+    for pictures in ("draw_charts", "draw_theory"):  # they take most of the time
+        monkeypatch.setattr(evaluate, pictures, lambda *_: [])
+    finished.restore()
+    return finished
+
+
+def told(result: Result) -> str:
+    """The one sentence of a command that ended as it should; empty if it had nothing to complain about."""
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code in (0, 1, 2)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == (result.exit_code == 2), result.stderr
+    return errors[0] if errors else ""
+
+
+# ---- what stages read of one another, by name ----
+
+NOTHING_WRONG = {("provenance.json", "distill")}  # with a stage that nobody knows
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"x": {}}', b"\x89PNG\xff", b"[" * 100_000, b"9" * 5000])
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("provenance.json", "distill"), ("provenance.json", "report"), ("drafter/config.json", "prove"),
+        ("drafter/settings.json", "train"), ("drafter/training.json", "eval"), ("drafter/training.json", "train"),
+        ("eval/settings.json", "eval"), ("eval/settings.json", "report"), ("eval/notes.json", "report"),
+        ("eval/untimed.json", "eval"), ("eval/proof.json", "eval"), ("features/index.json", "features"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named(run: FinishedRun, name: str, command: str, content: bytes) -> None:
+    file = run.root / name
+    file.write_bytes(content)
+    sentence = told(run.call(command))
+    if b"x" in content and (name, command) in NOTHING_WRONG:
+        assert not sentence
+    else:
+        assert str(file) in sentence or f"{file.parent} " in sentence
+
+
+@pytest.mark.parametrize("tree", [3, [], {"tree": "best_first", "nodes": -1}, {"tree": "static"}])
+def test_a_broken_tuned_tree_is_named(run: FinishedRun, tree: Any) -> None:
+    file = run.root / "drafter" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tuned_tree": tree}))
+    for command in ("eval", "prove"):
+        assert f"{file}: `tuned_tree` is no tree" in told(run.call(command))
+
+
+def test_truncated_weights_are_named(run: FinishedRun) -> None:
+    for file in (run.root / "drafter" / "model.safetensors", run.folder / "target" / "model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+        assert str(file.parent) in told(run.call("prove"))
+        run.restore()
+
+
+def test_binary_records_are_named(run: FinishedRun) -> None:
+    file = run.root / "eval" / "records.jsonl"
+    file.write_bytes(bytes(range(256)) + b"\n" + file.read_bytes())
+    for command in ("eval", "report"):
+        assert f"{file} line 1 is no record" in told(run.call(command))
+
+
+# ---- anything at all ----
+
+# Commands with their options, and what is removed first so that they have something to do.
+WORK: dict[str, tuple[str, list[str], list[str]]] = {
+    "distil anew": ("distill", [], ["data"]),
+    "train anew": ("train", [], ["drafter"]),
+    "train offline": ("train", ["data.features.source=offline"], ["drafter"]),
+    "resume": ("train", [], ["drafter/training.json"]),
+    "measure anew": ("eval", [], ["eval"]),
+    "features anew": ("features", [], ["features"]),
+}
+# By the beginning of a file's path in the run: what reads it.
+COMMANDS = {
+    "drafter/checkpoints": ["resume"],
+    "drafter": ["train", "eval", "prove", "tune", "report"],
+    "data": ["distill", "train anew", "doctor", "plan", "run"],
+    "eval": ["eval", "report", "prove"],
+    "features": ["features", "train offline"],
+    "": ["distill", "train", "features", "eval", "report", "run"],
+}
+BYTES: list[Callable[[bytes, random.Random], bytes]] = [
+    lambda whole, rng: b"",
+    lambda whole, rng: whole[: len(whole) // 2],
+    lambda whole, rng: whole[:-1],
+    lambda whole, rng: whole + b"\0",
+    lambda whole, rng: whole + b"\xe9\xff",
+    lambda whole, rng: rng.randbytes(200),
+    lambda whole, rng: b"[" * 100_000,
+    lambda whole, rng: b"[]",
+    lambda whole, rng: b"{}",
+    lambda whole, rng: b"3",
+]
+
+
+def tried(run: FinishedRun, name: str) -> str:
+    """What is wrong with how a command ended, one of `WORK` or any other."""
+    command, options, unwanted = WORK.get(name, (name, [], []))
+    for place in unwanted:
+        shutil.rmtree(run.root / place) if (run.root / place).is_dir() else (run.root / place).unlink(missing_ok=True)
+    try:
+        told(run.call(command, *options))
+    except BaseException as error:  # a hang too
+        return f"{name}: {type(error).__name__} {error}"[:600]
+    return ""
+
+
+def damage(file: Path, rng: random.Random, odd: list[Any]) -> str:
+    """Change bytes, or a value if it is JSON. Returns how."""
+    whole = file.read_bytes()
+    if file.suffix in (".json", ".jsonl", ".yaml") and rng.random() < 0.6:
+        lines = whole.splitlines() if file.suffix == ".jsonl" else [whole]
+        place = rng.randrange(len(lines))
+        load = yaml.safe_load if file.suffix == ".yaml" else json.loads
+        values, how = with_odd_value(load(lines[place]), rng, odd)
+        lines[place] = json.dumps(values).encode()
+        file.write_bytes(b"\n".join(lines) + b"\n")
+        return how
+    number = rng.randrange(len(BYTES))
+    file.write_bytes(BYTES[number](whole, rng))
+    return f"bytes {number}"
+
+
+def with_odd_value(values: Any, rng: random.Random, odds: list[Any]) -> tuple[Any, str]:
+    """One value, anywhere, replaced or removed."""
+    places = [place for place in places_of(values) if place]
+    if not places:
+        return [], "no value"
+    *above, last = rng.choice(places)
+    part = values
+    for key in above:
+        part = part[key]
+    odd = rng.choice([*odds, GONE])
+    if odd is GONE:
+        del part[last]
+    else:
+        part[last] = odd
+    return values, f"{'.'.join(map(str, [*above, last]))} = {'gone' if odd is GONE else repr(odd)}"
+
+
+def places_of(values: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield above
+    parts = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else []
+    for key, part in parts:
+        yield from places_of(part, (*above, key))
+
+
+def fuzzed(
+    run: FinishedRun,
+    count: int,
+    files: list[Path],
+    commands: Callable[[Path], list[str]],
+    odd: list[Any] = ODD,
+) -> None:
+    rng = random.Random(SEED)
+    wrong = []
+    for _ in range(count * TIMES):
+        run.restore()
+        file = rng.choice(files)
+        how = damage(file, rng, odd)
+        problem = tried(run, rng.choice(commands(file)))
+        if problem:
+            wrong.append(f"{file.relative_to(run.folder)}, {how}: {problem}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_of_a_run(run: FinishedRun) -> None:
+    not_read = (".png", ".html", ".lock")
+    files = [file for file in sorted(run.root.rglob("*")) if file.is_file() and file.suffix not in not_read]
+
+    def commands(file: Path) -> list[str]:
+        place = file.relative_to(run.root).as_posix()
+        return next(names for beginning, names in COMMANDS.items() if place.startswith(beginning))
+
+    fuzzed(run, 40, files, commands)
+
+
+def test_recipes(run: FinishedRun) -> None:
+    commands = ["plan", "doctor", "report", "prove", *(name for name in WORK if name != "resume")]
+    fuzzed(run, 40, [Path(run.recipe)], lambda file: commands)
+
+
+def test_conversations_and_questions(run: FinishedRun) -> None:
+    files = [run.folder / name for name in ("chats.jsonl", "questions.jsonl")]
+    fuzzed(run, 20, files, lambda file: ["distil anew", "doctor"] if file == files[0] else ["measure anew"])
+
+
+def test_targets(run: FinishedRun) -> None:
+    files = sorted((run.folder / "target").iterdir())
+    odd = [value for value in ODD if value != 10**30]  # so many layers take for ever to build
+    fuzzed(run, 20, files, lambda file: ["plan", "doctor", "train anew", "prove"], odd)

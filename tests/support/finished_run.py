@@ -1,0 +1,104 @@
+"""A run of a tiny target that went through all stages, to be damaged and tried again."""
+
+import json
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click.testing import Result
+from support.tiny_runs import recipe_file, recipe_in, save_target
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import stages
+from draftsmith.eval.commands.cli import app
+from draftsmith.eval.commands.tuned_tree import write_tuned
+from draftsmith.recipes.schema import MethodRecipe
+
+LONGEST_S = 30.0  # of a command; a run here takes a second or two
+INPUTS = ("chats.jsonl", "questions.jsonl", "run.yaml")
+
+
+class Hangs(BaseException):
+    """Passes everything that catches exceptions."""
+
+
+@dataclass
+class FinishedRun:
+    """`folder` holds the inputs, `target/` and `runs/run/`; `whole` is a copy of it."""
+
+    folder: Path
+    whole: Path
+    recipe: str
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "runs" / "run"
+
+    def restore(self) -> None:
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.whole, self.folder)
+
+    def call(self, command: str, *arguments: str) -> Result:
+        """A command in this process, ended when it hangs."""
+        stages.console._buffer.clear()  # of a command that failed while it printed
+
+        def hangs(*_: Any) -> None:
+            raise Hangs
+
+        before = signal.signal(signal.SIGALRM, hangs)
+        signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
+        try:
+            return CliRunner().invoke(app, [command, self.recipe, *LIGHT.get(command, []), *arguments])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+LIGHT = {
+    "tune": ["--questions", "2", "--new-tokens", "8", "--turns", "1"],
+    "prove": ["--prompts", "2", "--samples", "1", "--new-tokens", "8"],
+    "plan": ["--peak-tflops", "1"],
+    "features": ["--yes"],
+}
+
+
+def finished_run(parent: Path) -> FinishedRun:
+    """Its conversations as they are, trained for two steps, measured on two questions, proved; features on disk."""
+    folder, whole = parent / "run", parent / "whole"
+    save_target(folder / "target")
+    answers = ["w8 w9 w10 w11 w12 w13", "w15 w16 w17 w18"]
+    talks = [
+        [("human", f"w{5 + n} w6 w7"), ("gpt", answers[0]), ("human", "w9 w14"), ("gpt", answers[1])] for n in range(8)
+    ]
+    write_lines(folder / "chats.jsonl", [{"conversations": [{"from": who, "value": w} for who, w in t]} for t in talks])
+    questions = [(1, "writing", ["w5 w6 w7", "w8 w9"]), (2, "math", ["w20 w21"])]
+    keys = ("question_id", "category", "turns")
+    write_lines(folder / "questions.jsonl", [dict(zip(keys, question, strict=True)) for question in questions])
+    conversations = {"source": str(folder / "chats.jsonl"), "decontaminate": []}
+    recipe = recipe_in(
+        folder,
+        data={
+            "conversations": conversations, "distill": {"engine": "none"}, "max_length_tokens": 64,
+            "tokenize_processes": 1,
+        },
+        train={"max_steps": 2, "save_steps": 1},
+        eval={
+            "questions": str(folder / "questions.jsonl"), "max_new_tokens": 8, "runs": 1, "warmup_questions": 0,
+            "untimed_questions": 1,
+            "methods": [{"name": "tuned", "tree": "tuned"}, {"name": "x", "kind": "prompt_lookup"}],
+        },
+    )  # fmt: skip
+    run = FinishedRun(folder, whole, recipe_file(recipe))
+    for command in ("distill", "train", "prove", "eval", "features"):
+        result = run.call(command)
+        assert result.exit_code == 0, (command, result.output, result.exception)
+        if command == "train":
+            write_tuned(run.root / "drafter", MethodRecipe(name="x", tree="best_first", nodes=3))
+    shutil.copytree(folder, whole)
+    return run
+
+
+def write_lines(file: Path, records: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
