@@ -7,6 +7,7 @@ from draftsmith.eval.commands.measurement import (
     NOTES,
     as_measured,
     drafter_weights,
+    measured_records,
     measured_summary,
     recorded_notes,
     recorded_settings,
@@ -37,7 +38,7 @@ def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
     machine = folder.provenance("eval").machine
     rows = [
         row
-        for row in measured_summary(measured)
+        for row in measured_summary(measured_records(measured), notes)
         if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None
     ]
     if not rows:

@@ -135,10 +135,9 @@ def measured_records(recipe: Recipe) -> list[QuestionRecord]:
     return [record for record in RecordLog(folder / RECORDS) if record.run < recipe.eval.runs]
 
 
-def measured_summary(recipe: Recipe) -> list[dict[str, Any]]:
+def measured_summary(records: list[QuestionRecord], notes: Notes) -> list[dict[str, Any]]:
     """The summary, always from the records: `summary.json` is for others to read."""
-    change = recorded_notes(recipe).target_change
-    return [row | {"target_change": change} for row in summarize(measured_records(recipe))]
+    return [row | {"target_change": notes.target_change} for row in summarize(records)]
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:

@@ -32,6 +32,11 @@ class _State:
     stateful_callbacks: dict[str, dict[str, Any]]
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest `checkpoint-N`, unchecked: for where `set_damaged_aside` has looked."""
+    return next(iter(_newest_first(folder)), None)
+
+
 def newest_whole_checkpoint(folder: Path) -> Path | None:
     """The newest `checkpoint-N` in which no file is missing or damaged. Changes nothing."""
     return next((checkpoint for checkpoint in _newest_first(folder) if what_is_damaged(checkpoint) is None), None)

@@ -25,7 +25,7 @@ from draftsmith.recipes.settings import check_settings, write_settings
 from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.batches.packing import PackedRows, check_packing
 from draftsmith.train.drafter.card import write_drafter_card
-from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_whole_checkpoint, set_damaged_aside
+from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_checkpoint, set_damaged_aside
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.same_bits import reproducible_where, same_bits_every_time
@@ -125,7 +125,7 @@ def _checkpoint_to_go_on_from(trainer: DrafterTrainer) -> Path | None:
         for sentence in set_damaged_aside(folder):
             print(sentence)
     trainer.accelerator.wait_for_everyone()
-    checkpoint = newest_whole_checkpoint(folder)
+    checkpoint = newest_checkpoint(folder)
     if checkpoint is not None and trainer.is_world_process_zero():
         print(f"going on from {checkpoint}")
     return checkpoint
