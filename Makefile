@@ -20,11 +20,30 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup vllm-env quickstart embedded table ablations test test-vllm lint format hooks unit target bench bench-vllm clean
+# SmolLM2-135M-Instruct: the folder of its GGUF, which is fetched into it, or a Hub id or another folder of a checkpoint.
+SMOLLM2_CACHE := $(or $(DRAFTSMITH_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/draftsmith)/smollm2
+SMOLLM2 ?= $(SMOLLM2_CACHE)
+SMOLLM2_GGUF := SmolLM2-135M-Instruct.Q4_1.gguf
+# Prompts from the Hub, or one of: files of conversations, a folder of such, a YAML file with a list of sources as in
+# data.conversations.mixture. Questions: Spec-Bench's own, fetched from its repository, or a file. SET: any overrides.
+PROMPTS ?=
+QUESTIONS ?=
+SET ?=
+PROMPT_FILES = $(or $(wildcard $(foreach kind,json jsonl ndjson,$(PROMPTS)/*.$(kind) $(PROMPTS)/*.$(kind).*)),$(PROMPTS))
+SMOLLM2_IS_GGUF = $(or $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(wildcard $(SMOLLM2)/$(SMOLLM2_GGUF)))
+SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$(SMOLLM2_GGUF)) \
+	$(if $(PROMPTS),'data.conversations.mixture=$(if $(filter %.yaml %.yml,$(PROMPTS)),@$(PROMPTS),[$(foreach file,$(PROMPT_FILES),{source: "$(file)"},)])') \
+	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
+SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel eagle3 peagle pass draft_model)
+
+.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-target table ablations test test-vllm lint format hooks unit target bench bench-vllm clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
 	@echo "make embedded     the same, longer: recipes/embedded.yaml"
+	@echo "make smollm2      a real chat model on a CPU: SmolLM2-135M-Instruct, from its weights to the report and the proof (hours;"
+	@echo "                  goes on where it was interrupted). PROMPTS=FILES|FOLDER|LIST.yaml QUESTIONS=FILE SMOLLM2=HUB_ID"
+	@echo "make smollm2-table  every drafter on its conversations, side by side at T=0 and T=1 (many hours); the same variables"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, and distilled against original answers: runs/masks, runs/answers (hours)"
 	@echo "make test         lint, types and every test"
@@ -58,6 +77,20 @@ quickstart: $(READY)
 
 embedded: $(READY)
 	$(BIN)/draftsmith run recipes/embedded.yaml
+
+# One after the other; each goes on where it stopped. The conversations are distilled once for all of them.
+smollm2: $(READY) smollm2-target
+	$(BIN)/draftsmith run smollm2-135m $(SMOLLM2_SET)
+	$(BIN)/draftsmith prove smollm2-135m $(SMOLLM2_SET)
+
+smollm2-distill: $(READY) smollm2-target
+	$(BIN)/draftsmith distill smollm2-135m $(SMOLLM2_SET)
+
+smollm2-table: $(READY) smollm2-target
+	$(BIN)/draftsmith compare $(SMOLLM2_RECIPES) --name smollm2-table --seeds $(SEEDS) $(SMOLLM2_SET) 'eval.temperatures=[0.0, 1.0]'
+
+smollm2-target: $(READY)
+	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))
 
 table: $(READY)
 	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'

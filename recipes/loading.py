@@ -19,10 +19,10 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
     Args:
         path: A YAML file, or the bare name of a shipped recipe (`quickstart`).
-        overrides: `section.key=value` pairs, values in YAML.
+        overrides: `section.key=value` pairs, values in YAML, or `section.key=@FILE`: what that YAML file holds.
 
     Raises:
-        UserError: The file is missing or no YAML mapping, or a key is unknown or has the wrong type.
+        UserError: A file is missing or no YAML, the recipe no mapping, or a key is unknown or has the wrong type.
     """
     return load_yaml_as(Recipe, path, overrides)
 
@@ -30,12 +30,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] | None = None) -> SchemaT:
     """Like `load_recipe`, for any pydantic schema."""
     file = find_recipe(path)
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid YAML: {_one_line(error)}") from None
+    values = _read_yaml(file)
     if not isinstance(values, dict):
         raise UserError(f"{file} must hold a YAML mapping of sections (name, target, data, ...), not {_kind(values)}")
     for override in overrides or []:
@@ -49,6 +44,15 @@ def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] |
     if unwritable := _unwritable(recipe.model_dump()):
         raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
     return recipe
+
+
+def _read_yaml(file: Path) -> Any:
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid YAML: {_one_line(error)}") from None
 
 
 def _unwritable(value: Any, key: str = "") -> str | None:
@@ -87,6 +91,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise UserError(
                 f"override `{override}`: `{parent}` is {_kind(section)}, not a section with keys of its own"
             )
+    if text.startswith("@"):  # which begins no YAML
+        section[leaf] = _read_yaml(Path(text[1:]).expanduser())
+        return
     try:
         section[leaf] = _number_or(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -95,6 +95,7 @@ class SourceRecipe(Section):
     source: str = Field("stdlib", description="local .json/.jsonl(.gz/.xz/.zst), Hub dataset id, or `stdlib`")
     name: str | None = Field(None, description="for counts and the data card; by default the file's or the dataset's")
     hub_split: str = Field("train", description="the split of a Hub dataset")
+    hub_config: str | None = Field(None, description="the configuration of a Hub dataset that has several")
     file: str | None = Field(None, description="one file of a Hub dataset, for repositories that hold several")
     revision: str | None = None
     columns: ColumnsRecipe = ColumnsRecipe()
@@ -255,7 +256,9 @@ class MethodRecipe(Section):
 
 class EvalRecipe(Section):
     questions: str = Field(
-        "embedded", description="Spec-Bench question.jsonl, or `embedded` for the questions that ship"
+        "embedded",
+        description="a file in Spec-Bench's format, `embedded` for the questions that ship, or `spec_bench` for "
+        "Spec-Bench's own, which are fetched once",
     )
     limit_per_category: int | None = Field(None, ge=1)
     limit_per_task: int | None = Field(

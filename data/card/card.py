@@ -189,6 +189,7 @@ def _origin(source: MixedSourceRecipe) -> str:
     if file.is_file():
         return f"{file.name}, SHA-256 {sha256_of(file)}"
     parts = [source.file or f"split {source.hub_split}", f"revision {source.revision or 'main'}"]
+    parts += [f"configuration {source.hub_config}"] if source.hub_config else []
     return f"Hub dataset {source.source}, {', '.join(parts)}"
 
 

@@ -1,7 +1,7 @@
 """Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are asked one after the other.
 
-Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target. They are read
-here, not in evaluation, because conversations to train on are kept apart from them.
+Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target; `spec_bench`
+are that paper's. They are read here, not in evaluation, because conversations to train on are kept apart from them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.data.sources.conversation import json_kind, text_of
 from draftsmith.data.sources.json_records import UnusableJson, json_of
+from draftsmith.data.sources.spec_bench import SPEC_BENCH, spec_bench_file
 from draftsmith.recipes.errors import UserError
 
 EMBEDDED = "embedded"
@@ -37,7 +38,13 @@ def task_of(category: str) -> str:
 
 
 def questions_file(source: str) -> Path:
-    """The file behind the recipe's `eval.questions`."""
+    """The file behind the recipe's `eval.questions`.
+
+    Raises:
+        UserError: It is to be fetched, and cannot be.
+    """
+    if source == SPEC_BENCH:
+        return spec_bench_file()
     return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
 
 
@@ -51,7 +58,9 @@ def load_questions(
     """
     file = questions_file(source)
     if not file.is_file():
-        raise UserError(f"questions file {file} does not exist: set eval.questions to a JSONL file or to `embedded`")
+        raise UserError(
+            f"questions file {file} does not exist: set eval.questions to a JSONL file, `embedded` or `spec_bench`"
+        )
     questions: list[Question] = []
     seen: dict[int | str, int] = {}
     for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):

@@ -68,8 +68,9 @@ def _hub_records(recipe: SourceRecipe) -> Iterator[tuple[str, Any]]:
             return read_json_records(Path(downloaded))
         import datasets
 
+        config = {} if recipe.hub_config is None else {"name": recipe.hub_config}
         rows = datasets.load_dataset(
-            recipe.source, data_files=recipe.file, revision=recipe.revision, split=recipe.hub_split
+            recipe.source, data_files=recipe.file, revision=recipe.revision, split=recipe.hub_split, **config
         )
     except (
         Exception
@@ -78,6 +79,6 @@ def _hub_records(recipe: SourceRecipe) -> Iterator[tuple[str, Any]]:
         part = f"split {recipe.hub_split}" + (f", file {recipe.file}" if recipe.file else "")
         raise UserError(
             f"Hub dataset {recipe.source} ({part}) cannot be loaded: {reason[:300]}; check the name and the network, "
-            "or set data.conversations.source to a local file"
+            "or set data.conversations.source to a local file (of a mixture: the `source` of that entry)"
         ) from None
     return ((f"{recipe.source} row {number}", row) for number, row in enumerate(rows, start=1))

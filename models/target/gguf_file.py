@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_gguf_available
 
 from draftsmith.models.weights import read_pretrained, sampled_hash
+from draftsmith.recipes.cache import cache_root
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
-
-CACHE_VARIABLE = "DRAFTSMITH_CACHE"
 
 
 def converted_folder(recipe: TargetRecipe) -> Path:
@@ -42,14 +41,6 @@ def converted_folder(recipe: TargetRecipe) -> Path:
         if not (folder / "config.json").is_file():
             _convert(recipe, file, folder, getattr(torch, dtype))
     return folder
-
-
-def cache_root() -> Path:
-    """`$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "draftsmith"
 
 
 def _local_file(recipe: TargetRecipe) -> Path:

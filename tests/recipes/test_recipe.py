@@ -141,6 +141,22 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, values: Any, overrides: list[
     assert overrides or str(file) in str(caught.value)
 
 
+def test_a_value_may_stand_in_a_file(tmp_path: Path) -> None:
+    sources = tmp_path / "sources.yaml"
+    sources.write_text("- {source: a.jsonl, weight: 5}\n- source: b.jsonl\n")
+    recipe = load_recipe(write(tmp_path, {"name": "a"}), [f"data.conversations.mixture=@{sources}"])
+    assert [(entry.source, entry.weight) for entry in recipe.data.conversations.mixture] == [
+        ("a.jsonl", 5),
+        ("b.jsonl", 1),
+    ]
+    for place, sentence in ((tmp_path / "no.yaml", "cannot be read: No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=sentence):
+            load_recipe(write(tmp_path, {"name": "a"}), [f"data.conversations.mixture=@{place}"])
+    sources.write_text("[a")
+    with pytest.raises(UserError, match=r"sources\.yaml is not valid YAML"):
+        load_recipe(write(tmp_path, {"name": "a"}), [f"data.conversations.mixture=@{sources}"])
+
+
 def test_a_missing_recipe_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"recipe file quikstart.yaml does not exist: did you mean `quickstart`\?"):
         load_recipe("quikstart.yaml")

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
+from draftsmith.eval.commands.compare import _check_comparable, joint_recipe
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.protocols import StepwiseDecoder
@@ -18,12 +19,14 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 
 RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "target")
 TARGET_KIND = {"qwen3-8b-parallel": "qwen3"}  # the others are for a Llama
+SMOLLM2 = "smollm2-135m"
+NUM_LAYERS = {SMOLLM2: 30}  # of the real target, where a recipe names layers; for the others eight will do
 
 
-def small_target(model_type: str) -> PreTrainedModel:
+def small_target(model_type: str, num_layers: int) -> PreTrainedModel:
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
@@ -34,7 +37,7 @@ def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
     assert arguments.learning_rate == recipe.train["learning_rate"]
-    target = small_target(TARGET_KIND.get(name, "llama"))
+    target = small_target(TARGET_KIND.get(name, "llama"), NUM_LAYERS.get(name, 8))
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     decoder = drafter.decoder(16)
     decoder.start(torch.tensor([1, 2, 3]), torch.zeros(3, 32 * len(drafter.feature_layers)))
@@ -43,6 +46,18 @@ def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
     assert drafted.shape == (1 if stepwise else drafter.config.num_depths, 40)
     trees = [tree_builder(method, decoder) for method in recipe.eval.methods]
     assert len(trees) == len(recipe.eval.methods) >= 1
+
+
+def test_every_kind_of_drafter_has_a_recipe_for_smollm2_and_they_share_one_dataset() -> None:
+    """`compare` distils once for recipes that say the same of target, data and seed, and measures them together."""
+    recipes = [load_recipe(name) for name in RECIPES if name.startswith(SMOLLM2)]
+    kinds = {file.stem for file in (ROOT / "models" / "drafters").glob("*.py") if file.stem != "__init__"}
+    assert {recipe.drafter.kind for recipe in recipes} == kinds
+    assert len({recipe.model_dump_json(include={"seed", "target", "data"}) for recipe in recipes}) == 1
+    joint = joint_recipe(recipes, "table")
+    _check_comparable(recipes, "table")
+    assert len({method.name for method in joint.eval.methods}) == len(joint.eval.methods)
+    assert not any("/" in method.name for method in joint.eval.methods)  # no two recipes gave one name
 
 
 def test_vicunas_template_is_fastchats_and_masks_its_answers() -> None:

