@@ -52,7 +52,7 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
         "not of this architecture": sorted(info["unexpected_keys"]),
         "of another shape": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
     }
-    said = [f"{_some(names)} {kind}" for kind, names in wrong.items() if names]
+    said = [f"{some_of(names)} {kind}" for kind, names in wrong.items() if names]
     if said:
         raise UserError(
             f"{what} {location} has not the weights that its config.json asks for ({'; '.join(said)}): what is absent "
@@ -78,6 +78,7 @@ def sampled_hash(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """The first few, and how many more there are."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+SEED_SUFFIX = "-seed-"  # in a recipe's name, before the number of a comparison's further training seed
 DRAFTER_KIND = "drafter"  # of an `eval.methods` entry: the run's trained drafter
 NOT_PATHS = ("stop", "chat_template")  # keys of texts in which a ~ is only a character
 
@@ -220,6 +221,12 @@ class DrafterRecipe(Section):
 
     kind: str = "parallel"
     options: dict[str, Any] = {}
+    init: str | None = Field(
+        None,
+        min_length=1,
+        description="start from the weights of another trained drafter: its folder, a Hub id, or a recipe (a file or a "
+        "shipped name), whose drafter `draftsmith run` then trains first, on this recipe's target and data",
+    )
 
 
 class MethodRecipe(Section):

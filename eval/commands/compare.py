@@ -8,29 +8,24 @@ A drafter that changes its target (Medusa-2) is measured against the changed tar
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from draftsmith.eval.commands.stages import console, make_drafter, run_eval
-from draftsmith.eval.report.seed_spread import SEED_SUFFIX
+from draftsmith.eval.commands.stages import console, make_drafter, reuse_data, run_eval
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe, check_name
+from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodRecipe, Recipe, check_name
 
 # What every recipe of a comparison must say alike: who answers which questions, and how.
 SHARED_EVAL_KEYS = (
     "questions", "limit_per_category", "limit_per_task", "max_new_tokens", "stop", "runs", "warmup_questions",
     "temperatures", "top_k", "top_p",
 )  # fmt: skip
-
-# Of the data section, what only training and the tokeniser's speed know of.
-NOT_OF_THE_DATA = {"packing", "tokenize_processes"}
 
 
 def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list[Recipe]:
@@ -90,7 +85,7 @@ def compare(recipes: list[Recipe], name: str, command: str | None = None) -> tup
     together = [recipe for recipe in recipes if not _changes_target(recipe)]
     measured = [joint_recipe(together, name)] if together else []
     for recipe in recipes:
-        _reuse_data(recipe, recipes)
+        reuse_data(recipe, recipes)
         make_drafter(recipe)
     rows = [row for joint in measured for row in run_eval(joint, command)]
     for recipe in recipes:
@@ -145,20 +140,3 @@ def _check_comparable(recipes: list[Recipe], table_name: str) -> None:
 def _changes_target(recipe: Recipe) -> bool:
     """Whether the recipe's kind of drafter has something to say about it."""
     return load_drafter_class(recipe.drafter.kind).target_change is not Drafter.target_change
-
-
-def _reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
-    """Copy the distilled conversations of a recipe that asked for the same ones."""
-    folder = RunFolder(recipe).data
-    if folder.exists():
-        return
-    for other in recipes:
-        source = RunFolder(other).data
-        data, others_data = (each.data.model_dump(exclude=NOT_OF_THE_DATA) for each in (recipe, other))
-        same = (others_data, other.seed, other.target) == (data, recipe.seed, recipe.target)
-        if same and other is not recipe and (source / "tokens").is_dir():
-            partial = folder.with_name("data.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(source, partial)
-            partial.replace(folder)
-            return

@@ -19,12 +19,15 @@ from draftsmith.data.checks.rows import expected_of
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.first_stage import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter.parity import check_parity
+from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import training_arguments
 
 STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}
@@ -83,7 +86,10 @@ def examine(recipe: Recipe) -> Diagnosis:
     rows = rows_of(parts)
     parts.append(Checked("target", [_draft_trees(target)]))
     parts.append(
-        Checked(f"drafter ({recipe.drafter.kind})", [_training_arguments(recipe), _drafter(recipe, target, rows)])
+        Checked(
+            f"drafter ({recipe.drafter.kind})",
+            [_training_arguments(recipe), *_start(recipe, target), _drafter(recipe, target, rows)],
+        )
     )
     return Diagnosis(recipe.name, parts, tokenizer)
 
@@ -145,6 +151,22 @@ def _training_arguments(recipe: Recipe) -> Finding:
     except UserError as error:
         return Finding("train section", "defect", str(error))
     return Finding("train section", "ok", "transformers.TrainingArguments takes it")
+
+
+def _start(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
+    """Whether the drafter that training starts from is there and fits, if it is to start from one."""
+    check, init = "drafter.init", str(recipe.drafter.init)
+    try:
+        first = first_stage(recipe)
+        if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
+            return [Finding(check, "ok", f"`draftsmith run` trains the drafter of {init} first")]
+        folder = start_folder(recipe)
+        if folder is None:
+            return []
+        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+        return [Finding(check, "ok", start_sentence(start_from(drafter, folder, init)))]
+    except UserError as error:
+        return [Finding(check, "defect", str(error))]
 
 
 def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Finding:

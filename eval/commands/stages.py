@@ -3,6 +3,7 @@
 Each imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
 """
 
+import shutil
 import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from rich.markup import escape
 from rich.prompt import Confirm
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.first_stage import first_stage
 from draftsmith.recipes.run_folder import RunFolder, check_writable
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from draftsmith.data.engines.engine import Engine
 
+# Of the data section, what only training and the tokeniser's speed know of.
+NOT_OF_THE_DATA = {"packing", "tokenize_processes"}
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -105,11 +109,39 @@ def run_train(recipe: Recipe) -> None:
 
 
 def make_drafter(recipe: Recipe) -> None:
-    """Every stage before the measurement; features only where they come from disk."""
+    """Every stage before the measurement; features only where they come from disk.
+
+    Where `drafter.init` names a recipe, its drafter is made before, on the same conversations.
+    """
+    first = first_stage(recipe)
+    if first is not None and RunFolder(first).data.exists():  # of other settings they are refused here, before any work
+        make_drafter(first)
+        reuse_data(recipe, [first])
+        first = None
     run_distill(recipe)
+    if first is not None:
+        reuse_data(first, [recipe])
+        make_drafter(first)
     if recipe.data.features.source == "offline":
         run_features(recipe)
     run_train(recipe)
+
+
+def reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
+    """Copy the distilled conversations of a recipe that asked for the same ones."""
+    folder = RunFolder(recipe).data
+    if folder.exists():
+        return
+    for other in recipes:
+        source = RunFolder(other).data
+        data, others_data = (each.data.model_dump(exclude=NOT_OF_THE_DATA) for each in (recipe, other))
+        same = (others_data, other.seed, other.target) == (data, recipe.seed, recipe.target)
+        if same and other is not recipe and (source / "tokens").is_dir():
+            partial = folder.with_name("data.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source, partial)
+            partial.replace(folder)
+            return
 
 
 def run_eval(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]:

@@ -8,8 +8,7 @@ import statistics
 from typing import Any
 
 from draftsmith.eval.report.summary import OVERALL
-
-SEED_SUFFIX = "-seed-"  # in a recipe's name, before the number
+from draftsmith.recipes.schema import SEED_SUFFIX
 
 
 def seed_spread(summary: list[dict[str, Any]]) -> list[dict[str, Any]]:

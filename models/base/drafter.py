@@ -137,6 +137,15 @@ class Drafter(PreTrainedModel):
 
     def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
+        self.refuse_other_target(target)
+        self._attached = Attached(target, target.get_input_embeddings(), target.get_output_embeddings())
+        return self
+
+    def refuse_other_target(self, target: PreTrainedModel) -> None:
+        """
+        Raises:
+            UserError: The drafter was made for a target of another kind or size.
+        """
         expected, found = self.config.target_config, target.config
         for key in MATCHED_KEYS:
             if expected.get(key) != getattr(found, key, None):
@@ -145,8 +154,6 @@ class Drafter(PreTrainedModel):
                     f"({self.config.target_name_or_path}), not {getattr(found, key, None)}: use it with that target, "
                     "or train a drafter for this one"
                 )
-        self._attached = Attached(target, target.get_input_embeddings(), target.get_output_embeddings())
-        return self
 
     @property
     def attached(self) -> Attached:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
@@ -13,6 +14,17 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import read_json
 
 TRAINING_FILE = "training.json"  # in a drafter's folder; written last
+
+
+@dataclass
+class Start:
+    """The trained drafter whose weights a training began with (`drafter.init`)."""
+
+    source: str  # as the recipe names it
+    kind: str
+    weights_sha256: dict[str, str]
+    fresh: list[str]  # parameters that it has not
+    unused: list[str]  # and those that only it has
 
 
 @dataclass
@@ -29,6 +41,7 @@ class Training:
     rows: int | None = None
     target_change: str | None = None
     weights_sha256: dict[str, str] | None = None
+    start: Start | None = None
 
 
 def load_drafter_class(kind: str) -> type[Drafter]:
@@ -55,15 +68,24 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
     Raises:
         UserError: There is none, its weights are not those of its kind, or not those that training wrote.
     """
+    drafter = read_drafter(folder, target.dtype).to(target.device)
+    drafter.attach(target)
+    return drafter.freeze()
+
+
+def read_drafter(folder: str | Path, dtype: torch.dtype) -> Drafter:
+    """A trained drafter on the CPU, attached to no target.
+
+    Raises:
+        UserError: As `load_drafter`.
+    """
     folder = str(folder)
     model_type = str(drafter_config(folder).get("model_type", ""))
     if not model_type.startswith(MODEL_TYPE_PREFIX):
         raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
     kind = model_type.removeprefix(MODEL_TYPE_PREFIX)
     _check_as_trained(Path(folder), kind)
-    drafter = load_weights("drafter", folder, load_drafter_class(kind), dtype=target.dtype).to(target.device)
-    drafter.attach(target)
-    return drafter.freeze()
+    return load_weights("drafter", folder, load_drafter_class(kind), dtype=dtype)
 
 
 def read_training(folder: Path) -> Training:

@@ -19,6 +19,7 @@ from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.report import TrainReport
+from draftsmith.train.drafter.start import start_sentence
 
 CARD_FILE = "README.md"
 MARK = "<!-- Written by draftsmith after train, eval, report and prove. Delete this line to keep your own text. -->"
@@ -38,6 +39,7 @@ def write_drafter_card(recipe: Recipe, figures: dict[str, Any] | None = None, pr
     if file.is_file() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
         return None
     target = _public(recipe.target.model)
+    training = TrainReport.read(folder) if (folder / TRAINING_FILE).is_file() else None
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     text = environment.from_string(template).render(
@@ -48,7 +50,8 @@ def write_drafter_card(recipe: Recipe, figures: dict[str, Any] | None = None, pr
         source=", ".join(_public(source.source) for source in recipe.data.conversations.sources),
         what=_what_it_is(recipe.drafter.kind),
         recipe_yaml=_shown_recipe(recipe),
-        training=TrainReport.read(folder) if (folder / TRAINING_FILE).is_file() else None,
+        training=training,
+        start=None if training is None or training.start is None else start_sentence(training.start),
         figures=figures,
         proof=proof,
     )
@@ -91,6 +94,8 @@ def _what_it_is(kind: str) -> str:
 
 def _shown_recipe(recipe: Recipe) -> str:
     sections = recipe.model_dump(include=set(RECIPE_SECTIONS), exclude_none=True)
+    if recipe.drafter.init is not None:
+        sections["drafter"]["init"] = _public(recipe.drafter.init)
     sections["target"]["model"] = _public(recipe.target.model)
     conversations = sections["data"]["conversations"]
     for section in (conversations, *conversations["mixture"]):

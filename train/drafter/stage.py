@@ -5,6 +5,7 @@
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
@@ -29,6 +30,7 @@ from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_chec
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.same_bits import reproducible_where, same_bits_every_time
+from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.features.offline import keep_what_is_read, open_features, refuse_obstacle
@@ -58,7 +60,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if offline:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
-    settings = _settings(recipe, tokens)
+    begun_from = start_folder(recipe)
+    settings = _settings(recipe, tokens) | start_settings(begun_from)
     check_settings(run.drafter / SETTINGS, settings, "train anew")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
@@ -68,6 +71,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     torch.manual_seed(args.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
     drafter.prepare(tokens)
+    start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
     enable_gradient_checkpointing(args, drafter)
     rows: Dataset | PackedRows = tokens
     if recipe.data.packing:
@@ -81,8 +85,10 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
         write_settings(run.drafter / SETTINGS, settings)
-        run.record("train")
+        run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
         _refuse_full_disk(run.drafter, drafter)
+        if start is not None:
+            print(f"{recipe.name}: {start_sentence(start)}")
     checkpoint = _checkpoint_to_go_on_from(trainer)
     if checkpoint is not None:
         trainer.progress.restore(checkpoint)
@@ -99,7 +105,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     trained = set(drafter.parameters())  # which may lie inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
-    _save(trainer, run.drafter, args, settings)
+    _save(trainer, run.drafter, args, settings, start)
     if trainer.is_world_process_zero():
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
@@ -153,7 +159,9 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     return settings
 
 
-def _save(trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any]) -> None:
+def _save(
+    trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any], start: Start | None
+) -> None:
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; settings.json says the same
@@ -167,6 +175,7 @@ def _save(trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settin
             "reproducible": reproducible_where(args),
             "weights_sha256": weights_sha256(folder),
             "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
+            **({} if start is None else {"start": asdict(start)}),
             "history": trainer.state.log_history,
             "settings": settings,
         }

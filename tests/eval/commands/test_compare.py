@@ -12,12 +12,12 @@ from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.compare import (
     _changes_target,
-    _reuse_data,
     compare,
     expand_variants,
     joint_recipe,
     with_seeds,
 )
+from draftsmith.eval.commands.stages import reuse_data
 from draftsmith.eval.report.seed_spread import seed_spread
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
@@ -101,7 +101,7 @@ def test_data_are_reused_unless_they_would_be_others(tmp_path: Path, override: s
         for name, extra in (("first", []), ("second", [override]))
     )
     (RunFolder(first).data / "tokens").mkdir(parents=True)
-    _reuse_data(second, [first, second])
+    reuse_data(second, [first, second])
     assert (RunFolder(second).data / "tokens").is_dir() == same
 
 

@@ -1,0 +1,230 @@
+"""`drafter.init`: the source's weights tensor by tensor, no other source unnoticed, and two stages that resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_runs import InterruptAt, recipe_file, recipe_in, tiny_run
+
+from draftsmith.eval.commands import stages
+from draftsmith.models.base.draft_vocabulary import DraftVocabulary
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.start import start_from
+from draftsmith.train.drafter.trainer import DrafterTrainer
+
+STILL = {"learning_rate": 0.0, "max_steps": 1}
+
+
+def drafter_of(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kind": kind, "options": options}
+
+
+def trained(folder: Path, name: str, drafter: dict[str, Any], **train: Any) -> Path:
+    recipe = tiny_run(folder, name, drafter=drafter, train={"max_steps": 2, **train})
+    train_drafter(recipe)
+    return RunFolder(recipe).drafter
+
+
+def from_source(folder: Path, source: Path | str, drafter: dict[str, Any], name: str = "second") -> Recipe:
+    return tiny_run(folder, name, drafter={**drafter, "init": str(source)}, train=STILL)
+
+
+def weights_of(recipe_or_folder: Recipe | Path) -> dict[str, torch.Tensor]:
+    folder = recipe_or_folder if isinstance(recipe_or_folder, Path) else RunFolder(recipe_or_folder).drafter
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Path) -> None:
+    """All of EAGLE's tensors; the masks are those that the seed gives without a source."""
+    source = trained(tmp_path, "first", drafter_of("eagle"), max_steps=4)
+    parallel = drafter_of("eagle_parallel", num_masks=2)
+    fresh = trained(tmp_path, "fresh", parallel, **STILL)
+    recipe = from_source(tmp_path, source, parallel)
+    train_drafter(recipe)
+    first, alone, second = weights_of(source), weights_of(fresh), weights_of(recipe)
+    assert second.keys() == {*first, "masks"}
+    assert all(torch.equal(second[name], first[name]) for name in first)
+    assert torch.equal(second["masks"], alone["masks"])
+    assert not any(torch.equal(alone[name], first[name]) for name in first if "norm" not in name)
+    training = json.loads((RunFolder(recipe).drafter / "training.json").read_text())
+    sha256 = json.loads((source / "training.json").read_text())["weights_sha256"]
+    assert training["start"] == {
+        "source": str(source), "kind": "eagle", "weights_sha256": sha256, "fresh": ["masks"], "unused": [],
+    }  # fmt: skip
+    assert training["settings"]["drafter.init (its weights)"] == sha256["model.safetensors"]
+    provenance = json.loads((RunFolder(recipe).root / "provenance.json").read_text())
+    assert list(provenance["train"]["inputs_sha256"].values()) == list(sha256.values())
+    card = (RunFolder(recipe).drafter / "README.md").read_text()
+    assert f"started from the weights of a trained eagle drafter (SHA-256 {sha256['model.safetensors'][:12]}" in card
+    assert "new here: masks." in card
+    assert str(tmp_path) not in card
+
+
+def test_kinds_that_share_a_part(tmp_path: Path) -> None:
+    """A parallel drafter takes EAGLE's attention and MLP; EAGLE's `fc` has no place in it."""
+    source = trained(tmp_path, "first", drafter_of("eagle"))
+    recipe = from_source(tmp_path, source, drafter_of("parallel", num_masks=2))
+    train_drafter(recipe)
+    first, second = weights_of(source), weights_of(recipe)
+    assert torch.equal(second["layers.0.mlp.up_proj.weight"], first["layers.0.mlp.up_proj.weight"])
+    start = json.loads((RunFolder(recipe).drafter / "training.json").read_text())["start"]
+    assert start["unused"] == ["fc.weight"]
+    assert {"masks", "fuse.weight", "norm.weight", "layers.0.input_layernorm.weight"} <= set(start["fresh"])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sentence"),
+    [
+        (drafter_of("medusa"), drafter_of("pass_embeddings"), "pass_embeddings has no parameter in common with"),
+        (
+            drafter_of("parallel", num_masks=3),
+            drafter_of("parallel", num_masks=2),
+            r"masks of .* has another shape \(masks \[3, \d+\], here \[2, \d+\]\): give this recipe its",
+        ),
+        (
+            drafter_of("parallel", feature_layers=[1, -1]),
+            drafter_of("parallel", feature_layers=[2, -1]),
+            r"layers \[1, -1\], not \[2, -1\]: set drafter.options.feature_layers",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], sentence: str
+) -> None:
+    source = trained(tmp_path, "first", first)
+    with pytest.raises(UserError, match=sentence):
+        train_drafter(from_source(tmp_path, source, second))
+    assert not (tmp_path / "runs" / "second" / "drafter").exists()
+
+
+def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
+    """Not after training either; and never weights that training did not write."""
+    parallel = drafter_of("eagle_parallel", num_masks=2)
+    source = trained(tmp_path, "first", drafter_of("eagle"))
+    other = trained(tmp_path, "other", drafter_of("eagle"), seed=1)
+    train_drafter(from_source(tmp_path, source, parallel))
+    moved = source.rename(tmp_path / "elsewhere")
+    assert train_drafter(from_source(tmp_path, moved, parallel)).was_finished
+    with pytest.raises(UserError, match=r"begun with drafter.init \(its weights\) = '[0-9a-f]{64}', now it is '"):
+        train_drafter(from_source(tmp_path, other, parallel))
+    with pytest.raises(UserError, match=r"drafter.init \(its weights\)"):
+        train_drafter(tiny_run(tmp_path, "second", drafter=parallel, train=STILL))
+    changed = {name: tensor + 1 for name, tensor in weights_of(other).items()}
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="are not those that training wrote"):
+        train_drafter(from_source(tmp_path, other, drafter_of("eagle"), name="third"))
+
+
+@pytest.mark.parametrize(
+    ("init", "sentence"),
+    [
+        ("./nothing/here", "./nothing/here is not a folder: give a drafter's folder, a recipe or a Hub id"),
+        ("a/b/c", "a/b/c is not a folder"),
+        ("nobody/has-this", "drafter.init nobody/has-this cannot be loaded"),
+        ("embedded-eagel", "`drafter.init`: recipe file embedded-eagel does not exist: did you mean `embedded-eagle`"),
+        ("embedded-eagle", "of embedded-eagle is not trained yet .*`draftsmith run` with this recipe trains it first"),
+        ("TMP", "TMP holds no trained drafter"),
+    ],
+)
+def test_no_source(tmp_path: Path, init: str, sentence: str) -> None:
+    init, sentence = (text.replace("TMP", str(tmp_path)) for text in (init, sentence))
+    with pytest.raises(UserError, match=sentence):
+        train_drafter(from_source(tmp_path, init, drafter_of("eagle_parallel")))
+
+
+def test_the_draft_vocabulary_comes_along(tmp_path: Path) -> None:
+    """Of the same size: the source's tokens, though these data would give others. Of another size: none of it."""
+    target, _ = load_target(tiny_run(tmp_path).target)
+
+    def built(kind: str, tokens: range) -> DraftVocabulary:
+        drafter = load_drafter_class(kind).from_target(target, {"draft_vocab_size": len(tokens)})
+        assert isinstance(drafter, DraftVocabulary)
+        counts_v = torch.zeros(target.config.vocab_size)
+        counts_v[list(tokens)] = 1
+        drafter.choose_draft_tokens(counts_v)
+        return drafter
+
+    def ids_of(drafter: DraftVocabulary) -> list[int]:
+        assert drafter.draft_ids is not None
+        assert drafter.t2d.nonzero().flatten().tolist() == drafter.draft_ids.tolist()
+        return drafter.draft_ids.tolist()
+
+    source = tmp_path / "source"
+    built("eagle3", range(20, 28)).save_pretrained(source)
+    same, other = built("eagle3", range(30, 38)), built("peagle", range(30, 39))
+    start = start_from(same, source, "source")
+    assert ids_of(same) == list(range(20, 28))
+    assert (start.fresh, start.unused) == ([], [])
+    start = start_from(other, source, "source")
+    assert ids_of(other) == list(range(30, 39))
+    assert start.unused == ["d2t", "lm_head.weight", "t2d"]
+
+
+# ---- two stages ----
+
+
+def two_stages(folder: Path, runs: str) -> Recipe:
+    """A recipe that starts from another recipe's drafter, 5 steps each; tokens are there."""
+    eagle = recipe_in(folder, "eagle", drafter=drafter_of("eagle"), train={"max_steps": 5})
+    drafter = {**drafter_of("eagle_parallel", num_masks=2), "init": recipe_file(eagle)}
+    return tiny_run(folder, "both", drafter=drafter, train={"max_steps": 5}, runs_dir=str(folder / runs))
+
+
+@pytest.mark.parametrize("interrupted", ["eagle", "both"])
+def test_two_stages_broken_off_in_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
+    """The same weights in the end as without a break, bit for bit."""
+    monkeypatch.setattr(stages, "run_distill", lambda recipe: None)
+    whole, broken = two_stages(tmp_path, "runs"), two_stages(tmp_path, "other")
+    stages.make_drafter(whole)
+
+    class Interrupted(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if interrupted in Path(str(self.args.output_dir)).parts:
+                self.add_callback(InterruptAt(3))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stages.make_drafter(broken)
+    firsts = [first_stage(recipe) for recipe in (whole, broken)]
+    assert firsts[1] is not None
+    assert (RunFolder(firsts[1]).drafter / "training.json").is_file() == (interrupted == "both")
+    stages.make_drafter(broken)
+    for left, right in (firsts, (whole, broken)):
+        assert left is not None
+        assert right is not None
+        expected, found = weights_of(left), weights_of(right)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_the_first_stage_is_on_the_second_ones_data() -> None:
+    recipe = Recipe.model_validate(
+        {"name": "two", "runs_dir": "there", "seed": 3, "data": {"max_length_tokens": 77},
+         "drafter": {"kind": "eagle_parallel", "init": "embedded-eagle"}}
+    )  # fmt: skip
+    first = first_stage(recipe)
+    assert first is not None
+    assert (first.name, first.drafter.kind, first.train["learning_rate"]) == ("embedded-eagle", "eagle", 6e-3)
+    assert (first.runs_dir, first.seed, first.data, first.target) == ("there", 3, recipe.data, recipe.target)
+    of_seed = first_stage(recipe.model_copy(update={"name": "two-seed-2", "train": {"seed": 5}}))
+    assert of_seed is not None
+    assert (of_seed.name, of_seed.train["seed"]) == ("embedded-eagle-seed-2", 5)
+
+
+def test_a_circle_of_recipes(tmp_path: Path) -> None:
+    one = recipe_in(tmp_path, "one", drafter={"init": str(tmp_path / "two.yaml")})
+    recipe_file(recipe_in(tmp_path, "two", drafter={"init": recipe_file(one)}))
+    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one a start"):
+        first_stage(one)

@@ -1,0 +1,105 @@
+"""`drafter.init`: a new drafter starts from the weights of a trained one, of its own kind or of another.
+
+What both have by one name and in one shape is taken over, tensor by tensor; a drafter's parameters are named after what
+they are, so an EAGLE's `layers` and `fc` are what the parallel flavour's are. The rest stays as the kind starts it.
+"""
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, read_drafter
+from draftsmith.models.weights import read_pretrained, some_of, weights_sha256
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+SHOWN_HASH_DIGITS = 12
+
+
+def start_folder(recipe: Recipe) -> Path | None:
+    """Where the drafter lies that the recipe's starts from; None if it starts from none.
+
+    Raises:
+        UserError: It is not there, or not trained yet.
+    """
+    init = recipe.drafter.init
+    if init is None:
+        return None
+    first = first_stage(recipe)
+    if first is not None:
+        folder = RunFolder(first).drafter
+        if not (folder / TRAINING_FILE).is_file():
+            raise UserError(
+                f"key `drafter.init`: the drafter of {init} is not trained yet ({folder}): `draftsmith run` with this "
+                "recipe trains it first"
+            )
+        return folder
+    folder = Path(init)
+    if not folder.is_dir():
+        if init.startswith((".", "/", "~")) or init.count("/") != 1:
+            raise UserError(
+                f"key `drafter.init`: {init} is not a folder: give a drafter's folder, a recipe or a Hub id"
+            )
+        patterns = ["*.json", "*.safetensors"]
+        folder = Path(read_pretrained("drafter.init", init, lambda: snapshot_download(init, allow_patterns=patterns)))
+    if not str(drafter_config(folder).get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
+        raise UserError(f"key `drafter.init`: {init} holds no trained drafter: `runs/NAME/drafter` of a run would")
+    return folder
+
+
+def start_settings(folder: Path | None) -> dict[str, str]:
+    """For the settings that a run's drafter was begun with: what tells one start from another."""
+    return {} if folder is None else {"drafter.init (its weights)": " ".join(weights_sha256(folder).values())}
+
+
+@torch.no_grad()
+def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
+    """Take over what the trained drafter in `folder` has in common with this new one, attached and prepared.
+
+    Raises:
+        UserError: Its weights are not those that training wrote, it was made for another target, it has nothing in
+            common with this one, or it is of the same kind and has other options.
+    """
+    trained = read_drafter(folder, drafter.dtype)
+    trained.refuse_other_target(drafter.attached.target)
+    own, kind = (each.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for each in (drafter, trained))
+    theirs, mine = trained.state_dict(), drafter.state_dict()
+    other_shapes = [name for name in mine if name in theirs and mine[name].shape != theirs[name].shape]
+    if other_shapes and own == kind:
+        name = other_shapes[0]
+        raise UserError(
+            f"key `drafter.init`: {some_of(other_shapes)} of {source} has another shape ({name} "
+            f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe its `drafter.options`"
+        )
+    taken = {name for name in mine if name in theirs and name not in other_shapes}
+    draft_vocabulary = {name for name, _ in drafter.named_buffers() if name in mine}
+    if not draft_vocabulary <= taken:
+        taken -= draft_vocabulary  # as a whole or not at all
+    parameters = dict(drafter.named_parameters())
+    if not taken & parameters.keys():
+        raise UserError(
+            f"key `drafter.init`: a drafter of kind {own} has no parameter in common with {source}, which is of kind "
+            f"{kind}: leave it out, or start from another kind"
+        )
+    read, theirs_read = drafter.feature_layers, trained.feature_layers
+    if len(read) == len(theirs_read) and read != theirs_read:
+        raise UserError(
+            f"key `drafter.init`: {source} was trained on features of the target's layers {list(theirs_read)}, not "
+            f"{list(read)}: set drafter.options.feature_layers to those"
+        )
+    for name in taken:
+        mine[name].copy_(theirs[name])
+    fresh, unused = sorted(mine.keys() - taken), sorted(theirs.keys() - taken)
+    return Start(source, kind, weights_sha256(folder), fresh, unused)
+
+
+def start_sentence(start: Start) -> str:
+    """For the terminal and the model card."""
+    digest = " ".join(start.weights_sha256.values())[:SHOWN_HASH_DIGITS]
+    rest = f"; new here: {some_of(start.fresh)}" if start.fresh else ""
+    rest += f"; left out: {some_of(start.unused)}" if start.unused else ""
+    return f"started from the weights of a trained {start.kind} drafter (SHA-256 {digest}...){rest}"
