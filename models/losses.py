@@ -43,6 +43,8 @@ class DrafterOutput(ModelOutput):
     depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over labels
     depth_correct: Tensor | None = None  # [G] labels that are the argmax
     depth_count: Tensor | None = None  # [G] labels
+    correct_bgs: Tensor | None = None  # [B, G, S] bool: the argmax is the label of this group and depth
+    correct_n: Tensor | None = None  # [N] the same of the rows whose loss it is
 
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----
@@ -190,6 +192,7 @@ def depth_loss(
         depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
         depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
         depth_count=torch.bincount(depth_n, minlength=len(weight_g)),
+        correct_n=result.correct_n & (known_n > 0),
     )
 
 

@@ -213,6 +213,13 @@ class DataRecipe(Section):
     packing: bool = Field(
         False, description="train on rows of several conversations, together at most max_length_tokens long"
     )
+    eval_rows_frac: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the token rows, by a hash of each, that training leaves out: accuracy by depth and the "
+        "tau of a chain are measured on them at the end, and on the way with `train.eval_strategy`",
+    )
     tokenize_processes: int | None = Field(None, ge=1, description="by default one a processor, 8 at most")
 
 

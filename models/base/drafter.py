@@ -78,8 +78,8 @@ class Drafter(PreTrainedModel):
     _attached: Attached | None = None
     # Why it cannot be trained on features from disk (`data.features.source: offline`), for the user; None if it can.
     offline_obstacle: str | None = None
-    # Optimiser steps done; the trainer keeps it up to date.
-    training_step = 0
+    # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
+    training_step, training_progress_frac = 0, 1.0
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -130,6 +130,11 @@ class Drafter(PreTrainedModel):
     def original_target(self) -> Iterator[None]:
         """In here the target is as it was before the drafter changed it."""
         yield
+
+    @property
+    def depth_shares(self) -> list[float]:
+        """Share of each depth in the loss at this point of the training; what it ends with where nothing is trained."""
+        return self.config.options.depth_shares(self.training_progress_frac if self.training else 1.0)
 
     def learning_rate_factors(self) -> dict[str, float]:
         """Factors on the recipe's learning rate, by the beginning of the parameters' names."""

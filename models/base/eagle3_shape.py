@@ -144,7 +144,7 @@ class Eagle3Shape(DraftVocabulary, GroupWiseDrafter):
     def label_loss(
         self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
     ) -> DrafterOutput:
-        weights = self.config.options.depth_shares
+        weights = self.depth_shares
         return self.vocabulary_loss(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.config.loss, weights)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:

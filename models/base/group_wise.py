@@ -8,7 +8,7 @@ Shapes: B batch, S sequence, G streams = depths that are trained, N present rows
 features, V vocabulary, W tree nodes of a call.
 """
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,11 @@ class GroupWiseDrafter(Drafter):
         if teacher_features is not None:
             # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
             teacher_nd = teacher_features[rows.batch_n[labelled], rows.position_n[labelled] + depth_n]
-        return self.label_loss(hidden_nd[labelled], depth_n, labels_n[labelled], teacher_nd)
+        output = self.label_loss(hidden_nd[labelled], depth_n, labels_n[labelled], teacher_nd)
+        correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
+        correct[rows.index_n[labelled]] = cast(Tensor, output.correct_n)
+        output.correct_bgs = correct.view(labels_bgs.shape)
+        return output
 
     def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
         """The rows to compute: those with a label, and what they attend to."""
@@ -86,7 +90,7 @@ class GroupWiseDrafter(Drafter):
             depth_n,
             labels_n,
             lm_head,
-            torch.tensor(self.config.options.depth_shares, device=hidden_nd.device),
+            torch.tensor(self.depth_shares, device=hidden_nd.device),
             loss=self.config.loss,
             teacher_nd=teacher_nd,
             teacher_head=lm_head,

@@ -76,7 +76,8 @@ class HeadsDrafter(Drafter):
             hidden_of: Head index j, and batch and position [N] of the rows, to their hidden states [N, D].
         """
         weights_dtype, results = torch.promote_types(self.dtype, torch.float32), []
-        for j, weight in enumerate(self.config.options.depth_shares):
+        correct_bgs = torch.zeros_like(labels_bgs, dtype=torch.bool)
+        for j, weight in enumerate(self.depth_shares):
             batch_n, position_n = (labels_bgs[:, j] != IGNORED_LABEL).nonzero(as_tuple=True)
             result = head_loss(
                 hidden_of(j, batch_n, position_n),
@@ -88,9 +89,11 @@ class HeadsDrafter(Drafter):
                 teacher_head=self.attached.lm_head,
             )
             results.append(result)
+            correct_bgs[batch_n, j, position_n] = result.correct_n
         return DrafterOutput(
             loss=torch.stack([result.loss for result in results]).sum(),
             depth_loss_sum=torch.stack([result.cross_entropy_n.sum() for result in results]),
             depth_correct=torch.stack([result.correct_n.sum() for result in results]),
             depth_count=torch.tensor([len(result.losses_n) for result in results], device=features.device),
+            correct_bgs=correct_bgs,
         )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, ValidationError, ValidationInfo, WrapValidator, model_validator
 
+from draftsmith.models.base.depth_weights import depth_shares
 from draftsmith.models.groups.attention import Backend
 from draftsmith.models.losses import LossName
 from draftsmith.recipes.errors import UserError
@@ -64,9 +65,8 @@ class DrafterOptions(Section):
         """G, the depths that are trained."""
         return 1
 
-    @property
-    def depth_shares(self) -> list[float]:
-        """lambda of each depth, normalised to sum 1."""
+    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
+        """Share of each depth in the loss, sum 1, when so much of the training is done."""
         return [1.0]
 
 
@@ -74,16 +74,21 @@ class DepthOptions(DrafterOptions):
     """Of kinds that train several depths; they say how many."""
 
     depth_weights: DepthWeights = 0.8
+    depth_ramp: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the training in which depth 2, 3, ... come in; 0: all from the first step",
+    )
 
-    @property
-    def depth_shares(self) -> list[float]:
+    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
         given = self.depth_weights
         weights = given if isinstance(given, list) else [given**j for j in range(self.num_depths)]
-        return [weight / sum(weights) for weight in weights]
+        return depth_shares(weights, self.depth_ramp, progress_frac)
 
     @model_validator(mode="after")
     def _one_weight_a_depth(self) -> Self:
-        if len(self.depth_shares) != self.num_depths:
+        if len(self.depth_shares()) != self.num_depths:
             raise ValueError(
                 f"`depth_weights` must be one positive number or {self.num_depths} of them (one for each depth), not "
                 f"{self.depth_weights}"

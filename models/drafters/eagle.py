@@ -89,7 +89,7 @@ class EagleLayer(GroupWiseDrafter):
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
         lm_head = self.attached.lm_head
         feature_loss_n = smooth_l1(hidden_nd, teacher_nd)
-        weight_g = feature_loss_n.new_tensor(self.config.options.depth_shares)
+        weight_g = feature_loss_n.new_tensor(self.depth_shares)
         output = depth_loss(
             hidden_nd,
             depth_n,

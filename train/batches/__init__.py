@@ -1,4 +1,5 @@
-"""Token rows as batches: padded on the right (`collate`), or several conversations to a row (`packing`).
+"""Token rows as batches: padded on the right (`collate`), or several conversations to a row (`packing`); and
+those that are kept out (`heldout`).
 
 May import `data` and `models`.
 """

@@ -75,15 +75,17 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
     """
 
     def __init__(self, tokens: Dataset, row_tokens: int) -> None:
-        self._tokens = tokens.select_columns(["input_ids", "loss_mask"])
+        numbers = [name for name in tokens.column_names if name == ROWS_COLUMN]  # of a part of the cached rows
+        self._tokens = tokens.select_columns(["input_ids", "loss_mask", *numbers])
         self.rows = pack_by_length(row_lengths(tokens), row_tokens)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = self.rows[index]
-        return {**pack_documents([self._tokens[document] for document in documents]), ROWS_COLUMN: documents}
+        documents = [self._tokens[document] | {"place": document} for document in self.rows[index]]
+        numbers = [number for row in documents for number in row.get(ROWS_COLUMN, [row["place"]])]
+        return {**pack_documents(documents), ROWS_COLUMN: numbers}
 
 
 def check_packing(target: PreTrainedModel) -> None:

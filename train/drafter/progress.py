@@ -58,6 +58,9 @@ class Progress(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_s = time.monotonic()
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last_s = time.monotonic()  # that was no training
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         now_s = time.monotonic()
         self.elapsed_s += now_s - (self._last_s or now_s)

@@ -23,20 +23,42 @@ class TrainReport(Training):
         return next((entry for entry in reversed(self.history) if "loss" in entry), {})
 
     @property
+    def heldout(self) -> dict[str, float]:
+        """The last figures on the rows that were kept out of training, if any were."""
+        return next((entry for entry in reversed(self.history) if "eval_loss" in entry), {})
+
+    @property
+    def heldout_accuracy(self) -> list[float]:
+        """Of each depth."""
+        return _by_depth(self.heldout, "eval_accuracy")
+
+    @property
+    def heldout_tau(self) -> list[float]:
+        """Of greedy chains of 1, 2, ... drafted tokens."""
+        return _by_depth(self.heldout, "eval_tau")
+
+    @property
     def loss(self) -> float:
         return self.last_log.get("loss", float("nan"))
 
     @property
     def depth_accuracy(self) -> list[float]:
-        names = (f"accuracy_depth{depth}" for depth in range(1, len(self.last_log) + 1))
-        return [self.last_log[name] for name in names if name in self.last_log]
+        return _by_depth(self.last_log, "accuracy")
 
     def sentence(self) -> str:
         """One sentence for the terminal."""
         accuracy = ", ".join(f"{value:.0%}" for value in self.depth_accuracy)
         depths = f"accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
         last = f"last loss {self.loss:.3f}, {depths}"
+        if self.heldout_tau:
+            shares = ", ".join(f"{value:.0%}" for value in self.heldout_accuracy)
+            last += f"; on rows kept out: {shares}, tau of a chain {self.heldout_tau[-1]:.2f}"
         if self.was_finished:
             return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
         return f"trained {self.folder} in {self.steps} steps, {self.wall_time_s:.0f} s, {speed}; {last}"
+
+
+def _by_depth(log: dict[str, float], name: str) -> list[float]:
+    names = (f"{name}_depth{depth}" for depth in range(1, len(log) + 1))
+    return [log[name] for name in names if name in log]

@@ -24,6 +24,7 @@ from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
 from draftsmith.recipes.units import bytes_text, free_bytes_at
+from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.batches.packing import PackedRows, check_packing
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_checkpoint, set_damaged_aside
@@ -39,7 +40,8 @@ SETTINGS = "settings.json"
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
 HARMLESS_TRAIN_KEYS = (
     "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
-    "disable_tqdm", "dataloader_num_workers", "run_name", "log_level",
+    "disable_tqdm", "dataloader_num_workers", "run_name", "log_level", "eval_strategy", "eval_steps", "eval_delay",
+    "eval_on_start", "per_device_eval_batch_size",
 )  # fmt: skip
 
 
@@ -60,6 +62,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if offline:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
+    to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac)
+    _refuse_evaluation_of_nothing(args, to_eval)
     begun_from = start_folder(recipe)
     settings = _settings(recipe, tokens) | start_settings(begun_from)
     check_settings(run.drafter / SETTINGS, settings, "train anew")
@@ -70,18 +74,18 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu" if offline else str(args.device)}))
     torch.manual_seed(args.seed)
     drafter = drafter_class.from_target(target, recipe.drafter.options)
-    drafter.prepare(tokens)
+    drafter.prepare(to_train)
     start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
     enable_gradient_checkpointing(args, drafter)
-    rows: Dataset | PackedRows = tokens
+    rows: Dataset | PackedRows = to_train
     if recipe.data.packing:
         check_packing(target)
-        rows = PackedRows(tokens, recipe.data.max_length_tokens)
+        rows = PackedRows(to_train, recipe.data.max_length_tokens)
     cache = None
     if offline:
         cache = open_features(recipe, settings["data (its tokens)"], drafter)
         keep_what_is_read(target, drafter, args.device)
-    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache), StopOnInterrupt()
+    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache, to_eval), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
         write_settings(run.drafter / SETTINGS, settings)
@@ -102,6 +106,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         stop.restore()
     if trainer.state.global_step < trainer.state.max_steps:
         raise KeyboardInterrupt
+    trainer.evaluate_at_end()
     trained = set(drafter.parameters())  # which may lie inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
@@ -111,6 +116,16 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if stop.requested:  # in the last step
         raise KeyboardInterrupt
     return TrainReport.read(run.drafter, was_finished=False)
+
+
+def _refuse_evaluation_of_nothing(args: TrainingArguments, to_eval: Dataset | None) -> None:
+    if args.eval_strategy != "no" and to_eval is None:
+        raise UserError(
+            f"key `train.eval_strategy`: {args.eval_strategy.value} needs rows to evaluate on: keep some out of "
+            "training with data.eval_rows_frac=0.02"
+        )
+    if args.load_best_model_at_end:
+        raise UserError("key `train.load_best_model_at_end`: the last weights are kept, which resumption is exact for")
 
 
 def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
@@ -154,6 +169,8 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
         settings["data.features.dtype"] = chosen.dtype
     settings["data (its tokens)"] = tokens_hash(tokens)
+    if recipe.data.eval_rows_frac:
+        settings["data.eval_rows_frac"] = recipe.data.eval_rows_frac
     if recipe.data.packing:
         settings["data.packing, rows of"] = recipe.data.max_length_tokens
     return settings

@@ -27,6 +27,7 @@ from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 from draftsmith.train.batches.packing import PackedRows
 from draftsmith.train.drafter.checkpoints import STATE_FILE
+from draftsmith.train.drafter.evaluation import HeldOutFigures
 from draftsmith.train.drafter.progress import Progress
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
 from draftsmith.train.features.online import training_features
@@ -56,14 +57,17 @@ class DrafterTrainer(Trainer):
         args: TrainingArguments,
         dataset: Dataset | PackedRows,
         cache: FeatureCache | None = None,
+        eval_dataset: Dataset | None = None,
         **kwargs: Any,
     ) -> None:
         collator: Any = collate_right_padded
         if cache is not None:
             collator = FeatureCollator(cache)
-            if isinstance(dataset, Dataset):  # packed rows say themselves of which rows they are
+            # Packed rows, and those of a split, say themselves of which rows they are.
+            if isinstance(dataset, Dataset) and ROWS_COLUMN not in dataset.column_names:
                 dataset = dataset.add_column(ROWS_COLUMN, [[row] for row in range(len(dataset))])
-        super().__init__(model=drafter, args=args, train_dataset=dataset, data_collator=collator, **kwargs)
+        kwargs |= {"train_dataset": dataset, "eval_dataset": eval_dataset}
+        super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self.add_callback(LogLastStep())
         self._drafter, self._target = drafter, target
         # Rows: loss sum, correct, labels of each depth; of this process, since they were last settled.
@@ -79,8 +83,15 @@ class DrafterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        output = self._output(model, inputs)
+        self._count(output, inputs["attention_mask"])
+        return (output.loss, output) if return_outputs else output.loss
+
+    def _output(self, model: nn.Module, inputs: dict[str, Tensor]) -> DrafterOutput:
+        """The drafter's forward on a batch, with the target's features."""
         ids = inputs["input_ids"]
         self._drafter.training_step = self.state.global_step
+        self._drafter.training_progress_frac = self.state.global_step / max(1, self.state.max_steps)
         with torch.autocast(ids.device.type, enabled=False):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
             positions = inputs.get("position_ids")
@@ -88,11 +99,33 @@ class DrafterTrainer(Trainer):
                 features, teacher_features = self._drafter.split_features(inputs["features"].to(self._target.dtype))
             else:
                 features, teacher_features = training_features(self._drafter, self._target, ids, positions)
-        output: DrafterOutput = model(
-            ids, features, inputs["loss_mask"], position_ids=positions, teacher_features=teacher_features
-        )
-        self._count(output, inputs["attention_mask"])
-        return (output.loss, output) if return_outputs else output.loss
+        return model(ids, features, inputs["loss_mask"], position_ids=positions, teacher_features=teacher_features)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
+        """Accuracy by depth, and the tau of a chain, on the rows that were kept out; logged.
+
+        It draws nothing from the random generators of the training, which goes on as if it had not been.
+        """
+        figures, model = HeldOutFigures(), self.model_wrapped
+        model.eval()
+        with torch.random.fork_rng():
+            for batch in self.get_eval_dataloader():
+                inputs = self._prepare_inputs(batch)
+                with self.compute_loss_context_manager():
+                    figures.add(self._output(model, inputs), inputs["loss_mask"])
+        model.train()
+        vector = self.accelerator.reduce(figures.vector().to(self.args.device), reduction="sum")
+        metrics = HeldOutFigures.metrics(vector.cpu(), metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
+        return metrics
+
+    def evaluate_at_end(self) -> None:
+        """Unless the last step was evaluated already."""
+        is_done = any("eval_loss" in log and log["step"] == self.state.global_step for log in self.state.log_history)
+        if self.eval_dataset is not None and not is_done:
+            self.evaluate()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int] | None:
         sampler = super()._get_train_sampler(*args, **kwargs)
@@ -117,8 +150,16 @@ class DrafterTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             self._settle()
-            logs = {**logs, **self.progress.take_log()}
+            logs = {**logs, **self.progress.take_log(), **self._scheduled()}
         super().log(logs, start_time)
+
+    def _scheduled(self) -> dict[str, float]:
+        """The shares of the depths in the last step's loss, where they change."""
+        of_progress = self._drafter.config.options.depth_shares
+        if of_progress(0.0) == of_progress(1.0):
+            return {}
+        shares = of_progress(self._drafter.training_progress_frac)
+        return {f"share_depth{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)

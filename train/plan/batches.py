@@ -10,6 +10,7 @@ from draftsmith.data.distill.token_dataset import load_tokens, row_lengths
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.batches.packing import PackedRows
 
 
@@ -47,6 +48,7 @@ def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None 
     tokens = load_tokens(run, recipe.name) if (run.data / "tokens").is_dir() else None
     if tokens is not None and labelled_share is None:
         packed_tokens = length if recipe.data.packing else None
+        tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac)
         return _from_dataset(tokens, batch_size, packed_tokens, str(run.data / "tokens"))
     share = 1.0 if labelled_share is None else labelled_share
     how = "assumed: rows of data.max_length_tokens"

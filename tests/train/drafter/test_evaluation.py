@@ -1,0 +1,184 @@
+"""Held-out rows: which they are, what is said of them, and that training does not notice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_runs import InterruptAt, make_recipe, tiny_run, token_rows
+
+from draftsmith.models.losses import DrafterOutput
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.batches.collate import ROWS_COLUMN
+from draftsmith.train.batches.heldout import split_rows
+from draftsmith.train.batches.packing import PackedRows
+from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.evaluation import HeldOutFigures, replayed_chains
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import DrafterTrainer
+
+
+def with_rows_kept_out(target_folder: Path, name: str, frac: float = 0.3, **train: Any) -> Recipe:
+    recipe = make_recipe(target_folder, name, **train)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval_rows_frac": frac})})
+
+
+def history_of(recipe: Recipe) -> list[dict[str, float]]:
+    return json.loads((RunFolder(recipe).drafter / "training.json").read_text())["history"]
+
+
+def test_replayed_chains_by_hand() -> None:
+    """Tokens 0-1 are the prompt, 2-7 the answer. Newest 2: one right, so 3 and 4; newest 4: two right, 5, 6 and 7.
+
+    A chain of one: 2 -> 3, 4; 4 -> 5, 6; 6 -> 7, the draft of which was wrong. The group at 3 is never asked.
+    """
+    correct_bgs = torch.zeros(1, 2, 8, dtype=torch.bool)
+    correct_bgs[0, 0, [2, 3, 4]] = True
+    correct_bgs[0, 1, [3, 4, 5]] = True  # at 5 the first depth is wrong: nothing is accepted
+    mask_bs = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    assert replayed_chains(correct_bgs, mask_bs) == [[5.0, 5.0], [3.0, 2.0]]
+    two_answers = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1]])
+    assert replayed_chains(torch.zeros_like(correct_bgs), two_answers) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_figures_add_up_over_batches() -> None:
+    figures = HeldOutFigures()
+    for loss, correct in ((1.0, 2.0), (3.0, 1.0)):
+        figures.add(
+            DrafterOutput(
+                loss=torch.tensor(loss), depth_loss_sum=torch.tensor([4.0, 0.0]),
+                depth_correct=torch.tensor([correct, 0]),
+                depth_count=torch.tensor([4, 0]), correct_bgs=torch.zeros(1, 2, 4, dtype=torch.bool),
+            ),
+            torch.tensor([[0, 1, 1, 1]]),
+        )  # fmt: skip
+    assert HeldOutFigures.metrics(figures.vector(), "eval") == {
+        "eval_loss": 2.0, "eval_loss_depth1": 1.0, "eval_accuracy_depth1": 0.375, "eval_tau_depth1": 1.0,
+        "eval_tau_depth2": 1.0,
+    }  # fmt: skip
+
+
+def test_rows_are_kept_out_by_what_they_are() -> None:
+    """More data move none to the other side, and packed rows keep their numbers."""
+    few, many = token_rows(), token_rows((*range(9, 60), 12, 14))
+    _, kept = split_rows(few, 0.4)
+    _, kept_of_many = split_rows(many, 0.4)
+    assert kept is not None
+    assert kept_of_many is not None
+    known = {tuple(row) for row in many["input_ids"]}
+    expected = {tuple(row) for row in kept["input_ids"]} & known
+    assert expected <= {tuple(row) for row in kept_of_many["input_ids"]}
+    train, kept = split_rows(many, 0.4)
+    assert kept is not None
+    assert sorted(number for part in (train, kept) for (number,) in part[ROWS_COLUMN]) == list(range(len(many)))
+    assert 0.2 < len(kept) / len(many) < 0.6
+    train = train.add_column("length", [len(row) for row in train["input_ids"]])
+    for row in PackedRows(train, 100):
+        ids = [token for number in row[ROWS_COLUMN] for token in many[number]["input_ids"]]
+        assert row["input_ids"].tolist() == ids
+    with pytest.raises(UserError, match=r"`data\.eval_rows_frac`: 1e-09 of 8 rows leaves 8 to train on and 0 to"):
+        split_rows(few, 1e-9)
+
+
+def test_the_log_tells_where_decoding_will_end(target_folder: Path) -> None:
+    recipe = with_rows_kept_out(target_folder, "told", max_steps=40, eval_strategy="steps", eval_steps=20)
+    report = train_drafter(recipe)
+    evaluated = [entry for entry in history_of(recipe) if "eval_loss" in entry]
+    assert [entry["step"] for entry in evaluated] == [20, 40]
+    last = evaluated[-1]
+    assert {f"eval_{name}_depth{d}" for name in ("accuracy", "tau", "loss") for d in (1, 2, 3)} <= last.keys()
+    assert last["eval_accuracy_depth1"] > 0.5  # rows count upwards, held-out ones too
+    assert 1.0 <= last["eval_tau_depth1"] <= last["eval_tau_depth3"] <= 4.0
+    assert f"tau of a chain {last['eval_tau_depth3']:.2f}" in report.sentence()
+    assert "On rows kept out of training: " in (RunFolder(recipe).drafter / "README.md").read_text()
+
+
+def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
+    """Noise is drawn in every step: a random number taken by an evaluation would show. Without one the end is told."""
+    often = {"eval_strategy": "steps", "eval_steps": 1}
+    drafter = {"kind": "eagle_parallel", "options": {"num_masks": 2}}
+    recipes = [
+        with_rows_kept_out(target_folder, name, **train).model_copy(update={"drafter": recipe_drafter(drafter)})
+        for name, train in (("never", {}), ("often", often))
+    ]
+    for recipe in recipes:
+        train_drafter(recipe)
+    first, second = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in recipes)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    never, always = ([e for e in history_of(recipe) if "eval_loss" in e] for recipe in recipes)
+    assert (len(never), len(always)) == (1, 6)
+    assert {key: value for key, value in never[0].items() if "eval" in key} == {
+        key: value for key, value in always[-1].items() if "eval" in key
+    }
+
+
+def recipe_drafter(values: dict[str, Any]) -> Any:
+    return Recipe.model_validate({"name": "x", "drafter": values}).drafter
+
+
+def test_evaluation_of_nothing(target_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"`train\.eval_strategy`: epoch needs rows .* data\.eval_rows_frac=0\.02"):
+        train_drafter(make_recipe(target_folder, "nothing", eval_strategy="epoch"))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_ramp_resumes_bit_for_bit(target_folder: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+    """Broken off inside the ramp, with evaluations: the same weights and the same log, the shares in it."""
+
+    def recipe_of(name: str) -> Recipe:
+        train = {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": accumulation}
+        recipe = with_rows_kept_out(target_folder, name, **train, per_device_train_batch_size=2)
+        options = {"num_masks": 2, "depth_weights": 0.5, "depth_ramp": 0.8}
+        return recipe.model_copy(update={"drafter": recipe_drafter({"kind": "parallel", "options": options})})
+
+    class Interrupted(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[InterruptAt(3)], **kwargs)
+
+    whole, broken = recipe_of("whole"), recipe_of("broken")
+    train_drafter(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(broken)
+    train_drafter(broken)
+    expected, found = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in (whole, broken))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    logs = [
+        [{key: value for key, value in entry.items() if "_depth" in key} for entry in history_of(recipe)]
+        for recipe in (whole, broken)
+    ]
+    assert logs[0] == logs[1]
+    # Step 4 of 6, the last before its log, has 3 / 6 done: s = 0.625.
+    shares = [entry["share_depth1"] for entry in logs[0] if "share_depth1" in entry]
+    s = 0.5 / 0.8
+    assert shares[1] == pytest.approx(1 / (1 + 0.5 * s + 0.25 * s**2), abs=1e-4)
+    assert shares[0] > shares[1] > shares[2] == pytest.approx(4 / 7, abs=1e-4)
+
+
+def test_offline_and_packed_rows_know_their_features(tmp_path: Path) -> None:
+    """Features from disk belong to rows by number: after a split the figures are those of features computed anew."""
+    from draftsmith.train.features.write import project_features, write_features
+
+    logs = []
+    for name, source, packing in (
+        ("online", "online", False), ("offline", "offline", False),
+        ("packed-online", "online", True), ("packed-offline", "offline", True),
+    ):  # fmt: skip
+        data = {
+            "eval_rows_frac": 0.4, "packing": packing, "max_length_tokens": 32,
+            "features": {"source": source, "dtype": "float32"},
+        }  # fmt: skip
+        recipe = tiny_run(tmp_path, name, data=data, train={"max_steps": 2})
+        if source == "offline":
+            write_features(recipe, project_features(recipe))
+        train_drafter(recipe)
+        logs.append([entry for entry in history_of(recipe) if "eval_loss" in entry][-1])
+    for online, offline in (logs[:2], logs[2:]):
+        assert {key: value for key, value in offline.items() if "_depth" in key} == pytest.approx(
+            {key: value for key, value in online.items() if "_depth" in key}, abs=1e-3
+        )
