@@ -36,7 +36,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
-from draftsmith.models.target.packed_head import pack_heads
+from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -117,9 +117,9 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     folder = arguments.drafter or RunFolder(recipe).drafter
     target, tokenizer = load_target(recipe.target)
-    pack_heads(target, target.config.get_text_config().vocab_size)
     drafter = load_drafter(folder, target)
-    pack_heads(drafter, target.config.get_text_config().vocab_size)
+    pack_linears(target)
+    pack_linears(drafter)
     methods = [resolve_tuned(method, folder) for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
     if not methods:
         raise UserError(f"recipe {recipe.name} has no method that drafts with its drafter: add one to eval.methods")

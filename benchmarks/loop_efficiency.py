@@ -21,7 +21,7 @@ from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.target.packed_head import pack_heads
+from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -43,7 +43,7 @@ def main() -> None:
         target, tokenizer, drafters = load_models(recipe)
     else:
         target, tokenizer = load_target(recipe.target)
-        pack_heads(target, target.config.vocab_size)
+        pack_linears(target)
         torch.manual_seed(recipe.seed)
         kind = load_drafter_class(recipe.drafter.kind)
         drafters = {folder.drafter: kind.from_target(target, recipe.drafter.options).to(target.device).eval()}

@@ -192,6 +192,11 @@ class DistillRecipe(Section):
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(512, ge=1)
+    cut_answers: Literal["keep", "drop"] = Field(
+        "keep",
+        description="an answer that hits max_new_tokens ends its conversation; `keep`: what was said until then is "
+        "trained on, without an end token",
+    )
 
 
 class FeaturesRecipe(Section):

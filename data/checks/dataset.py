@@ -174,14 +174,12 @@ def _lengths(shortened: int, too_long: int, conversations: int, max_length_token
 
 
 def _answers_cut_short(folder: Path) -> Finding:
-    """Answers that hit max_new_tokens. They are never kept as if they were whole, but they are lost."""
+    """Answers that hit max_new_tokens. They are never kept as if they were whole, and what would follow is lost."""
     by_state = LedgerView(folder).counts()
     settled = [by_state.get(state, Counter()) for state in (DONE, SHORTENED, FAILED)]
     cut_short, all_settled = sum(counts[CUT_SHORT] for counts in settled), sum(counts.total() for counts in settled)
     figures = {"cut_short": cut_short, "conversations": all_settled}
-    counted = (
-        f"{cut_short} of {all_settled} conversations were shortened or dropped at an answer that hit max_new_tokens"
-    )
+    counted = f"{cut_short} of {all_settled} conversations ended, or were dropped, at an answer that hit max_new_tokens"
     if cut_short > MANY_LOST_FRAC * all_settled:
         way_out = "raise data.distill.max_new_tokens and distil under another name"
         return Finding("answers cut short", "warning", f"{counted}: {way_out}", figures)

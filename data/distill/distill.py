@@ -154,8 +154,7 @@ class _Distillation:
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
         self.finished: list[Finished] = []
         self.answer_lead = template_answer_lead(tokenizer)
-        asked = recipe.data.distill
-        self.settings = GenerationSettings(asked.temperature, asked.top_k, asked.top_p, asked.max_new_tokens)
+        self.settings = GenerationSettings.of(recipe.data.distill)
 
     def run(self, waiting: deque[str]) -> None:
         """Until every conversation is settled, by this process or another."""
@@ -234,6 +233,9 @@ class _Distillation:
         self.report.tokens_generated += len(outcome.token_ids or self.tokenizer(text, verbose=False)["input_ids"])
         if outcome.finish_reason == "length":
             self.report.answers_cut_short += 1
+            # Its tokens are the target's own. A text alone would be tokenised with an end that nobody said.
+            if self.recipe.data.distill.cut_answers == "keep" and outcome.token_ids and text.strip():
+                rewriting.take_answer(text, outcome.token_ids)
             self._end(rewriting, CUT_SHORT)
         elif not text.strip():
             self._end(rewriting, EMPTY_ANSWER)

@@ -28,6 +28,8 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     values["data.distill.engine"] = settings.engine
     if settings.engine == "none":
         return values
+    if settings.cut_answers != "drop":  # as it always was before there was a choice
+        values["data.distill.cut_answers"] = settings.cut_answers
     return values | {
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import DistillRecipe, Recipe
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,6 +30,10 @@ class GenerationSettings:
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 512
+
+    @classmethod
+    def of(cls, recipe: DistillRecipe) -> GenerationSettings:
+        return cls(recipe.temperature, recipe.top_k, recipe.top_p, recipe.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,25 @@ class Engine(Protocol):
         """Let go of servers, processes and memory; what is in flight is lost."""
 
 
+class BatchDecoder(Protocol):
+    """The loaded target, answering several requests at once: a row that ends makes room for the next.
+
+    max_length_tokens: prompt and answer together must not be longer.
+    """
+
+    max_length_tokens: int
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def begin(self, request: Request) -> None:
+        """Read its prompt into a free row."""
+
+    def advance(self) -> list[tuple[str, Completion]]:
+        """A round of all rows; the answers that it ended, by their requests' keys."""
+        ...
+
+
 @dataclass(frozen=True)
 class EngineSetting:
     """What an engine is made for.
@@ -103,14 +126,14 @@ class EngineSetting:
     tokenizer: the target's.
     location: the target's folder or Hub id.
     end_ids: every token that ends an answer.
-    load_target: gives the loaded model, for the engine that runs it itself.
+    load_decoder: gives the loaded target with so many rows, for the engine that runs it itself.
     """
 
     recipe: Recipe
     tokenizer: Any
     location: str
     end_ids: tuple[int, ...]
-    load_target: Callable[[], Any]
+    load_decoder: Callable[[int], BatchDecoder]
 
 
 class EngineClass(Protocol):

@@ -19,7 +19,7 @@ from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.decoding.protocols import Compilable
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.target.packed_head import pack_heads
+from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
@@ -50,13 +50,12 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
         UserError: One cannot be loaded, or of several drafters one changes the target, which the others do not know.
     """
     target, tokenizer = load_target(recipe.target)
-    vocab_size = target.config.get_text_config().vocab_size
-    pack_heads(target, vocab_size)  # before drafters borrow the head
     drafters = {folder: load_drafter(folder, target) for folder in drafter_folders(recipe)}
     for folder, drafter in drafters.items():
         if drafter.target_change and len(drafters) > 1:
             raise UserError(f"{folder} changes the target: measure it in a run of its own, not beside other drafters")
-        pack_heads(drafter, vocab_size)
+    for model in (target, *drafters.values()):  # after adapters were merged into the target
+        pack_linears(model)
     return target, tokenizer, drafters
 
 

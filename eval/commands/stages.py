@@ -35,8 +35,9 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     from draftsmith.data.card.card import CARD, write_card_of_run
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.token_dataset import build_token_dataset
-    from draftsmith.data.engines.engine import EngineSetting, open_engine
+    from draftsmith.data.engines.engine import EngineSetting, GenerationSettings, open_engine
     from draftsmith.data.tokens.end_ids import answer_end_ids
+    from draftsmith.eval.decoding.batch_decoder import TargetDecoder
     from draftsmith.models.target.loading import (
         load_generation_config,
         load_target,
@@ -44,6 +45,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
         target_location,
         weights_hash,
     )
+    from draftsmith.models.target.packed_linear import pack_linears
 
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
     heading("1 distil", f"{recipe.target.model} answers {sources}")
@@ -54,10 +56,14 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
 
     def opened() -> "AbstractContextManager[Engine]":
         end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
-        location = target_location(recipe.target)
-        return open_engine(
-            EngineSetting(recipe, tokenizer, location, end_ids, load_target=lambda: load_target(recipe.target)[0])
-        )
+
+        def load_decoder(batch_size: int) -> TargetDecoder:
+            target, _ = load_target(recipe.target)
+            pack_linears(target)
+            longest = recipe.data.max_length_tokens
+            return TargetDecoder(target, batch_size, longest, GenerationSettings.of(recipe.data.distill), end_ids)
+
+        return open_engine(EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, load_decoder))
 
     open_or_none = None if recipe.data.distill.engine == "none" else opened
     weights = weights_hash(recipe.target)

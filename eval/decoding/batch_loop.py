@@ -50,28 +50,76 @@ def generate_batch(
         UserError: A prompt and its answer do not fit into the session.
         ValueError: More methods than rows, or not one generator a method.
     """
-    if not 0 < len(methods) <= session.batch_size:
-        raise ValueError(f"{len(methods)} methods for a session of {session.batch_size} rows: one for each row")
     for prompt_ids in prompts:
         session.check_room(prompt_ids, max_new_tokens)
-    session.reset()
-    of_rows: Sequence[torch.Generator | None] = generators or [None] * len(methods)
-    free = list(zip(methods, of_rows, strict=True))[::-1]
+    loop = BatchLoop(session, methods, sampling, max_new_tokens, end_ids, generators, stop)
     answers: list[OpenAnswer] = []
-    rows: list[OpenAnswer] = []
-    while rows or len(answers) < len(prompts):
-        while free and len(answers) < len(prompts):
-            number, (method, generator) = len(answers), free.pop()
-            if seeds is not None and generator is not None:
-                generator.manual_seed(seeds[number])
-            answers.append(OpenAnswer(method, generator, max_new_tokens, end_ids, stop))
-            answers[-1].begin(session.add, prompts[number], sampling)
-            rows.append(answers[-1])
-            _drop_ended(session, rows, free)  # an answer may end with its first token
-        if rows:
-            _round(session, rows, sampling)
-            _drop_ended(session, rows, free)
+    while loop.rows or len(answers) < len(prompts):
+        while loop.has_room and len(answers) < len(prompts):
+            number = len(answers)
+            answers.append(loop.begin(prompts[number], None if seeds is None else seeds[number]))
+        loop.advance()
     return [answer.record for answer in answers]
+
+
+class BatchLoop:
+    """Rows at work: `begin` a prompt while one is free, `advance` all by a round. As `generate_batch`, step by step.
+
+    Raises:
+        ValueError: More methods than rows, or not one generator a method.
+    """
+
+    def __init__(
+        self,
+        session: BatchSession,
+        methods: Sequence[Method],
+        sampling: Sampling,
+        max_new_tokens: int,
+        end_ids: Collection[int] = (),
+        generators: Sequence[torch.Generator] | None = None,
+        stop: StopStrings | None = None,
+    ) -> None:
+        if not 0 < len(methods) <= session.batch_size:
+            raise ValueError(f"{len(methods)} methods for a session of {session.batch_size} rows: one for each row")
+        session.reset()
+        self.rows: list[OpenAnswer] = []
+        of_rows: Sequence[torch.Generator | None] = generators or [None] * len(methods)
+        self._free = list(zip(methods, of_rows, strict=True))[::-1]
+        self._session, self._sampling = session, sampling
+        self._max_new_tokens, self._end_ids, self._stop = max_new_tokens, end_ids, stop
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    @torch.inference_mode()
+    def begin(self, prompt_ids: list[int], seed: int | None = None) -> OpenAnswer:
+        """Read a prompt into a free row. `seed`: what the row's generator is started with."""
+        method, generator = self._free.pop()
+        if seed is not None and generator is not None:
+            generator.manual_seed(seed)
+        answer = OpenAnswer(method, generator, self._max_new_tokens, self._end_ids, self._stop)
+        answer.begin(self._session.add, prompt_ids, self._sampling)
+        self.rows.append(answer)
+        return answer
+
+    @torch.inference_mode()
+    def advance(self) -> list[OpenAnswer]:
+        """A round of all rows, or none if an answer ended with its first token. Those that have ended make room."""
+        if not any(row.ended for row in self.rows):
+            _round(self._session, self.rows, self._sampling)
+        ended = []
+        # From the end: the last row takes the place of the one that leaves.
+        for index in reversed(range(len(self.rows))):
+            row = self.rows[index]
+            if row.ended:
+                self._session.drop(index)
+                self.rows[index] = self.rows[-1]
+                self.rows.pop()
+                self._free.append((row.method, row.generator))
+                row.record.wall_time_s = time.perf_counter() - row.began_s
+                ended.append(row)
+        return ended
 
 
 def _round(session: BatchSession, rows: list[OpenAnswer], sampling: Sampling) -> None:
@@ -99,17 +147,3 @@ def _round(session: BatchSession, rows: list[OpenAnswer], sampling: Sampling) ->
     done = clock()
     for row in rows:
         row.record.add_round_s(started, drafted, verified, chosen, done)
-
-
-def _drop_ended(
-    session: BatchSession, rows: list[OpenAnswer], free: list[tuple[Method, torch.Generator | None]]
-) -> None:
-    """Make room where an answer is complete. From the end: the last row takes the place of the one that leaves."""
-    for index in reversed(range(len(rows))):
-        row = rows[index]
-        if row.ended:
-            session.drop(index)
-            rows[index] = rows[-1]
-            rows.pop()
-            free.append((row.method, row.generator))
-            row.record.wall_time_s = time.perf_counter() - row.began_s

@@ -22,8 +22,9 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.models.target.packed_head import pack_heads
+from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.models.target.tree_cache import TreeCache
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError
@@ -158,7 +159,8 @@ def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedM
             "use a model of the same family"
         )
     model = model.to(target.device).eval().requires_grad_(False)
-    pack_heads(model, model.config.get_text_config().vocab_size)
+    use_grouped_sdpa(model)
+    pack_linears(model)
     return model
 
 

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from draftsmith.models.target.gguf_file import converted_folder
+from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
@@ -37,7 +38,9 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     target = load_weights(
         "target.model", location, AutoModelForCausalLM, dtype=dtype, attn_implementation=implementation, **where
     )
-    return _frozen(recipe, target).to(target_device(recipe)), tokenizer
+    target = _frozen(recipe, target).to(target_device(recipe))
+    use_grouped_sdpa(target)
+    return target, tokenizer
 
 
 def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:

@@ -19,16 +19,12 @@ from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
 from draftsmith.data.distill.report import DistillReport
 from draftsmith.data.distill.settings import distill_settings
-from draftsmith.data.engines.engine import (
-    Completion,
-    Failure,
-    Outcome,
-    Request,
-)
+from draftsmith.data.engines.engine import Completion, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.eval.decoding.batch_decoder import TargetDecoder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -228,9 +224,10 @@ def test_seeds_differ_by_turn_and_conversation(source: Path, tmp_path: Path) -> 
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_answers_cut_short(source: Path, tmp_path: Path) -> None:
+def test_answers_cut_short_and_dropped(source: Path, tmp_path: Path) -> None:
     """A cut first answer drops the conversation; a later one ends it before the question that it belongs to."""
-    report = run(make_recipe(source), tmp_path / "out", CutEngine(tiny_tokenizer(templates.CHATML)))
+    recipe = make_recipe(source, cut_answers="drop")
+    report = run(recipe, tmp_path / "out", CutEngine(tiny_tokenizer(templates.CHATML)))
     assert report.answers_cut_short == 2
     assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
     assert dict(report.shortened) == {"answer cut short by max_new_tokens": 1}
@@ -238,6 +235,36 @@ def test_answers_cut_short(source: Path, tmp_path: Path) -> None:
     assert "alone" not in by_question
     assert [turn.role for turn in by_question["one"].turns] == ["user", "assistant"]
     assert "1 (1 answer cut short by max_new_tokens)" in report.sentence()
+
+
+def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:
+    """Loss is on what was said, to the cut and not behind it: no end token, no later turn."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    report = run(make_recipe(source), tmp_path / "out", CutEngine(tokenizer))
+    assert report.answers_cut_short == 2
+    assert not report.failed
+    assert dict(report.shortened) == {"answer cut short by max_new_tokens": 2}
+    said = tokenizer("and so on")["input_ids"]
+    cut = {d.conversation.turns[-2].content: d for d in read_distilled(tmp_path / "out") if d.shortened}
+    assert set(cut) == set(CutEngine.cut_questions)
+    for distilled in cut.values():
+        tokens = tokenize_conversation(tokenizer, distilled.conversation, distilled.answer_ids)
+        assert tokens.input_ids[-len(said) :] == said
+        assert tokens.loss_mask[-len(said) :] == [1] * len(said)
+
+
+def test_a_cut_text_without_ids_is_dropped(source: Path, tmp_path: Path) -> None:
+    """Tokenised, it would end with an end token that the target never said."""
+
+    class TextEngine(CutEngine):
+        def complete(self, prompt: str) -> Outcome:
+            whole = super().complete(prompt)
+            assert isinstance(whole, Completion)
+            return Completion(None, whole.finish_reason, self.tokenizer.decode(whole.token_ids))
+
+    report = run(make_recipe(source), tmp_path / "out", TextEngine(tiny_tokenizer(templates.CHATML)))
+    assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
+    assert "alone" not in kept(tmp_path / "out")
 
 
 def test_prompts_too_long_for_the_target(source: Path, tmp_path: Path) -> None:
@@ -405,9 +432,10 @@ def test_distils_end_to_end(source: Path, tmp_path: Path) -> None:
     """With a real model; then its weights change under the same name, which is refused."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     recipe = make_recipe(source, max_new_tokens=24, options={"batch_size": 4})
-    engine = TransformersEngine(tiny_chat_llama(), tokenizer, 4)
+    end_ids = list(range(0, 340, 8))  # a random model seldom says <|im_end|>
+    settings = GenerationSettings.of(recipe.data.distill)
+    engine = TransformersEngine(TargetDecoder(tiny_chat_llama(), 4, 200, settings, end_ids), 4)
     engine.tokenizer = tokenizer  # type: ignore[attr-defined]
-    engine.end_ids = list(range(0, 340, 8))  # a random model seldom says <|im_end|>
     report = run(recipe, tmp_path / "out", engine, weights="a")
     assert report.kept > 0
     assert report.kept + report.failed.total() == len(QUESTIONS)

@@ -27,6 +27,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.eval.decoding.batch_decoder import TargetDecoder
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -82,7 +83,11 @@ def setting(engine: str, **options: Any) -> EngineSetting:
     recipe = Recipe.model_validate(
         {"name": "x", "target": {"model": "embedded", "dtype": "float32"}, "data": {"distill": distill_section}}
     )
-    return EngineSetting(recipe, TOKENIZER, target_location(TARGET), END_IDS, lambda: load_target(TARGET)[0])
+    def load_decoder(batch_size: int) -> TargetDecoder:
+        target, settings = load_target(TARGET)[0], GenerationSettings.of(recipe.data.distill)
+        return TargetDecoder(target, batch_size, recipe.data.max_length_tokens, settings, END_IDS)
+
+    return EngineSetting(recipe, TOKENIZER, target_location(TARGET), END_IDS, load_decoder)
 
 
 def questions(count: int, **sampling: Any) -> list[Request]:

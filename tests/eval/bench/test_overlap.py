@@ -24,7 +24,7 @@ from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.protocols import StepwiseDecoder
-from draftsmith.models.target.packed_head import PackedLinear
+from draftsmith.models.target.packed_linear import PackedLinear
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12]
@@ -239,11 +239,13 @@ def test_operations_of_a_draft_model() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_linear_layers_of_all_forms(rows: tuple[int, ...], bias: bool, packed: bool) -> None:
     if packed and not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        pytest.skip("heads are not packed here")
+        pytest.skip("layers are not packed here")
     linear: nn.Linear = nn.Linear(8, 16, bias=bias).requires_grad_(False)
+    if packed:
+        linear.__class__ = PackedLinear
     operations = LinearOperations()
     with torch.inference_mode(), operations:
-        (PackedLinear(linear) if packed else linear)(torch.randn(rows))
+        linear(torch.randn(rows))
     assert operations.total == 2 * 8 * 16 * (torch.Size(rows).numel() // 8)
 
 

@@ -21,7 +21,8 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.decoding.protocols import Compilable
-from draftsmith.models.target.packed_head import PackedLinear, pack_heads
+from draftsmith.models.target import packed_linear
+from draftsmith.models.target.packed_linear import PackedLinear, pack_linears
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -147,9 +148,12 @@ def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
         assert session._sizes == [1]
 
 
-def test_packed_heads_are_read_by_the_compiler() -> None:
+def test_packed_layers_are_read_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
-    pack_heads(target, 61)
+    monkeypatch.setattr(
+        packed_linear, "_rows_from_which_it_pays", lambda layers: {layer.weight.shape: 1 for layer in layers}
+    )
+    pack_linears(target)
     if not isinstance(target.get_output_embeddings(), PackedLinear):
         pytest.skip("no oneDNN here")
     with CompiledSession(target, 40, backend="eager") as session:

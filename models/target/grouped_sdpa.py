@@ -1,0 +1,40 @@
+"""Masked attention of query groups on a CPU, without copies of the keys and values.
+
+transformers' `sdpa` repeats the whole cache for every query head whenever there is a mask, as there is in tree
+verification and in batches of several lengths. torch's kernel for CPUs reads shared heads as they are; bits are equal.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "grouped_sdpa"
+
+
+def grouped_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """query [B, H, n, D], key and value [B, Hkv, S, D], additive or boolean mask [B or 1, 1, n, S] to [B, n, H, D]."""
+    is_ours = attention_mask is not None and query.device.type == "cpu" and not torch.is_grad_enabled()
+    if not is_ours or options.get("position_bias") is not None or options.get("cache") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    scale = options.get("scaling")
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, grouped_sdpa)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def use_grouped_sdpa(model: PreTrainedModel) -> None:
+    """In place of `sdpa`, where the model is on a CPU and shares keys and values among query heads."""
+    config = model.config.get_text_config()
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if config._attn_implementation == "sdpa" and model.device.type == "cpu" and heads != shared is not None:
+        model.set_attn_implementation(NAME)
