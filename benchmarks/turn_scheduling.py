@@ -51,7 +51,7 @@ def write_conversations(file: Path, count: int) -> int:
 
 def distilled_in(side: str, recipe: Recipe, tokenizer: Any, end_ids: tuple[int, ...]) -> tuple[float, int]:
     """Seconds of the whole distillation, and the tokens it made."""
-    setting = EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, lambda: None)
+    setting = EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids)
 
     @contextmanager
     def opened() -> Iterator[Engine]:

@@ -98,7 +98,7 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     tokenizer = load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
-    setting = EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, lambda: None)
+    setting = EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids)
     engine = VllmEngine.make(VllmEngine.Options.model_validate(options), setting)
     assert isinstance(engine, VllmEngine)
     turns = [turn for question in load_questions(recipe.eval.questions) for turn in question.turns]

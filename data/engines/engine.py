@@ -126,14 +126,14 @@ class EngineSetting:
     tokenizer: the target's.
     location: the target's folder or Hub id.
     end_ids: every token that ends an answer.
-    load_decoder: gives the loaded target with so many rows, for the engine that runs it itself.
+    load_decoder: gives the loaded target with so many rows; only the engine that runs it itself asks.
     """
 
     recipe: Recipe
     tokenizer: Any
     location: str
     end_ids: tuple[int, ...]
-    load_decoder: Callable[[int], BatchDecoder]
+    load_decoder: Callable[[int], BatchDecoder] | None = None
 
 
 class EngineClass(Protocol):

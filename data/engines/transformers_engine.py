@@ -39,6 +39,7 @@ class TransformersEngine:
 
     @classmethod
     def make(cls, options: Options, setting: EngineSetting) -> TransformersEngine:
+        assert setting.load_decoder is not None
         with _memory_told(options.batch_size):
             return cls(setting.load_decoder(options.batch_size), options.batch_size)
 

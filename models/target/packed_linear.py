@@ -83,20 +83,21 @@ def _rows_from_which_it_pays(layers: list[nn.Linear]) -> dict[torch.Size, int]:
 
     Layers are read one after the other, as in the model, so that their weights are in the caches if they are there too.
     """
-    measured, size = [], 0
+    measured: list[tuple[Tensor, Tensor]] = []
+    size = 0
     for layer in layers:
         if size < MEASURED_BYTES or all(layer.weight.shape != weight.shape for weight, _ in measured):
             measured.append((layer.weight, _pack(layer.weight)))
             size += 4 * layer.weight.numel()
-    trials: list[Counter[tuple[torch.Size, int, bool]]] = [Counter() for _ in range(TRIALS)]  # seconds
+    trials: list[Counter[tuple[torch.Size, int, bool]]] = [Counter() for _ in range(TRIALS)]
     with torch.inference_mode():
-        for seconds, rows, packs in product(trials, ROWS, (False, True)):
+        for spent_ns, rows, packs in product(trials, ROWS, (False, True)):
             for weight, packed in measured:
                 x = torch.zeros(rows, weight.shape[1])
-                began = time.perf_counter()
+                began = time.perf_counter_ns()
                 _packed_product(x, packed, None) if packs else F.linear(x, weight)
-                seconds[weight.shape, rows, packs] += time.perf_counter() - began
-    best = {key: min(seconds[key] for seconds in trials) for key in trials[0]}
+                spent_ns[weight.shape, rows, packs] += time.perf_counter_ns() - began
+    best = {key: min(spent_ns[key] for spent_ns in trials) for key in trials[0]}
     pays_from: dict[torch.Size, int] = {}
     for shape in {weight.shape for weight, _ in measured}:
         gains = list(takewhile(lambda n, of=shape: LEAST_GAIN * best[of, n, True] < best[of, n, False], reversed(ROWS)))  # type: ignore[misc]

@@ -10,7 +10,6 @@ from support.fake_openai_server import END_ID, FakeServer, answer_ids
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.engines.engine import (
-    BatchDecoder,
     Completion,
     EngineSetting,
     GenerationSettings,
@@ -53,14 +52,9 @@ def engines_to_start() -> Iterator[StartEngine]:
         engine.close()
 
 
-def no_decoder(batch_size: int) -> BatchDecoder:
-    """For engines that run no target themselves."""
-    raise AssertionError(f"asked for {batch_size} rows")
-
-
 def setting(**distill: Any) -> EngineSetting:
     recipe = Recipe.model_validate({"name": "x", "data": {"distill": {"engine": "openai", **distill}}})
-    return EngineSetting(recipe, TOKENIZER, "nowhere", (END_ID,), no_decoder)
+    return EngineSetting(recipe, TOKENIZER, "nowhere", (END_ID,))
 
 
 def requests(count: int, **sampling: Any) -> list[Request]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.openai_setup import no_decoder
 from support.tiny_models import tiny_chat_llama
 from transformers import LlamaForCausalLM
 
@@ -131,6 +130,6 @@ def test_engine_options() -> None:
         ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),
     ):
         recipe = Recipe.model_validate({"name": "test", "data": {"distill": {"options": options}}})
-        setting = EngineSetting(recipe, None, "", (1,), no_decoder)
+        setting = EngineSetting(recipe, None, "", (1,))
         with pytest.raises(UserError, match=sentence), open_engine(setting):
             pass

@@ -83,6 +83,7 @@ def setting(engine: str, **options: Any) -> EngineSetting:
     recipe = Recipe.model_validate(
         {"name": "x", "target": {"model": "embedded", "dtype": "float32"}, "data": {"distill": distill_section}}
     )
+
     def load_decoder(batch_size: int) -> TargetDecoder:
         target, settings = load_target(TARGET)[0], GenerationSettings.of(recipe.data.distill)
         return TargetDecoder(target, batch_size, recipe.data.max_length_tokens, settings, END_IDS)

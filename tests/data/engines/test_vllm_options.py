@@ -3,7 +3,6 @@
 import importlib.util
 
 import pytest
-from support.openai_setup import no_decoder
 
 from draftsmith.data.engines.engine import EngineSetting, open_engine
 from draftsmith.data.engines.vllm_engine import VllmOptions, device_environments, llm_arguments
@@ -16,7 +15,7 @@ def setting(**options: object) -> EngineSetting:
         "name": "x", "seed": 3, "target": {"model": "m", "dtype": "bfloat16", "revision": "abc"},
         "data": {"distill": {"engine": "vllm", "options": options}},
     }  # fmt: skip
-    return EngineSetting(Recipe.model_validate(values), None, "where/it/lies", (2,), no_decoder)
+    return EngineSetting(Recipe.model_validate(values), None, "where/it/lies", (2,))
 
 
 def test_arguments_of_llm() -> None:

@@ -91,9 +91,7 @@ def test_target_and_drafters_share_the_packed_layers() -> None:
     medusa = tiny_drafter_of("medusa", target).freeze()
     pack_linears(medusa)
     heads = [
-        module
-        for module in medusa.modules()
-        if isinstance(module, PackedLinear) and module.out_features == VOCABULARY
+        module for module in medusa.modules() if isinstance(module, PackedLinear) and module.out_features == VOCABULARY
     ]
     assert len(heads) == medusa.config.num_heads
 
@@ -120,7 +118,7 @@ def test_a_measurement_decides_by_shape(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(packed_linear, "_pack", lambda weight: weight)
     monkeypatch.setattr(packed_linear, "_packed_product", packed)
     monkeypatch.setattr(packed_linear.F, "linear", plain)
-    monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(packed_linear.time, "perf_counter_ns", lambda: now[0])
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 16)).requires_grad_(False)
     pack_linears(model)
     assert type(model[0]) is nn.Linear
