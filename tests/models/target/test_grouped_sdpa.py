@@ -56,7 +56,8 @@ def test_with_gradients_transformers_own_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"), [("llama", {"num_key_value_heads": 4}), ("gpt2", {"num_key_value_heads": 4}), ("llama", {"eager": True})]
+    ("model_type", "changes"),
+    [("llama", {"num_key_value_heads": 4}), ("gpt2", {"num_key_value_heads": 4}), ("llama", {"eager": True})],
 )
 def test_others_keep_theirs(model_type: str, changes: dict[str, object]) -> None:
     eager = changes.pop("eager", False)
