@@ -37,7 +37,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, GenerationSettings, open_engine
     from draftsmith.data.tokens.end_ids import answer_end_ids
-    from draftsmith.eval.decoding.batch_decoder import TargetDecoder
+    from draftsmith.eval.commands.target_decoder import TargetDecoder
     from draftsmith.models.target.loading import (
         load_generation_config,
         load_target,

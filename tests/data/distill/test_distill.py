@@ -24,7 +24,7 @@ from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.eval.decoding.batch_decoder import TargetDecoder
+from draftsmith.eval.commands.target_decoder import TargetDecoder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

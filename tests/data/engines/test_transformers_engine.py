@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, GenerationSettings, Request, open_engine
 from draftsmith.data.engines.transformers_engine import TransformersEngine
-from draftsmith.eval.decoding.batch_decoder import TargetDecoder
+from draftsmith.eval.commands.target_decoder import TargetDecoder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

@@ -27,7 +27,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.end_ids import answer_end_ids
-from draftsmith.eval.decoding.batch_decoder import TargetDecoder
+from draftsmith.eval.commands.target_decoder import TargetDecoder
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
