@@ -43,7 +43,7 @@ class _RecordedDecoder:
 
     def __init__(self, decoder: Any) -> None:
         self.start, self.observe = decoder.start, decoder.observe
-        self.num_depths = getattr(decoder, "num_depths", None)
+        self.num_depths, self.columns = getattr(decoder, "num_depths", None), decoder.columns
         self._decoder = decoder
         self._by_depth: Tensor | None = None
         self._by_path: dict[Path, Tensor] = {}
@@ -66,7 +66,7 @@ class _RecordedDecoder:
         return logits
 
     def logits_after(self, path: Path) -> Tensor | None:
-        """[V] of the children of the node at the end of a path, if the drafter was asked for them."""
+        """Of `columns`, of the children of the node at the end of a path, if the drafter was asked for them."""
         if self._by_depth is None:
             return self._by_path.get(path)
         return self._by_depth[len(path)] if len(path) < len(self._by_depth) else None
@@ -124,8 +124,9 @@ class OverlapMeter:
             self.overlap.append(float(p[tree.tokens[first]]) if q is None else _overlap(p, q))
             drafted = tuple(tree.tokens[above] for above in path[1 : depth + 1])
             logits = None if self._recorded is None else self._recorded.logits_after(drafted)
-            if logits is not None:
-                self.drafter.append(_overlap(p, self._sampling.probabilities(logits)))
+            if self._recorded is not None and logits is not None:
+                q = self._recorded.columns.widened(self._sampling.probabilities(logits), 0.0)
+                self.drafter.append(_overlap(p, q))
 
     def figures(self, target_operations: int) -> dict[str, Any]:
         """Means; ratios to the target's operations for one token. None where nothing was drafted."""

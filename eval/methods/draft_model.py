@@ -22,6 +22,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.packed_linear import pack_linears
@@ -42,7 +43,7 @@ class DraftModelDecoder:
     """
 
     def __init__(self, model: Any, num_depths: int, max_length_tokens: int, vocab_size: int) -> None:
-        self.num_depths = num_depths
+        self.num_depths, self.columns = num_depths, ALL_TOKENS
         self._model, self._vocab_size, self._device = model, vocab_size, model.device
         layers = model.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_NODES)

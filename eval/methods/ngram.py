@@ -21,6 +21,7 @@ from torch import Tensor
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -83,7 +84,7 @@ class NgramDecoder:
     """The model at work on a sequence, see `draftsmith.models.decoding.protocols.StepwiseDecoder`."""
 
     def __init__(self, model: NgramModel, num_depths: int, device: torch.device) -> None:
-        self.num_depths = num_depths
+        self.num_depths, self.columns = num_depths, ALL_TOKENS
         self._model, self._device = model, device
         self._newest: list[int] = []
         self._contexts: list[list[int]] = []  # of every node

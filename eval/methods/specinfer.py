@@ -159,17 +159,18 @@ class _Grower:
             self._number_of[node] = len(self._number_of)
         self._depth += 1
         self._level = {}
+        columns = self._decoder.columns
         if sampling.greedy:
             top = logits_wv.topk(min(width, logits_wv.shape[-1]), dim=-1)
             for node, row, values in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True):
-                for token, value in zip(row, values, strict=True):
-                    # A reduced draft vocabulary leaves tokens without any probability.
+                for token, value in zip(columns.tokens(row), values, strict=True):
+                    # A draft model may lack some of the target's tokens.
                     if value > -math.inf:
                         self._level[tree.add(node, token)] = {0}
             return
         q_wv = sampling.probabilities(logits_wv)
-        drawn = draw_independently(q_wv, width * max(map(len, holders)), generator)
-        for node, samples, q, row in zip(nodes, holders, q_wv, drawn, strict=True):
+        drawn = draw_independently(q_wv, width * max(map(len, holders)), generator, columns)
+        for node, samples, q, row in zip(nodes, holders, columns.widened(q_wv, 0.0), drawn, strict=True):
             tree.q_rows.append(q)
             draws = iter(row)
             for sample in sorted(samples):

@@ -9,7 +9,7 @@ What is drafted how, by temperature:
     static      ranks of each path         siblings sampled from q without replacement
     best_first  the N most likely paths    the same, deterministic: verified as point masses, lossless too
 
-Shapes: G drafted depths, R rows, V vocabulary, N tree nodes.
+Shapes: G drafted depths, R rows, V vocabulary, V' columns of the drafter's logits, N tree nodes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.candidates import StaticPaths, draw_without_replacement, most_likely, without_blanks
+from draftsmith.eval.trees.candidates import (
+    StaticPaths,
+    draw_without_replacement,
+    most_likely,
+    ranked,
+    without_blanks,
+)
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.recipes.schema import MethodRecipe
 
 
@@ -45,13 +52,18 @@ class MarginalBuilder(ABC):
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        return self.build(root_token, decoder.draft(), sampling, generator)
+        return self.build(root_token, decoder.draft(), sampling, generator, decoder.columns)
 
     @abstractmethod
     def build(
-        self, root_token: int, logits: Tensor, sampling: Sampling, generator: torch.Generator | None
+        self,
+        root_token: int,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
     ) -> DraftTree:
-        """logits: [G, V]."""
+        """logits: [G, V'], of these columns."""
 
 
 class ChainBuilder(MarginalBuilder):
@@ -61,16 +73,21 @@ class ChainBuilder(MarginalBuilder):
         self._max_depth = max_depth
 
     def build(
-        self, root_token: int, logits: Tensor, sampling: Sampling, generator: torch.Generator | None
+        self,
+        root_token: int,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
     ) -> DraftTree:
-        """logits: [G, V]."""
+        """logits: [G, V'], of these columns."""
         logits = logits[: self._max_depth]
         shape = TreeShape.chain(len(logits))
         if sampling.greedy:
-            return DraftTree([root_token, *logits.argmax(-1).tolist()], shape)
+            return DraftTree([root_token, *columns.tokens(logits.argmax(-1).tolist())], shape)
         q = sampling.probabilities(logits)
-        drawn = torch.multinomial(q, 1, generator=generator)[:, 0].tolist()
-        return DraftTree([root_token, *drawn], shape, _q_of_children(q, shape))
+        drawn = columns.tokens(torch.multinomial(q, 1, generator=generator)[:, 0].tolist())
+        return DraftTree([root_token, *drawn], shape, _q_of_children(columns.widened(q, 0.0), shape))
 
 
 class StaticBuilder(MarginalBuilder):
@@ -80,21 +97,26 @@ class StaticBuilder(MarginalBuilder):
         self._paths = StaticPaths.of(paths)
 
     def build(
-        self, root_token: int, logits: Tensor, sampling: Sampling, generator: torch.Generator | None
+        self,
+        root_token: int,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
     ) -> DraftTree:
-        """logits: [G, V]."""
+        """logits: [G, V'], of these columns."""
         paths = self._paths
-        paths.check(*logits.shape)
+        paths.check(len(logits), columns.vocabulary_of(logits))
         logits = logits[: paths.shape.max_depth]
         if sampling.greedy:
-            candidates = logits.topk(max(paths.ranks) + 1, dim=-1).indices.tolist()
-            return DraftTree(self._fill(root_token, candidates, paths.ranks), paths.shape)
+            candidates = ranked(logits, max(paths.ranks) + 1, columns)
+            return without_blanks(DraftTree(self._fill(root_token, candidates, paths.ranks), paths.shape))
         q = sampling.probabilities(logits)
         # All parents at a depth may share the draws: what happens at one of them never depends on the draws of
         # another depth.
-        candidates = draw_without_replacement(q, max(paths.siblings) + 1, generator)
+        candidates = draw_without_replacement(q, max(paths.siblings) + 1, generator, columns)
         tokens = self._fill(root_token, candidates, paths.siblings)
-        return without_blanks(DraftTree(tokens, paths.shape, _q_of_children(q, paths.shape)))
+        return without_blanks(DraftTree(tokens, paths.shape, _q_of_children(columns.widened(q, 0.0), paths.shape)))
 
     def _fill(self, root_token: int, candidates: list[list[int]], columns: tuple[int, ...]) -> list[int]:
         depths = self._paths.shape.depths
@@ -112,10 +134,15 @@ class BestFirstBuilder(MarginalBuilder):
         self._nodes, self._branch, self._max_depth = nodes, branch, max_depth
 
     def build(
-        self, root_token: int, logits: Tensor, sampling: Sampling, generator: torch.Generator | None
+        self,
+        root_token: int,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
     ) -> DraftTree:
-        """logits: [G, V]."""
-        candidates, log_q = most_likely(logits[: self._max_depth].float(), self._branch, sampling)
+        """logits: [G, V'], of these columns."""
+        candidates, log_q = most_likely(logits[: self._max_depth].float(), self._branch, sampling, columns)
         # The heap's Python takes 25 us for 12 nodes, 60 for 64; topk and logsumexp, which any form needs, 65.
         depths, width = len(log_q), len(log_q[0])
         tokens, parents, log_confidence = [root_token], [-1], [0.0]
@@ -127,7 +154,7 @@ class BestFirstBuilder(MarginalBuilder):
             tokens.append(candidates[depth][rank])
             parents.append(parent)
             log_confidence.append(-cost)
-            # A reduced draft vocabulary leaves tokens without any probability.
+            # A drafter may leave tokens without any probability.
             if rank + 1 < width and log_q[depth][rank + 1] > -math.inf:
                 sibling_cost = cost + log_q[depth][rank] - log_q[depth][rank + 1]
                 heapq.heappush(heap, (sibling_cost, arrivals, parent, depth, rank + 1))

@@ -1,6 +1,8 @@
 """What a level of a draft tree is filled with: the most likely tokens, or draws with or without replacement.
 
-Shapes: R rows, V vocabulary, N tree nodes.
+Everything here takes logits or q of a drafter's columns and gives the target's tokens (`TokenColumns`).
+
+Shapes: R rows, V columns (the vocabulary, or the draft vocabulary), N tree nodes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.recipes.errors import UserError
 
 
@@ -65,29 +68,49 @@ class StaticPaths:
             )
 
 
-def most_likely(logits: Tensor, count: int, sampling: Sampling) -> tuple[list[list[int]], list[list[float]]]:
+def most_likely(
+    logits: Tensor, count: int, sampling: Sampling, columns: TokenColumns = ALL_TOKENS
+) -> tuple[list[list[int]], list[list[float]]]:
     """The `count` most likely tokens of each row of [R, V], best first, and their log probabilities, none above 0."""
     if not sampling.greedy:
         logits = logits / sampling.temperature
     top = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return top.indices.tolist(), (top.values - logits.logsumexp(-1, keepdim=True)).tolist()
+    return _tokens(top.indices, columns), (top.values - logits.logsumexp(-1, keepdim=True)).tolist()
 
 
-def draw_without_replacement(q: Tensor, count: int, generator: torch.Generator | None) -> list[list[int]]:
+def ranked(logits: Tensor, count: int, columns: TokenColumns = ALL_TOKENS) -> list[list[int]]:
+    """The `count` most likely tokens of each row of [R, V], best first; -1 where there are no more columns."""
+    return _padded(logits.topk(min(count, logits.shape[-1]), dim=-1).indices, count, columns)
+
+
+def draw_without_replacement(
+    q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
+) -> list[list[int]]:
     """`count` different tokens from each row of q [R, V], in the order drawn; -1 where q has no more tokens."""
     # The order of q / Exp(1) is the order of draws without replacement.
     race = q / torch.empty_like(q).exponential_(generator=generator)
-    drawn = race.topk(count, dim=-1).indices
-    return drawn.masked_fill(q.gather(-1, drawn) <= 0, -1).tolist()
+    drawn = race.topk(min(count, q.shape[-1]), dim=-1).indices
+    return _padded(drawn.masked_fill(q.gather(-1, drawn) <= 0, -1), count, columns)
 
 
-def draw_independently(q: Tensor, count: int, generator: torch.Generator | None) -> list[list[int]]:
+def draw_independently(
+    q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
+) -> list[list[int]]:
     """`count` tokens from each row of q [R, V], with replacement."""
-    return torch.multinomial(q, count, replacement=True, generator=generator).tolist()
+    return _tokens(torch.multinomial(q, count, replacement=True, generator=generator), columns)
+
+
+def _tokens(chosen: Tensor, columns: TokenColumns) -> list[list[int]]:
+    return [columns.tokens(row) for row in chosen.tolist()]
+
+
+def _padded(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]]:
+    missing = [-1] * (count - chosen.shape[-1])
+    return [row + missing for row in _tokens(chosen, columns)]
 
 
 def without_blanks(tree: DraftTree) -> DraftTree:
-    """Without the nodes whose token is -1 (top-k or top-p left fewer tokens than siblings), and all below them."""
+    """Without the nodes whose token is -1 (there were fewer tokens to draft than siblings), and all below them."""
     if -1 not in tree.tokens:
         return tree
     new_index: dict[int, int] = {-1: -1}

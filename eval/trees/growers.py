@@ -7,7 +7,7 @@ The same three trees as in `builders.py`, for drafters whose distribution depend
     static      ranks of each path         siblings sampled without replacement from their own parent's q
     best_first  EAGLE-2's dynamic tree     the same, deterministic: verified as point masses, lossless too
 
-Shapes: W nodes of one level, V vocabulary, N tree nodes.
+Shapes: W nodes of one level, V columns of the drafter's logits, N tree nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import math
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.candidates import StaticPaths, draw_without_replacement, most_likely, without_blanks
+from draftsmith.eval.trees.candidates import (
+    StaticPaths,
+    draw_without_replacement,
+    most_likely,
+    ranked,
+    without_blanks,
+)
 from draftsmith.eval.trees.sampling import Sampling, draw
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import StepwiseDecoder
@@ -32,19 +38,20 @@ class ChainGrower:
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        num_depths = _depths(decoder, self._max_depth)
+        num_depths, columns = _depths(decoder, self._max_depth), decoder.columns
         tokens, q_rows = [root_token], []
         logits = decoder.begin()
         for depth in range(num_depths):
             if depth > 0:
                 logits = decoder.expand([tokens[depth]], [depth - 1])
             if sampling.greedy:
-                tokens.append(int(logits.argmax()))
+                column = int(logits.argmax())
             else:
                 q_rows.append(sampling.probabilities(logits))
-                tokens.append(draw(q_rows[-1][0], generator))
+                column = draw(q_rows[-1][0], generator)
+            tokens += columns.tokens([column])
         # Nobody reads the row of the leaf.
-        q = None if sampling.greedy else torch.cat([*q_rows, q_rows[-1]])
+        q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
         return DraftTree(tokens, TreeShape.chain(num_depths), q)
 
 
@@ -63,8 +70,8 @@ class StaticGrower:
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        shape = self._paths.shape
-        columns = self._paths.ranks if sampling.greedy else self._paths.siblings
+        shape, columns = self._paths.shape, decoder.columns
+        places = self._paths.ranks if sampling.greedy else self._paths.siblings
         tokens = [root_token] + [-1] * (len(shape) - 1)
         number_of: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
         q_rows: list[Tensor] = []
@@ -75,25 +82,26 @@ class StaticGrower:
                 break
             if depth == 0:
                 logits = decoder.begin()
-                self._paths.check(decoder.num_depths, logits.shape[-1])
+                self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
             else:
                 above = [number_of[shape.parents[node]] for node in grown]
                 logits = decoder.expand([tokens[node] for node in grown], above)
-            width = 1 + max(columns[child] for node in grown for child in shape.children[node])
+            width = 1 + max(places[child] for node in grown for child in shape.children[node])
             if sampling.greedy:
-                candidates = logits.topk(width, dim=-1).indices.tolist()
+                candidates = ranked(logits, width, columns)
             else:
                 q_rows.append(sampling.probabilities(logits))
-                candidates = draw_without_replacement(q_rows[-1], width, generator)
+                candidates = draw_without_replacement(q_rows[-1], width, generator, columns)
             for node, row in zip(grown, candidates, strict=True):
                 number_of[node] = len(number_of)
                 for child in shape.children[node]:
-                    tokens[child] = row[columns[child]]
+                    tokens[child] = row[places[child]]
         if sampling.greedy:
-            return DraftTree(tokens, shape)
+            return without_blanks(DraftTree(tokens, shape))
         # Nobody reads the rows of leaves.
         rows = torch.tensor([number_of.get(node, 0) for node in range(len(shape))], device=q_rows[0].device)
-        return without_blanks(DraftTree(tokens, shape, torch.cat(q_rows).index_select(0, rows)))
+        q = columns.widened(torch.cat(q_rows), 0.0)
+        return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
 
 
 class BestFirstGrower:
@@ -127,10 +135,10 @@ class BestFirstGrower:
                     number_of[node] = len(number_of)
             # 1. Expansion.
             first_new = len(tokens)
-            drafted = most_likely(logits, self._branch, sampling)
+            drafted = most_likely(logits, self._branch, sampling, decoder.columns)
             for node, row_tokens, row_log_q in zip(frontier, *drafted, strict=True):
                 for token, log_q in zip(row_tokens, row_log_q, strict=True):
-                    # A reduced draft vocabulary leaves tokens without any probability.
+                    # A drafter may leave tokens without any probability.
                     if log_q > -math.inf:
                         tokens.append(token)
                         parents.append(node)

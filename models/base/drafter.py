@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` ti
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from datasets import Dataset
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.options import DrafterOptions
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
@@ -58,6 +59,29 @@ class DrafterConfig(PreTrainedConfig):
     def num_depths(self) -> int:
         """G, the depths that are trained."""
         return self.options.num_depths
+
+
+@dataclass(frozen=True)
+class DraftedShare:
+    """How much of the training data a drafter can draft, in tokens that carry loss.
+
+    size, vocabulary: tokens that it drafts, and that there are; seen: different ones in the data.
+    """
+
+    size: int
+    vocabulary: int
+    seen: int
+    coverage: float
+
+    def sentence(self) -> str:
+        """For the terminal."""
+        sentence = (
+            f"the draft vocabulary, {self.size:,} of {self.vocabulary:,} tokens, covers {self.coverage:.2%} of the "
+            "answers' tokens"
+        )
+        if self.seen < self.size:
+            return f"{sentence}; only {self.seen:,} occur in them: drafter.options.draft_vocab_size={self.seen} would do"
+        return sentence
 
 
 @dataclass
@@ -166,6 +190,16 @@ class Drafter(PreTrainedModel):
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._attached
 
+    @property
+    def columns(self) -> TokenColumns:
+        """What its decoders' logits are of."""
+        return ALL_TOKENS
+
+    @property
+    def borrowed_head(self) -> nn.Linear:
+        """What it reads of the target's LM head, frozen: a linear layer [V', D]."""
+        return cast(nn.Linear, self.attached.lm_head)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -236,6 +270,19 @@ class Drafter(PreTrainedModel):
 
     def prepare(self, dataset: Dataset) -> None:
         """Look at the tokens that it will be trained on (`input_ids`, `loss_mask`), once, before the first step."""
+
+    @property
+    def draft_vocabulary(self) -> DraftedShare | None:
+        """What it can draft of the data that it was prepared with; None: every token, or it was not prepared."""
+        return None
+
+    @property
+    def draft_vocabulary_names(self) -> set[str]:
+        """Of its state, what only makes sense together: which tokens are drafted, and heads of its own for these."""
+        return set()
+
+    def read_draft_vocabulary(self) -> None:
+        """Follow a change of the tokens that are drafted, as after loading other ones."""
 
     def freeze(self) -> Self:
         """Trained: from now on it only drafts, in eval mode and without gradients."""

@@ -12,16 +12,14 @@ import copy
 from typing import Annotated, Any, cast
 
 import torch
-from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DepthOptions, Init, ascending_layers
 from draftsmith.models.groups.layers import build_target_layers, layers_config
-from draftsmith.models.losses import DrafterOutput
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
@@ -33,24 +31,14 @@ def _layers_or_default(layers: list[int] | None, info: ValidationInfo) -> list[i
     return ascending_layers(layers, info)
 
 
-def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None:
-    vocabulary = (info.context or {}).get("vocab_size")
-    if size is not None and vocabulary is not None and size > vocabulary:
-        raise ValueError(f"must be at most the target's vocabulary of {vocabulary} (leave it out to draft all tokens)")
-    return size
-
-
 class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
-    """Of both."""
+    """Of both. With `draft_vocab_size` the head is the drafter's own, starts from the target's rows and is trained."""
 
     feature_layers: Annotated[list[int] | None, AfterValidator(_layers_or_default)] = Field(
         None,
         validate_default=True,
         description="layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the "
         "embeddings. By default EAGLE-3's low, middle and high one",
-    )
-    draft_vocab_size: Annotated[PositiveInt | None, AfterValidator(_within_the_vocabulary)] = Field(
-        None, description="draft this many of the most frequent tokens only, with a head of its own"
     )
     init: Init = "target"
 
@@ -110,8 +98,8 @@ class Eagle3Layer(nn.Module):
             self.hidden_norm.load_state_dict(source.input_layernorm.state_dict())
 
 
-class Eagle3Shape(DraftVocabulary, GroupWiseDrafter):
-    """Parameters, inputs, loss and logits of both; they differ in how depths follow one another."""
+class Eagle3Shape(GroupWiseDrafter):
+    """Parameters and inputs of both; they differ in how depths follow one another."""
 
     def build_shape(self, config: DrafterConfig, num_layers: int) -> None:
         """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
@@ -120,15 +108,20 @@ class Eagle3Shape(DraftVocabulary, GroupWiseDrafter):
         first = Eagle3Layer(built.layers[0], getattr(self.layers_config, "initializer_range", 0.02))
         self.layers, self.norm = nn.ModuleList([first, *built.layers[1:]]), built.norm
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
-        self.add_draft_vocabulary(config.target_config["vocab_size"], config.draft_vocab_size, hidden_size)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(self.config.feature_layers)
 
+    @property
+    def own_heads(self) -> list[nn.Linear]:
+        return [] if self.config.draft_vocab_size is None else [self.lm_head]
+
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """With `init: target` the target's last layers, and g near the mean of the features."""
-        self.initialize_draft_head()
+        self.initialize_own_heads()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target":
             return
@@ -141,12 +134,6 @@ class Eagle3Shape(DraftVocabulary, GroupWiseDrafter):
             layer.load_state_dict(source_layer.state_dict())
         self.norm.load_state_dict(source.norm.state_dict())
 
-    def label_loss(
-        self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
-    ) -> DrafterOutput:
-        weights = self.depth_shares
-        return self.vocabulary_loss(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.config.loss, weights)
-
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., E] from x_t [...] and the features [..., F] that predicted it."""
         return self.drafted_inputs(input_ids, self.fc(previous_features.to(self.fc.weight.dtype)))
@@ -154,7 +141,3 @@ class Eagle3Shape(DraftVocabulary, GroupWiseDrafter):
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
         """[..., E] from tokens [...] and, in place of g, what predicted them [..., D]."""
         return torch.cat([self.attached.embedding(input_ids).to(feedback.dtype), feedback], dim=-1)
-
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
-        return self.vocabulary_logits(self.norm(hidden))

@@ -5,7 +5,7 @@ masks, whose depths all come from one forward (`masks.py`), or the drafter's own
 carry a label are computed, with group attention; a drafter at work attends to its own KV cache instead.
 
 Shapes: B batch, S sequence, G streams = depths that are trained, N present rows, D hidden, E input width of a layer, F
-features, V vocabulary, W tree nodes of a call.
+features, V vocabulary, V' of them drafted, W tree nodes of a call.
 """
 
 from typing import Any, Self, cast
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.base.options import Attention, DrafterOptions, Loss
+from draftsmith.models.base.draft_vocabulary import DraftVocabulary
+from draftsmith.models.base.drafter import DrafterConfig
+from draftsmith.models.base.options import Attention, DrafterOptions, DraftVocabSize, Loss
 from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput, depth_loss
+from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 
 
 class GroupWiseOptions(DrafterOptions):
@@ -27,9 +28,10 @@ class GroupWiseOptions(DrafterOptions):
 
     attention: Attention = "folded"
     loss: Loss = "kl"
+    draft_vocab_size: DraftVocabSize = None
 
 
-class GroupWiseDrafter(Drafter):
+class GroupWiseDrafter(DraftVocabulary):
     """A kind says what a row reads (`real_inputs`), and may have other layers or another loss; never other groups."""
 
     layers: nn.ModuleList
@@ -84,17 +86,7 @@ class GroupWiseDrafter(Drafter):
         self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
     ) -> DrafterOutput:
         """The loss of N labelled rows: their last hidden states, depth indices, labels and the target's features."""
-        lm_head = self.attached.lm_head
-        return depth_loss(
-            self.norm(hidden_nd),
-            depth_n,
-            labels_n,
-            lm_head,
-            torch.tensor(self.depth_shares, device=hidden_nd.device),
-            loss=self.config.loss,
-            teacher_nd=teacher_nd,
-            teacher_head=lm_head,
-        )
+        return self.loss_of_rows(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.depth_shares)
 
     def rows_hidden(
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
@@ -121,7 +113,7 @@ class GroupWiseDrafter(Drafter):
         return self.rows_hidden(rows, input_ids, features, position_ids).unflatten(0, rows.shape)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return self.logits_of(self.stream_hidden(input_ids, features, position_ids))
+        return self.over_all_tokens(self.logits_of(self.stream_hidden(input_ids, features, position_ids)))
 
     # ---- shared by training and decoding ----
 
@@ -140,9 +132,9 @@ class GroupWiseDrafter(Drafter):
         return hidden
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
-        lm_head = self.attached.lm_head
-        return lm_head(self.norm(hidden).to(lm_head.weight.dtype))
+        """[..., D] -> [..., V'], of `columns`."""
+        head = self.draft_head()
+        return head(self.norm(hidden).to(head.weight.dtype))
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, N, Dh] at positions [1, N]."""

@@ -1,20 +1,21 @@
 """Drafters with a head for each depth, which reads one state of the target and no others: Medusa and Hydra.
 
-Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V vocabulary.
+Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.base.options import DepthOptions, Loss
+from draftsmith.models.base.draft_vocabulary import DraftVocabulary
+from draftsmith.models.base.drafter import DrafterConfig
+from draftsmith.models.base.options import DepthOptions, DraftVocabSize, Loss
 from draftsmith.models.groups.alignment import IGNORED_LABEL
-from draftsmith.models.losses import DrafterOutput, head_loss
+from draftsmith.models.losses import DrafterOutput
 from draftsmith.recipes.errors import UserError
 
 
@@ -29,25 +30,26 @@ class HeadOptions(DepthOptions):
         "for all, which leaves only the blocks to train",
     )
     loss: Loss = "ce"
+    draft_vocab_size: DraftVocabSize = None
 
     @property
     def num_depths(self) -> int:
         return self.num_heads
 
 
-class HeadsDrafter(Drafter):
-    """LM heads, shared or not, and the loss through them."""
+class HeadsDrafter(DraftVocabulary):
+    """LM heads, shared or not, and the loss through them. Own ones have V' rows each, with `draft_vocab_size`."""
 
     def add_lm_heads(self, config: DrafterConfig) -> None:
         """Make them, if they are not the target's."""
         if config.lm_heads == "separate":
             hidden_size, vocabulary = (config.target_config[key] for key in ("hidden_size", "vocab_size"))
-            own_heads = (nn.Linear(hidden_size, vocabulary, bias=False) for _ in range(config.num_heads))
-            self.lm_heads = nn.ModuleList(own_heads)
+            rows = config.draft_vocab_size or vocabulary
+            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, rows, bias=False) for _ in range(config.num_heads))
 
-    def lm_head_of(self, j: int) -> nn.Module:
-        """The linear layer [V, D] for depth j+1."""
-        return self.lm_heads[j] if self.config.lm_heads == "separate" else self.attached.lm_head
+    @property
+    def own_heads(self) -> list[nn.Linear]:
+        return [cast(nn.Linear, head) for head in self.lm_heads] if self.config.lm_heads == "separate" else []
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """LM heads start as the target's own.
@@ -62,8 +64,7 @@ class HeadsDrafter(Drafter):
                     f"the LM head of {type(target).__name__} has a bias, so LM heads of the drafter's own cannot start "
                     "as it: use drafter.options.lm_heads=shared"
                 )
-            for parameter in self.lm_heads.parameters():
-                parameter.copy_(source.weight)
+            self.initialize_own_heads()
 
     def loss_of_heads(
         self, labels_bgs: Tensor, features: Tensor, hidden_of: Callable[[int, Tensor, Tensor], Tensor]
@@ -75,25 +76,18 @@ class HeadsDrafter(Drafter):
             features: [B, S, D] that the target's LM head reads, AT each token: the teacher's, where the loss has one.
             hidden_of: Head index j, and batch and position [N] of the rows, to their hidden states [N, D].
         """
-        weights_dtype, results = torch.promote_types(self.dtype, torch.float32), []
+        results = []
         correct_bgs = torch.zeros_like(labels_bgs, dtype=torch.bool)
         for j, weight in enumerate(self.depth_shares):
             batch_n, position_n = (labels_bgs[:, j] != IGNORED_LABEL).nonzero(as_tuple=True)
-            result = head_loss(
-                hidden_of(j, batch_n, position_n),
-                self.lm_head_of(j),
-                labels_bgs[batch_n, j, position_n],
-                torch.full_like(batch_n, weight / max(len(batch_n), 1), dtype=weights_dtype),
-                loss=self.config.loss,
-                teacher_nd=features[batch_n, position_n + j],  # h_{t+j} predicts x_{t+1+j}
-                teacher_head=self.attached.lm_head,
-            )
-            results.append(result)
-            correct_bgs[batch_n, j, position_n] = result.correct_n
-        return DrafterOutput(
-            loss=torch.stack([result.loss for result in results]).sum(),
-            depth_loss_sum=torch.stack([result.cross_entropy_n.sum() for result in results]),
-            depth_correct=torch.stack([result.correct_n.sum() for result in results]),
-            depth_count=torch.tensor([len(result.losses_n) for result in results], device=features.device),
-            correct_bgs=correct_bgs,
+            hidden_nd, labels_n = hidden_of(j, batch_n, position_n), labels_bgs[batch_n, j, position_n]
+            teacher_nd = features[batch_n, position_n + j]  # h_{t+j} predicts x_{t+1+j}
+            only_depth_n = torch.zeros_like(labels_n)
+            head = self.draft_head(j)
+            results.append(self.loss_of_rows(hidden_nd, only_depth_n, labels_n, teacher_nd, [weight], head))
+            correct_bgs[batch_n, j, position_n] = cast(Tensor, results[-1].correct_n)
+        loss_g, *sums = (
+            torch.stack([result[key].squeeze() for result in results])
+            for key in ("loss", "depth_loss_sum", "depth_correct", "depth_count")
         )
+        return DrafterOutput(loss_g.sum(), *sums, correct_bgs=correct_bgs)

@@ -6,7 +6,16 @@ is compared with the target's config, which is pydantic's validation context her
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, ValidationError, ValidationInfo, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    model_validator,
+)
 
 from draftsmith.models.base.depth_weights import depth_shares
 from draftsmith.models.groups.attention import Backend
@@ -28,6 +37,13 @@ def one_message(message: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None:
+    vocabulary = (info.context or {}).get("vocab_size")
+    if size is not None and vocabulary is not None and size > vocabulary:
+        raise ValueError(f"must be at most the target's vocabulary of {vocabulary} (leave it out to draft all tokens)")
+    return size
+
+
 Attention = Annotated[Backend, Field(description="training backend, see `models/groups/attention.py`")]
 DepthWeights = Annotated[
     PositiveFloat | list[PositiveFloat],
@@ -36,6 +52,14 @@ DepthWeights = Annotated[
 ]
 DraftDepth = Annotated[int, Field(ge=1, description="the longest path that is drafted, one forward a level")]
 Loss = Annotated[LossName, Field(description="see `models/losses.py`; `ce` needs no teacher")]
+DraftVocabSize = Annotated[
+    PositiveInt | None,
+    AfterValidator(_within_the_vocabulary),
+    Field(
+        description="draft this many of the target's tokens only, the most frequent of the answers that are trained on "
+        "(`base/draft_vocabulary.py`); all by default"
+    ),
+]
 NumLayers = Annotated[int, Field(ge=1, description="decoder layers of the target's kind")]
 MaskResidual = Annotated[
     bool, Field(description="add the newest token's input to each of its masks (not in the paper)")

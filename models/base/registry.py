@@ -29,7 +29,10 @@ class Start:
 
 @dataclass
 class Training:
-    """`training.json`: what training did. Earlier versions noted less."""
+    """`training.json`: what training did. Earlier versions noted less.
+
+    draft_vocabulary_coverage: share of the supervised tokens that a reduced draft vocabulary has.
+    """
 
     steps: int
     history: list[dict[str, float]]
@@ -40,6 +43,7 @@ class Training:
     batch_size: int = 0
     rows: int | None = None
     target_change: str | None = None
+    draft_vocabulary_coverage: float | None = None
     weights_sha256: dict[str, str] | None = None
     start: Start | None = None
 

@@ -4,7 +4,7 @@ Every row is a `DrafterDecoder` of its own, so that methods and trees know nothi
 asked for its draft has the others drafted too, as far as they have observed something since their last draft.
 
 Shapes: B rows, A of them in a call, G depths, K masks, n newly committed tokens, R rows of a forward, E input width of
-a layer, F features, D hidden, V vocabulary.
+a layer, F features, D hidden, V columns of the logits.
 """
 
 from abc import ABC, abstractmethod
@@ -16,13 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS
 from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, BatchAttention
+from draftsmith.models.decoding.token_columns import TokenColumns
 
 
 class BatchDecoder(ABC):
     """What all kinds share: who has something new, and whose draft is waiting. `rows`: a `DrafterDecoder` each."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.rows = [BatchRow(self, row) for row in range(batch_size)]
+    def __init__(self, batch_size: int, columns: TokenColumns) -> None:
+        self.rows = [BatchRow(self, row, columns) for row in range(batch_size)]
         self._due: set[int] = set()
         self._drafted: dict[int, Tensor] = {}
 
@@ -56,8 +57,8 @@ class BatchDecoder(ABC):
 class BatchRow:
     """One row, as `protocols.DrafterDecoder`."""
 
-    def __init__(self, batch: BatchDecoder, row: int) -> None:
-        self._batch, self._row = batch, row
+    def __init__(self, batch: BatchDecoder, row: int, columns: TokenColumns) -> None:
+        self._batch, self._row, self.columns = batch, row, columns
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._batch.start(self._row, prompt_ids, features, position_offset)
@@ -77,7 +78,7 @@ class BatchParallelDecoder(BatchDecoder):
     """
 
     def __init__(self, drafter: Any, max_length_tokens: int, batch_size: int) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size, drafter.columns)
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
         self._num_masks, self._mask_residual = drafter.config.num_masks, drafter.mask_residual
         self._masks_ke = drafter.mask_inputs().detach()

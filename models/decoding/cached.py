@@ -4,7 +4,7 @@
 Nothing is ever rolled back: committed tokens are final, and the rows of drafted ones are overwritten.
 
 Shapes: G depths, K masks, P prompt, n newly committed, R rows of a forward, W nodes of a call, M nodes so far, E input
-width of a layer, F features, D hidden, V vocabulary.
+width of a layer, F features, D hidden, V columns of the logits.
 """
 
 from typing import Any
@@ -113,6 +113,7 @@ class ParallelDecoder(CachedDecoder):
 
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
+        self.columns = drafter.columns
         self._masks_ke, self._mask_residual = drafter.mask_inputs().detach(), drafter.mask_residual
 
     @torch.inference_mode()
@@ -136,7 +137,7 @@ class TreeDecoder(CachedDecoder):
 
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
-        self.num_depths = num_depths
+        self.num_depths, self.columns = num_depths, drafter.columns
         self._tree = GrowingTree()
         self._feedback_md = torch.empty(0)
 

@@ -3,7 +3,7 @@
 A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
 that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE).
 
-Shapes: G depths, F features, V vocabulary, P prompt, n newly committed tokens, W tree nodes of one call.
+Shapes: G depths, F features, V columns (`TokenColumns`), P prompt, n newly committed tokens, W tree nodes of one call.
 """
 
 from typing import Protocol, runtime_checkable
@@ -11,10 +11,13 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND
+from draftsmith.models.decoding.token_columns import TokenColumns
 
 
 class SequenceDecoder(Protocol):
     """A drafter at work on one sequence. `start` and `observe` only queue."""
+
+    columns: TokenColumns  # what its logits are of
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i."""

@@ -2,7 +2,8 @@
 
 Padding stands behind the rows that are wanted: causal order hides it from them, and the next forward overwrites it.
 
-Shapes: R rows, k of them kept, W nodes of a call, M nodes so far, S capacity, E input width, D hidden, V vocabulary.
+Shapes: R rows, k of them kept, W nodes of a call, M nodes so far, S capacity, E input width, D hidden, V columns of the
+logits.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ differ from that code:
 * `fc` has no bias by default. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for
   Llama 3: `fc_bias`. What it is worth is not measured here.
 
-Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V vocabulary, G depths.
+Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V' drafted tokens, G depths.
 """
 
 import torch
@@ -32,7 +32,7 @@ from draftsmith.models.base.options import DraftDepth
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import DrafterOutput, depth_loss, smooth_l1
+from draftsmith.models.losses import DrafterOutput, smooth_l1
 
 
 class EagleLayerOptions(GroupWiseOptions):
@@ -87,19 +87,9 @@ class EagleLayer(GroupWiseDrafter):
         """EAGLE's loss of N labelled rows, averaged over each depth's, the depths weighted with `depth_weights`."""
         if teacher_nd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        lm_head = self.attached.lm_head
         feature_loss_n = smooth_l1(hidden_nd, teacher_nd)
         weight_g = feature_loss_n.new_tensor(self.depth_shares)
-        output = depth_loss(
-            hidden_nd,
-            depth_n,
-            labels_n,
-            lm_head,
-            weight_g,
-            loss=self.config.loss,
-            teacher_nd=teacher_nd,
-            teacher_head=lm_head,
-        )
+        output = self.loss_of_rows(hidden_nd, depth_n, labels_n, teacher_nd, weight_g)
         count_g = torch.bincount(depth_n, minlength=len(weight_g)).clamp(min=1)
         feature_loss = (feature_loss_n * (weight_g / count_g)[depth_n]).sum()
         output.loss = feature_loss + self.config.class_weight * output.loss

@@ -179,7 +179,7 @@ class HydraDrafter(HeadsDrafter):
             read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
             inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
             logits.append(self.logits_of(inputs, j))
-        return torch.stack(logits, dim=1)
+        return self.over_all_tokens(torch.stack(logits, dim=1))
 
     # ---- shared by training and decoding ----
 
@@ -189,8 +189,8 @@ class HydraDrafter(HeadsDrafter):
         return self.embedding_norm(embedded) if self.config.embedding_norm else embedded
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
-        """Logits [..., V] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
-        lm_head = self.lm_head_of(j)
+        """Logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
+        lm_head = self.draft_head(j)
         return lm_head(self.heads[j](inputs).to(lm_head.weight.dtype))
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":
@@ -201,7 +201,7 @@ class HydraDecoder:
     """A `StepwiseDecoder`. A node's row is what its head reads, the state and the embeddings along its path."""
 
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
-        self.num_depths = drafter.config.num_heads
+        self.num_depths, self.columns = drafter.config.num_heads, drafter.columns
         self._drafter = drafter
         self._prefix: _Newest | _AttendedPrefix = (
             _Newest() if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens)

@@ -9,11 +9,10 @@ Where we deviate: the loss of depth d is averaged over its own labels and weight
 
 Heads are independent of each other's tokens and of every architecture: no layers of the target's kind, no cache.
 
-Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V vocabulary.
+Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,15 +81,15 @@ class MedusaDrafter(HeadsDrafter):
         return self.loss_of_heads(labels_bgs, features, hidden_of)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return self.logits_of(previous_features(features, position_ids)).movedim(0, 1)
+        return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))
 
     def logits_of(self, previous: Tensor) -> Tensor:
-        """h_{t-1} [..., D] -> [G, ..., V] of all heads."""
+        """h_{t-1} [..., D] -> [G, ..., V'] of all heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
-        if self.config.lm_heads == "shared":
-            lm_head: Any = self.attached.lm_head
+        if not self.own_heads:
+            lm_head = self.draft_head()
             return lm_head(hidden.to(lm_head.weight.dtype))  # one product
-        return torch.stack([lm_head(part) for lm_head, part in zip(self.lm_heads, hidden, strict=True)])
+        return torch.stack([lm_head(part) for lm_head, part in zip(self.own_heads, hidden, strict=True)])
 
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":
         return MedusaDecoder(self)
@@ -103,7 +102,7 @@ class MedusaDecoder:
     """Keeps h_{t-1} and nothing else; see `draftsmith.models.decoding.protocols.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
-        self._drafter, self._logits_of = drafter, drafter.logits_of
+        self._drafter, self._logits_of, self.columns = drafter, drafter.logits_of, drafter.columns
         self._previous_d: Tensor | None = None
 
     def compile(self, backend: str = BACKEND) -> None:
@@ -132,7 +131,7 @@ class MedusaBatchDecoder(BatchDecoder):
     """The same for several rows, whose heads run together."""
 
     def __init__(self, drafter: MedusaDrafter, batch_size: int) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size, drafter.columns)
         self._drafter = drafter
         self._previous_d: list[Tensor] = [torch.empty(0)] * batch_size
 

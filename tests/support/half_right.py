@@ -19,6 +19,7 @@ from transformers import (
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 
 GREEDY = Sampling()
 DEPTHS = 4
@@ -63,6 +64,8 @@ TINY = {
 
 class HalfRightDecoder:
     """Knows the answer and drafts it, with each depth spoiled now and then, so that all kinds of paths are accepted."""
+
+    columns = ALL_TOKENS
 
     def __init__(self, answer: list[int], vocabulary: int) -> None:
         self._answer, self._vocabulary = answer, vocabulary

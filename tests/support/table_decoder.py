@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 
 Path = tuple[int, ...]
 
 
 class TableDecoder:
-    """A `StepwiseDecoder` that looks its logits up by the path of tokens, and notes the width of each call."""
+    """A `StepwiseDecoder` that looks its logits up by the path of tokens, and notes the width of each call.
 
-    def __init__(self, logits_of: dict[Path, Tensor], num_depths: int) -> None:
-        self._logits_of, self.num_depths = logits_of, num_depths
+    The table has all tokens; of a draft vocabulary, the decoder gives the `columns`.
+    """
+
+    def __init__(self, logits_of: dict[Path, Tensor], num_depths: int, columns: TokenColumns = ALL_TOKENS) -> None:
+        self._logits_of, self.num_depths, self.columns = logits_of, num_depths, columns
         self._paths: list[Path] = []
         self.widths: list[int] = []
 
@@ -26,14 +30,18 @@ class TableDecoder:
 
     def begin(self) -> Tensor:
         self._paths, self.widths = [()], []
-        return self._logits_of[()][None]
+        return self._drafted([()])
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         self.widths.append(len(tokens))
         # The parents are nodes of earlier calls.
         added = [(*self._paths[parent], token) for token, parent in zip(tokens, parents, strict=True)]
         self._paths += added
-        return torch.stack([self._logits_of[path] for path in added])
+        return self._drafted(added)
+
+    def _drafted(self, paths: list[Path]) -> Tensor:
+        logits = torch.stack([self._logits_of[path] for path in paths])
+        return logits if self.columns.ids is None else logits[:, self.columns.ids]
 
 
 def every_path(vocabulary: int, lengths: range) -> list[Path]:

@@ -10,6 +10,7 @@ Shapes: S tokens of the row, G depths, F features, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from math import isfinite
 from typing import Any
@@ -174,18 +175,18 @@ def _drafted(
     drafter: Drafter, decoder: DrafterDecoder | StepwiseDecoder, following_s: Tensor, vocabulary: int
 ) -> Iterator[Tensor]:
     """Logits [V] of depths 1, 2, ...; the deeper ones of a stepwise drafter are given the true tokens that follow."""
-    num_depths = drafter.config.num_depths
+    num_depths, all_tokens = drafter.config.num_depths, partial(decoder.columns.widened, elsewhere=-torch.inf)
     if not isinstance(decoder, StepwiseDecoder):
         drafted_gv = decoder.draft()
         if len(drafted_gv) != num_depths:
             raise ValueError(f"draft() gives {len(drafted_gv)} depths, config.num_depths is {num_depths}")
-        yield from drafted_gv
+        yield from all_tokens(drafted_gv)
         return
-    yield decoder.begin()[0]
+    yield all_tokens(decoder.begin()[0])
     parent = 0
     for token in following_s[: min(num_depths, decoder.num_depths) - 1].tolist():
         # The true token's sibling comes first: it must change nothing for the true one.
-        yield decoder.expand([(token + 1) % vocabulary, token], [parent, parent])[1]
+        yield all_tokens(decoder.expand([(token + 1) % vocabulary, token], [parent, parent])[1])
         parent += 2
 
 

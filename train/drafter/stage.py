@@ -93,6 +93,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         _refuse_full_disk(run.drafter, drafter)
         if start is not None:
             print(f"{recipe.name}: {start_sentence(start)}")
+        if drafter.draft_vocabulary is not None:
+            print(f"{recipe.name}: {drafter.draft_vocabulary.sentence()}")
     checkpoint = _checkpoint_to_go_on_from(trainer)
     if checkpoint is not None:
         trainer.progress.restore(checkpoint)
@@ -180,6 +182,8 @@ def _save(
     trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any], start: Start | None
 ) -> None:
     trainer.save_model(str(folder))
+    drafter = trainer.accelerator.unwrap_model(trainer.model)
+    covered = None if drafter.draft_vocabulary is None else drafter.draft_vocabulary.coverage
     if trainer.is_world_process_zero():
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; settings.json says the same
         metrics = {
@@ -191,8 +195,9 @@ def _save(
             "rows": len(trainer.train_dataset),
             "reproducible": reproducible_where(args),
             "weights_sha256": weights_sha256(folder),
-            "target_change": trainer.accelerator.unwrap_model(trainer.model).target_change,
+            "target_change": drafter.target_change,
             **({} if start is None else {"start": asdict(start)}),
+            "draft_vocabulary_coverage": covered,
             "history": trainer.state.log_history,
             "settings": settings,
         }

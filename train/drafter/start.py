@@ -76,7 +76,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
             f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe its `drafter.options`"
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
-    draft_vocabulary = {name for name, _ in drafter.named_buffers() if name in mine}
+    draft_vocabulary = drafter.draft_vocabulary_names
     if not draft_vocabulary <= taken:
         taken -= draft_vocabulary  # as a whole or not at all
     parameters = dict(drafter.named_parameters())
@@ -93,6 +93,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
         )
     for name in taken:
         mine[name].copy_(theirs[name])
+    drafter.read_draft_vocabulary()
     fresh, unused = sorted(mine.keys() - taken), sorted(theirs.keys() - taken)
     return Start(source, kind, weights_sha256(folder), fresh, unused)
 

@@ -76,8 +76,8 @@ class FakeTraining:
         run.adopt(self.target, "target")
         run.adopt(self.drafter, "drafter")
         run.logits_widths = _vocabulary_sizes(self.target.config, self.drafter.config)
-        head = self.target.get_output_embeddings()
-        run.count_products_as_head(head.weight)
+        for head in (self.target.get_output_embeddings(), self.drafter.borrowed_head):
+            run.count_products_as_head(head.weight)
         self.drafter.train()
         self.drafter.training_step = LATE_STEP
         enable_gradient_checkpointing(args, self.drafter)

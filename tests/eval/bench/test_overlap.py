@@ -24,6 +24,7 @@ from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 from draftsmith.models.target.packed_linear import PackedLinear
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -146,6 +147,8 @@ def test_measuring_changes_nothing(kind: str, temperature: float, tree: dict[str
 
 class Noise:
     """Drafts three tokens from fixed logits."""
+
+    columns = ALL_TOKENS
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         pass

@@ -27,6 +27,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.report.summary import acceptance_by_depth, latency_percentiles, summarize, summarize_timing
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 from draftsmith.recipes.errors import UserError
 
 SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"
@@ -53,6 +54,8 @@ def letters(_tokenizer: Any, turns: list[Any]) -> list[int]:
 
 
 class FixedDecoder:
+    columns = ALL_TOKENS
+
     def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
         pass
 

@@ -23,6 +23,7 @@ from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 from draftsmith.recipes.schema import MethodRecipe
 
 
@@ -109,6 +110,8 @@ def test_trees_know_their_confidence() -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
 
     class Fixed:
+        columns = ALL_TOKENS
+
         def draft(self) -> torch.Tensor:
             return logits
 

@@ -24,6 +24,7 @@ from draftsmith.eval.trees.builders import (
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()
@@ -201,8 +202,8 @@ class Noise:
 class NoisyDecoder(Noise):
     """Drafts from fixed logits [G, V], as good or bad as they may be."""
 
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
+    def __init__(self, logits: Tensor, columns: TokenColumns) -> None:
+        self._logits, self.columns = logits if columns.ids is None else logits[:, columns.ids], columns
 
     def draft(self) -> Tensor:
         return self._logits
@@ -213,8 +214,8 @@ class NoisyStepwiseDecoder(Noise):
 
     num_depths = 2
 
-    def __init__(self, by_path: Tensor) -> None:
-        self._by_path = by_path
+    def __init__(self, by_path: Tensor, columns: TokenColumns) -> None:
+        self._by_path, self.columns = by_path if columns.ids is None else by_path[:, columns.ids], columns
 
     def begin(self) -> Tensor:
         return self._by_path[:1]
@@ -246,29 +247,30 @@ def third_token_distribution(target: LlamaForCausalLM, sampling: Sampling) -> Te
     return torch.einsum("a,ab,abc->c", first, second, third)
 
 
-def noisy_method(name: str, sampling: Sampling, generator: torch.Generator) -> Method:
+def noisy_method(name: str, sampling: Sampling, generator: torch.Generator, columns: TokenColumns) -> Method:
     noise = torch.Generator().manual_seed(3)
 
     def stepwise() -> StepwiseDecoder:
-        return NoisyStepwiseDecoder(torch.randn(1 + V, V, generator=noise, dtype=torch.float64))
+        return NoisyStepwiseDecoder(torch.randn(1 + V, V, generator=noise, dtype=torch.float64), columns)
 
     if name == "merged":
         return SpecInfer("noisy", [stepwise(), stepwise()], [2, 1], 2, sampling, generator)
     builder = BUILDERS[name]
     marginals = torch.randn(2, V, generator=noise, dtype=torch.float64)
-    decoder: Any = NoisyDecoder(marginals) if isinstance(builder, MarginalBuilder) else stepwise()
+    decoder: Any = NoisyDecoder(marginals, columns) if isinstance(builder, MarginalBuilder) else stepwise()
     return DrafterMethod("noisy", decoder, builder, sampling, generator)
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*BUILDERS, "merged"])
+@pytest.mark.parametrize("columns", [ALL_TOKENS, TokenColumns(torch.tensor([1, 2, 5, 6, 9]), V)])
 def test_sampling_keeps_the_distribution(
-    target: LlamaForCausalLM, session: TargetSession, name: str, temperature: float
+    target: LlamaForCausalLM, session: TargetSession, name: str, temperature: float, columns: TokenColumns
 ) -> None:
     """Chi-square of the third token over 700 answers; the 0.1 % quantile for 10 degrees of freedom is 29.6."""
     sampling = Sampling(temperature)
     generator = torch.Generator().manual_seed(4)
-    method = noisy_method(name, sampling, generator)
+    method = noisy_method(name, sampling, generator, columns)
     answers, rounds = 700, 0
     counts = torch.zeros(V, dtype=torch.float64)
     for _ in range(answers):

@@ -21,6 +21,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 
 GREEDY = Sampling()
 PROMPT = [1, 2, 3]
@@ -127,6 +128,8 @@ def run(target: LlamaForCausalLM, method: Method, *stop: str, sampling: Sampling
 
 class FixedDecoder:
     """Four depths of one noise, so that trees hold something right now and then."""
+
+    columns = ALL_TOKENS
 
     def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
         pass

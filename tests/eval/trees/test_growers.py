@@ -24,6 +24,7 @@ from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -122,7 +123,7 @@ def test_growing_a_tree_is_fast() -> None:
     """30 nodes in 5 levels of 8: the work beside the drafter's is about a millisecond."""
 
     class Fast:
-        num_depths = 5
+        num_depths, columns = 5, ALL_TOKENS
 
         def begin(self) -> Tensor:
             return logits[:1]
@@ -221,14 +222,16 @@ def every_tree(grow: Callable[[], DraftTree], monkeypatch: pytest.MonkeyPatch) -
     while scripts:
         chooser = Outcomes(scripts.pop())
 
-        def draw_rows(q: Tensor, count: int, _: Any, chooser: Outcomes = chooser) -> list[list[int]]:
+        def draw_rows(
+            q: Tensor, count: int, _: Any, columns: TokenColumns, chooser: Outcomes = chooser
+        ) -> list[list[int]]:
             rows = []
             for row in q:
                 left, drawn = row.clone(), []
                 for _ in range(count):
                     drawn.append(chooser.draw(left / left.sum()) if left.sum() > 0 else -1)
                     left[drawn[-1]] = 0 if drawn[-1] >= 0 else left[drawn[-1]]
-                rows.append(drawn)
+                rows.append(columns.tokens(drawn))
             return rows
 
         monkeypatch.setattr(tree_growers, "draw", lambda q, _, chooser=chooser: chooser.draw(q))
@@ -242,15 +245,22 @@ def every_tree(grow: Callable[[], DraftTree], monkeypatch: pytest.MonkeyPatch) -
     "sampling", [Sampling(1.0), Sampling(0.7, top_k=2), Sampling(1.3, top_p=0.6)], ids=["all", "top-k", "top-p"]
 )
 @pytest.mark.parametrize("grower", SAMPLED.values(), ids=SAMPLED.keys())
+@pytest.mark.parametrize(
+    "columns", [ALL_TOKENS, TokenColumns(torch.tensor([0, 2]), V), TokenColumns(torch.tensor([1]), V)]
+)
 def test_sampled_trees_keep_the_distribution(
-    grower: TreeBuilder, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    grower: TreeBuilder, sampling: Sampling, columns: TokenColumns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """[V, V, V]: the first three tokens, exactly, over all trees and verdicts; p and q depend on the whole path."""
+    """[V, V, V]: the first three tokens, exactly, over all trees and verdicts; p and q depend on the whole path.
+
+    Whatever part of the vocabulary is drafted.
+    """
     p_logits, q_logits = random_table(11, V, 3), random_table(12, V, 2)
     p_of = {context: sampling.probabilities(p_logits[context]) for context in CONTEXTS}
     joint = torch.zeros(V, V, V, dtype=torch.float64)
     total = 0.0
-    for weight, tree in every_tree(lambda: grower.propose(0, TableDecoder(q_logits, 2), sampling, None), monkeypatch):
+    decoder = TableDecoder(q_logits, 2, columns)
+    for weight, tree in every_tree(lambda: grower.propose(0, decoder, sampling, None), monkeypatch):
         total += weight
         logits = torch.stack([p_logits[path] for path in [(), *paths_in(tree)]])
         for probability, verdict in every_verdict(tree, logits, sampling):
@@ -305,6 +315,8 @@ def test_draws_without_replacement() -> None:
 
 def test_the_decoder_decides_who_makes_the_tree() -> None:
     class Marginals:
+        columns = ALL_TOKENS
+
         def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None: ...
 
         def observe(self, committed_ids: Tensor, features: Tensor) -> None: ...

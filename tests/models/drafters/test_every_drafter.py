@@ -43,28 +43,51 @@ from draftsmith.train.features.write import shard_features
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}],
-    "eagle": [{"loss": "lk_lambda", "attention": "dense"}, {"fc_bias": True}],
-    "eagle_parallel": [{"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce", "fc_bias": True}],
+    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}, {"draft_vocab_size": 40}],
+    "eagle": [{"loss": "lk_lambda", "attention": "dense"}, {"fc_bias": True, "draft_vocab_size": 40}],
+    "eagle_parallel": [
+        {"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce", "fc_bias": True},
+        {"draft_vocab_size": 40},
+    ],
     "eagle3": [{"draft_vocab_size": 40, "feature_layers": [0, 3]}],
-    "hydra": [{"prefix_attention": True}, {"num_layers": 2, "lm_heads": "shared", "loss": "kl"}],
-    "medusa": [{"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"}],
-    "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce"}],
+    "hydra": [
+        {"prefix_attention": True, "draft_vocab_size": 40},
+        {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40},
+    ],
+    "medusa": [
+        {"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"},
+        {"lm_heads": "shared", "draft_vocab_size": 40},
+        {"loss": "kl", "draft_vocab_size": 40},
+    ],
+    "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce", "draft_vocab_size": 40}],
     "parallel": [
         {"inputs": "embedding", "num_layers": 2},
         {"inputs": "hidden", "mask_residual": True},
         {"feature_layers": [0, 2, -1]},
+        {"draft_vocab_size": 40},
     ],
+    "pass_embeddings": [{"draft_vocab_size": 40}],
     "peagle": [{"num_layers": 2}, {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce"}],
 }
+# Two of three tokens, 40 in all, are in the data.
+FREQUENT = datasets.Dataset.from_dict(
+    {"input_ids": [[token for token in range(VOCABULARY) if token % 3]], "loss_mask": [[1] * 40]}
+)
 CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]]
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
 
 
 def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
+    """A draft vocabulary, where there is one, is of tokens all over the target's."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
-    return target, tiny_drafter_of(kind, target, **options)
+    drafter = tiny_drafter_of(kind, target, **options)
+    drafter.prepare(FREQUENT)
+    if "draft_vocab_size" in options:
+        with torch.no_grad():
+            for head in drafter.own_heads:  # which have just started as the target's
+                head.weight.add_(0.1 * torch.randn_like(head.weight))
+    return target, drafter
 
 
 def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:
@@ -114,7 +137,7 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, of
             for size in chunks:
                 decoder.observe(ids[0, end : end + size], features[0, end - 1 : end + size - 1])
                 end += size
-            drafted = drafted_logits(drafter, decoder, ids[0], end - 1)
+            drafted = drafter.columns.widened(drafted_logits(drafter, decoder, ids[0], end - 1), float("-inf"))
             expected = training[: len(drafted), end - 1]
             torch.testing.assert_close(drafted, expected, atol=1e-5, rtol=1e-5)
 

@@ -8,6 +8,7 @@ import torch
 from support.tiny_models import VOCABULARY, random_batch, tiny_target
 from torch import Tensor
 
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.train.drafter.parity import TOLERANCE, loop_like_prefixes, perturb, worst_difference
 
@@ -47,7 +48,7 @@ class ChainDrafter:
 class ChainDecoder:
     """Knows the path to every node, so that siblings do not disturb each other."""
 
-    num_depths = DEPTHS
+    num_depths, columns = DEPTHS, ALL_TOKENS
 
     def __init__(self, drafter: ChainDrafter) -> None:
         self.drafter = drafter

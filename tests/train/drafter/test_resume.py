@@ -24,9 +24,11 @@ STEPS = 7
 
 
 @pytest.fixture
-def recipes(target_folder: Path) -> tuple[Recipe, Recipe]:
-    """One that is trained already without a break, and its like."""
+def recipes(target_folder: Path, request: pytest.FixtureRequest) -> tuple[Recipe, Recipe]:
+    """One that is trained already without a break, and its like. A parameter: options of the drafter."""
     whole, broken = (make_recipe(target_folder, name, max_steps=STEPS) for name in ("whole", "broken"))
+    for recipe in (whole, broken):
+        recipe.drafter.options |= getattr(request, "param", {})
     train_drafter(whole)
     return whole, broken
 
@@ -66,7 +68,9 @@ class SignalIn(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("step", [3, STEPS])
+@pytest.mark.parametrize(
+    ("recipes", "step"), [({}, 3), ({}, STEPS), ({"draft_vocab_size": 12}, 5)], indirect=["recipes"]
+)
 def test_ctrl_c_in_any_step(recipes: tuple[Recipe, Recipe], monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """In the last one too: nothing is trained twice."""
     whole, broken = recipes

@@ -143,6 +143,7 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumula
         ({"attention": "dense"}, {}),
         ({"loss": "lk_lambda"}, {"gradient_accumulation_steps": 2}),
         ({"num_layers": 2}, {"bf16": True}),
+        ({"draft_vocab_size": 300}, {}),
     ],
 )
 def test_options_are_planned_as_they_are_trained(
@@ -198,6 +199,17 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     assert cost.tokens == 64
     half = predicted_step(recipe_of(tmp_path, train={"bf16": True}), training_row(32, 16))
     assert half.flops()["LM head"] == flops["LM head"]  # though the head is cast then
+
+
+def test_a_draft_vocabulary_by_hand(tmp_path: Path) -> None:
+    """An eighth of the vocabulary: an eighth of the head's FLOPs, and 64 x 64 more frozen numbers."""
+    row = training_row(32, 16)
+    whole, reduced = (
+        predicted_step(recipe_of(tmp_path, drafter={"options": {"draft_vocab_size": size}}), row) for size in (None, 64)
+    )
+    assert 8 * reduced.flops()["LM head"] == whole.flops()["LM head"]
+    weights = [cost.phases["backward"].at_peak_bytes["drafter"] for cost in (whole, reduced)]
+    assert weights[1] - weights[0] == 4 * 64 * 64 + 8 * 64 + 512  # and the map: V' int64, V bool
 
 
 # ---- the mode itself ----
