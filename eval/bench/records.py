@@ -15,6 +15,9 @@ from draftsmith.recipes.schema import MethodName
 
 T = TypeVar("T")
 
+# Of a turn, what earlier versions did not measure and a report can do without.
+NEWER: dict[str, Any] = {"outside_tokens": None, "ended_outside": None}
+
 # Keys of an arm's `settings`, and how an error calls them.
 SETTINGS = {
     "target": "target weights",
@@ -79,7 +82,7 @@ class QuestionRecord:
         record = _FORMS[QuestionRecord].validate_python({**values, "answers": {}})
         for key, answer in values["answers"].items():
             answer = _by_turns(answer) if "token_ids" in answer else answer
-            turns = [_complete(AnswerRecord, turn, record.where) for turn in answer["turns"]]
+            turns = [_complete(AnswerRecord, {**NEWER, **turn}, record.where) for turn in answer["turns"]]
             arm = record.answers[key] = _complete(ArmRecord, {**answer, "turns": turns}, record.where)
             if not turns or key != f"{arm.method}@{arm.temperature:g}" or not SETTINGS.keys() <= arm.settings.keys():
                 raise ValueError(key)

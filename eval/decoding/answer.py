@@ -15,6 +15,10 @@ class AnswerRecord:
     draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
     draft_depths: the longest path drafted, per round.
     tried: drafted positions that verification came to; the share of accepted ones is the acceptance rate alpha.
+    outside_tokens: tokens of the rounds that are not in the method's draft vocabulary, all of them the target's own;
+        None: it can draft every token.
+    ended_outside: the rounds, from 0, at which such a token stood where drafts were rejected: what the vocabulary, if
+        nothing else, has ended. None as above.
     round_s: seconds of each round, of which the four phases below are the parts.
     first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
     draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree, its device waited for;
@@ -28,6 +32,8 @@ class AnswerRecord:
     draft_lengths: list[int] = field(default_factory=list)
     draft_depths: list[int] = field(default_factory=list)
     tried: int = 0
+    outside_tokens: int | None = None
+    ended_outside: list[int] | None = None
     round_s: list[float] = field(default_factory=list)
     wall_time_s: float = 0.0
     first_token_s: float = 0.0

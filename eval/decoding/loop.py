@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decoding.answer import AnswerRecord
-from draftsmith.eval.decoding.method import Method, ReadsLogits
+from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.trees.sampling import Sampling, first_token
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.eval.trees.verify import Verdict, verify
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 
 
 @dataclass(slots=True)
@@ -108,6 +109,9 @@ class OpenAnswer:
         self.record = AnswerRecord()
         self.ended = False
         self._reader = method if isinstance(method, ReadsLogits) else None
+        self._columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
+        if self._columns.reduced:
+            self.record.outside_tokens, self.record.ended_outside = 0, []
         self._max_new_tokens, self._end_ids = max_new_tokens, end_ids
         self._matcher = None if stop is None else stop.matcher()
 
@@ -145,10 +149,19 @@ class OpenAnswer:
         record.draft_depths.append(tree.shape.draft_depth)
         rejected = kept == len(path) and bool(tree.children(path[-1]))
         record.tried += record.draft_lengths[-1] + rejected
+        if kept == len(path) and verdict.next_token not in self._columns:
+            self._note_outside(rejected)
         if not self.ended:
             features = features[: len(path)] if path[-1] == len(path) - 1 else features[path]
             self.method.observe(committed, features)
         return kept
+
+    def _note_outside(self, rejected: bool) -> None:
+        """The round's last token could not have been drafted."""
+        record = self.record
+        record.outside_tokens = (record.outside_tokens or 0) + 1
+        if rejected:
+            record.ended_outside = [*(record.ended_outside or []), record.rounds - 1]
 
     def _keep(self, committed: list[int]) -> int:
         """Add to the answer what belongs to it: how many tokens."""

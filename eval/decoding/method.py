@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from draftsmith.eval.trees.tree import DraftTree, root_only
+from draftsmith.models.decoding.token_columns import TokenColumns
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -51,6 +52,13 @@ class Autoregressive:
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
+
+
+@runtime_checkable
+class DraftsColumns(Protocol):
+    """A method that says which tokens it can draft. Of one that does not, nothing is counted."""
+
+    columns: TokenColumns
 
 
 @runtime_checkable

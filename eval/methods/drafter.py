@@ -34,6 +34,7 @@ class DrafterMethod:
         generator: torch.Generator | None = None,
     ) -> None:
         self.name, self.sequential = name, isinstance(decoder, StepwiseDecoder)
+        self.columns = decoder.columns
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest = -1
 

@@ -79,6 +79,7 @@ def write_report(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"number": _number, "ms": _milliseconds, "identity": _identity, "escaped": _escaped}
+    environment.filters["percent"] = _percent
     summary = facts["summary"]
     values = {
         **facts,
@@ -92,6 +93,7 @@ def write_report(
         "overall": [row for row in summary if row["category"] == OVERALL],
         "seed_spread": seed_spread(summary),
         "by_category": _by_category(summary),
+        "reduced": _with_draft_vocabulary(summary),
         "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
         "pictures": _shown(root, pictures),
         "theory_pictures": _shown(root, theory_pictures),
@@ -103,6 +105,12 @@ def write_report(
         files.append(root / f"report.{form}")
         write_atomically(files[-1], text)
     return files
+
+
+def _with_draft_vocabulary(summary: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The overall rows of methods that cannot draft every token; earlier versions noted nothing of it."""
+    overall = (row for row in summary if row["category"] == OVERALL)
+    return [row for row in overall if row.get("draft_vocabulary_coverage") is not None]
 
 
 def _drafters(kinds: list[str]) -> str:
@@ -248,6 +256,10 @@ def _escaped(text: str) -> str:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
 
 
 def _milliseconds(seconds: float | None, digits: int = 2) -> str:

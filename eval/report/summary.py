@@ -14,6 +14,7 @@ t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians o
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): what is lost
                      in the loop's own Python; decoding = without the prefill
 cost ratio           t_draft / t_target_step, of a whole round
+draft vocabulary     of a drafter that cannot draft every token, see `draft_vocabulary_figures`
 
 What theory makes of these figures is in `theory_table.py`.
 """
@@ -104,7 +105,28 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(turns, 50, 90), strict=True)),
         "lossless": first.lossless,
         "greedy_identical": all(answer.ids == baseline.ids for _, answer, baseline in pairs) if greedy else None,
+        **draft_vocabulary_figures(turns),
     }
+
+
+def draft_vocabulary_figures(turns: list[AnswerRecord]) -> dict[str, float | None]:
+    """What a reduced draft vocabulary leaves out, over all rounds; None where every token can be drafted.
+
+    draft_vocabulary_coverage  share of the tokens kept in rounds that it has
+    rounds_ended_outside       share of the rounds that ended at a token which it has not, its drafts there rejected.
+                               What is behind the longest draft was never drafted for, and does not count
+    tau_lost_at_most           what tau would gain if each of these had kept the rest of its longest draft as well
+    """
+    keys = ("draft_vocabulary_coverage", "rounds_ended_outside", "tau_lost_at_most")
+    measured = [turn for turn in turns if turn.outside_tokens is not None and turn.ended_outside is not None]
+    rounds = sum(turn.rounds for turn in measured)
+    if not rounds:
+        return dict.fromkeys(keys)
+    outside = sum(turn.outside_tokens or 0 for turn in measured)
+    ended = [(turn, number) for turn in measured for number in turn.ended_outside or []]
+    unkept = sum(turn.draft_depths[number] - turn.draft_lengths[number] for turn, number in ended)
+    kept = sum(sum(turn.accept_lengths) for turn in measured)
+    return dict(zip(keys, (1 - outside / kept, len(ended) / rounds, unkept / rounds), strict=True))
 
 
 def _speed(turns: Iterable[AnswerRecord]) -> float:

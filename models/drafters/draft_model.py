@@ -50,7 +50,7 @@ class DraftModel(GroupWiseDrafter):
         self.norm.load_state_dict(source.norm.state_dict())
 
     def causal_lm(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The draft model as a model of its own, with a copy of the target's embedding and LM head.
+        """The draft model as a model of its own, with a copy of the target's embedding and whole LM head.
 
         For transformers' assisted generation, and for serving engines: `save_pretrained` it beside the tokenizer.
         """

@@ -5,8 +5,8 @@ token and, at the embeddings, T drafted ones. Nothing else is trained: T * D par
 
 This is the parallel drafter with the target's own layers and norm in place of one new layer, so it is trained by the
 same group attention and decoded by the same decoder. The gradient passes through the frozen layers. What follows:
-* Depth 1 is exactly what the target predicts next, so every round commits at least two tokens; but a draft costs a
-  whole forward of the target, and a round two.
+* Depth 1 is exactly what the target predicts next, so every round commits at least two tokens (unless a
+  `draft_vocab_size` leaves it out); but a draft costs a whole forward of the target, and a round two.
 * No feature is read. (Those of layer 0 are asked for, since they cost the target nothing.)
 
 Where we deviate: the paper's single model keeps one KV cache; here the drafting side has its own, so the committed

@@ -306,6 +306,19 @@ def a_question(number: int, category: str, seconds: float, baseline_seconds: flo
     return record
 
 
+def test_a_draft_vocabulary_by_hand() -> None:
+    """Three rounds of three tokens; two of these are outside, one where two of four drafted tokens were kept."""
+    record = made_up(0, 2.0, 4.0)
+    (turn,) = record.answers["chain@0"].turns
+    turn.draft_depths, turn.outside_tokens, turn.ended_outside = [4, 4, 4], 2, [1]
+    baseline, chain = (summarize([record])[index] for index in (1, -1))
+    assert chain["draft_vocabulary_coverage"] == pytest.approx(7 / 9)
+    assert chain["rounds_ended_outside"] == pytest.approx(1 / 3)
+    assert chain["tau_lost_at_most"] == pytest.approx(2 / 3)
+    assert baseline["method"] == "autoregressive"
+    assert baseline["draft_vocabulary_coverage"] is None
+
+
 def test_pooled_and_by_question_by_hand() -> None:
     """5 and 10 tokens/s against 2.5 and 10: 20 tokens in 3 s against 5 s is 5/3; the means 7.5 against 6.25 are 1.2.
 

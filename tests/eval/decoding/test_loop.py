@@ -99,6 +99,25 @@ def test_tried_positions(session: TargetSession) -> None:
     assert out.tried <= sum(out.draft_lengths) + out.rounds
 
 
+def test_tokens_outside_the_draft_vocabulary(session: TargetSession) -> None:
+    """One token cannot be drafted: it is counted where it is a round's own, and where it stood against drafts.
+
+    Rounds of three end at every third token, the last with its tree cut to nothing to reject; rounds of five are kept
+    in full, and end at no rejection.
+    """
+    answer = answer_of(session, 24)
+    missing = answer[6]
+    columns = TokenColumns(torch.tensor([token for token in range(V) if token != missing]), V)
+    for spoil_depth, own_tokens, rejecting in [(3, answer[3:16:3], 4), (None, answer[5:16:5], 0)]:
+        method: Any = Scripted(answer, spoil_depth)
+        assert generate(session, method, PROMPT, GREEDY, 16).ended_outside is None
+        method.columns = columns
+        out = generate(session, method, PROMPT, GREEDY, 16)
+        assert out.outside_tokens == own_tokens.count(missing)
+        assert out.ended_outside == [i for i, token in enumerate(own_tokens[:rejecting]) if token == missing]
+    assert missing in answer[3:15:3]
+
+
 def test_every_round_is_handed_over(session: TargetSession) -> None:
     """Accepted paths and what was kept of them, the last one cut by the end token; no answer differs for it."""
     answer = answer_of(session, 24)

@@ -138,6 +138,16 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert page.count("<table>") == page.count("</table>") == 6
 
 
+def test_a_draft_vocabulary_has_its_table(tmp_path: Path) -> None:
+    reduced = {"draft_vocabulary_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
+    summary = [*SUMMARY, row("small", "overall", **reduced)]
+    markdown, html = write_report(tmp_path, facts(summary), [])
+    assert "| small | 0 | 96.2% | 7.1% | 0.13 |" in markdown.read_text()
+    assert "<td>96.2%</td><td>7.1%</td><td>0.13</td>" in html.read_text()
+    for file in write_report(tmp_path, facts(SUMMARY), []):
+        assert "Draft vocabulary" not in file.read_text()
+
+
 def test_mt_bench_is_explained_where_it_stands(tmp_path: Path) -> None:
     for file in write_report(tmp_path, facts([*SUMMARY, row("tree", "mt_bench")]), []):
         assert "Spec-Bench's task of the eight MT-bench categories together" in file.read_text()

@@ -39,7 +39,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"draft_depth": 0}, "draft_depth`: input should be greater than or equal to 1, not 0"),
     ("eagle3", {"num_masks": 2}, "unknown key `drafter.options.num_masks`"),
     ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size`: must be at most the target's vocabulary of 61 .*, not 62"),
-    ("eagle3", {"draft_vocab_size": 0}, "draft_vocab_size`: input should be greater than 0, not 0"),
+    *(
+        (kind, {"draft_vocab_size": 62}, "draft_vocab_size`: must be at most the target's .* 61")
+        for kind in drafter_kinds()
+    ),
+    *(
+        (kind, {"draft_vocab_size": 0}, "draft_vocab_size`: input should be greater than 0, not 0")
+        for kind in drafter_kinds()
+    ),
     ("hydra", {"num_head": 4}, "did you mean `num_heads`"),
     ("hydra", {"lm_heads": "tied"}, "lm_heads`: input should be 'separate' or 'shared', not 'tied'"),
     ("medusa", {"num_head": 4}, "did you mean `num_heads`"),

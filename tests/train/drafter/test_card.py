@@ -61,6 +61,17 @@ def test_every_kind_has_a_card(tmp_path: Path, kind: str) -> None:
     assert "## Is it lossless?" not in card.text
 
 
+def test_what_the_draft_vocabulary_cost(tmp_path: Path) -> None:
+    rows = [dict(row) for row in FIGURES["rows"]]
+    rows[1] |= {"draft_vocabulary_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
+    file = write_drafter_card(recipe_in(tmp_path), {**FIGURES, "rows": rows})
+    assert file is not None
+    text = " ".join(file.read_text().split())
+    assert "tree at T = 1: 96.2% of the tokens that its rounds kept are in its draft vocabulary; 7.1% of the" in text
+    assert "which cost at most 0.13 of tau" in text
+    assert text.count("draft vocabulary") == 1
+
+
 def test_training_figures_and_proof(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     folder = RunFolder(recipe).drafter

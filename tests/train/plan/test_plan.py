@@ -143,7 +143,7 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumula
         ({"attention": "dense"}, {}),
         ({"loss": "lk_lambda"}, {"gradient_accumulation_steps": 2}),
         ({"num_layers": 2}, {"bf16": True}),
-        ({"draft_vocab_size": 300}, {}),
+        ({"draft_vocab_size": 500}, {}),
     ],
 )
 def test_options_are_planned_as_they_are_trained(
