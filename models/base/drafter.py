@@ -80,7 +80,9 @@ class DraftedShare:
             "answers' tokens"
         )
         if self.seen < self.size:
-            return f"{sentence}; only {self.seen:,} occur in them: drafter.options.draft_vocab_size={self.seen} would do"
+            return (
+                f"{sentence}; only {self.seen:,} occur in them: drafter.options.draft_vocab_size={self.seen} would do"
+            )
         return sentence
 
 

@@ -8,7 +8,7 @@ so groups, rows, labels and loss are those of `group_wise.py`.
 
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
 loss is a mean of its own and the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
-and 0 at the optimum. With a draft vocabulary, whose head is its own and trained, the authors' code (SafeAILab/EAGLE, eagle/traineagle3/cnets.py) leaves out
+and 0 at the optimum. With a draft vocabulary the authors' code (SafeAILab/EAGLE, eagle/traineagle3/cnets.py) leaves out
 the rows where the teacher's most likely token is not in it; we keep them, the teacher renormalised over the tokens that
 are (with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by default 5. Neither is measured here.
 
