@@ -110,7 +110,7 @@ def write_report(
 def _with_draft_vocabulary(summary: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The overall rows of methods that cannot draft every token; earlier versions noted nothing of it."""
     overall = (row for row in summary if row["category"] == OVERALL)
-    return [row for row in overall if row.get("draft_vocabulary_coverage") is not None]
+    return [row for row in overall if row.get("decoded_coverage") is not None]
 
 
 def _drafters(kinds: list[str]) -> str:

@@ -112,12 +112,12 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
 def draft_vocabulary_figures(turns: list[AnswerRecord]) -> dict[str, float | None]:
     """What a reduced draft vocabulary leaves out, over all rounds; None where every token can be drafted.
 
-    draft_vocabulary_coverage  share of the tokens kept in rounds that it has
+    decoded_coverage           share of the tokens kept in rounds that it has
     rounds_ended_outside       share of the rounds that ended at a token which it has not, its drafts there rejected.
                                What is behind the longest draft was never drafted for, and does not count
     tau_lost_at_most           what tau would gain if each of these had kept the rest of its longest draft as well
     """
-    keys = ("draft_vocabulary_coverage", "rounds_ended_outside", "tau_lost_at_most")
+    keys = ("decoded_coverage", "rounds_ended_outside", "tau_lost_at_most")
     measured = [turn for turn in turns if turn.outside_tokens is not None and turn.ended_outside is not None]
     rounds = sum(turn.rounds for turn in measured)
     if not rounds:

@@ -312,11 +312,11 @@ def test_a_draft_vocabulary_by_hand() -> None:
     (turn,) = record.answers["chain@0"].turns
     turn.draft_depths, turn.outside_tokens, turn.ended_outside = [4, 4, 4], 2, [1]
     baseline, chain = (summarize([record])[index] for index in (1, -1))
-    assert chain["draft_vocabulary_coverage"] == pytest.approx(7 / 9)
+    assert chain["decoded_coverage"] == pytest.approx(7 / 9)
     assert chain["rounds_ended_outside"] == pytest.approx(1 / 3)
     assert chain["tau_lost_at_most"] == pytest.approx(2 / 3)
     assert baseline["method"] == "autoregressive"
-    assert baseline["draft_vocabulary_coverage"] is None
+    assert baseline["decoded_coverage"] is None
 
 
 def test_pooled_and_by_question_by_hand() -> None:

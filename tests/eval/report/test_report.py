@@ -139,7 +139,7 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
 
 
 def test_a_draft_vocabulary_has_its_table(tmp_path: Path) -> None:
-    reduced = {"draft_vocabulary_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
+    reduced = {"decoded_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
     summary = [*SUMMARY, row("small", "overall", **reduced)]
     markdown, html = write_report(tmp_path, facts(summary), [])
     assert "| small | 0 | 96.2% | 7.1% | 0.13 |" in markdown.read_text()

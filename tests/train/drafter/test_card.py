@@ -63,7 +63,7 @@ def test_every_kind_has_a_card(tmp_path: Path, kind: str) -> None:
 
 def test_what_the_draft_vocabulary_cost(tmp_path: Path) -> None:
     rows = [dict(row) for row in FIGURES["rows"]]
-    rows[1] |= {"draft_vocabulary_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
+    rows[1] |= {"decoded_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
     file = write_drafter_card(recipe_in(tmp_path), {**FIGURES, "rows": rows})
     assert file is not None
     text = " ".join(file.read_text().split())
