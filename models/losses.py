@@ -196,13 +196,14 @@ def depth_loss(
     )
 
 
-def chunk_rows(vocabulary: int, hidden_size: int) -> int:
+def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False) -> int:
     """Rows whose logits exist at once.
 
     As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
-    would wait for the head to be read from memory.
+    would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
+    of its gradient, beside which that is little.
     """
-    return max(1, CHUNK_ELEMENTS // vocabulary, hidden_size // 16)
+    return max(1, CHUNK_ELEMENTS // vocabulary, hidden_size // (2 if head_is_trained else 16))
 
 
 @dataclass
@@ -251,7 +252,8 @@ class _HeadLoss(torch.autograd.Function):
         cross_entropy_n = torch.empty_like(losses_n)
         correct_n = torch.empty_like(losses_n, dtype=torch.bool)
         head_vd, head_bias_v = weight_vd.to(dtype), None if bias_v is None else bias_v.to(dtype)
-        chunk = chunk_rows(*weight_vd.shape)
+        vocabulary, hidden_size = weight_vd.shape
+        chunk = chunk_rows(vocabulary, hidden_size, head_is_trained=wants_weight)
         for begin in range(0, len(labels_n), chunk):
             rows = slice(begin, begin + chunk)
             hidden, labels = hidden_nd[rows].to(dtype), labels_n[rows]
@@ -272,7 +274,11 @@ class _HeadLoss(torch.autograd.Function):
             if grad_nd is not None:
                 torch.mm(grad_logits, head_vd, out=grad_nd[rows])
             if grad_vd is not None:
-                grad_vd += grad_logits.t() @ (hidden * (weights_n[rows, None] / unit)).to(dtype)
+                weighted = (hidden * (weights_n[rows, None] / unit)).to(dtype)
+                if grad_vd.dtype == dtype:
+                    grad_vd.addmm_(grad_logits.t(), weighted)  # no product of the head's size beside the sum
+                else:
+                    grad_vd += grad_logits.t() @ weighted
         ctx.save_for_backward(grad_nd, grad_vd, weights_n, unit)
         ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
         ctx.mark_non_differentiable(losses_n, correct_n, cross_entropy_n)

@@ -402,6 +402,7 @@ def test_chunk_rows() -> None:
     assert chunk_rows(4096, 192) == 1024
     assert chunk_rows(1 << 24, 8) == 1
     assert chunk_rows(128_256, 4096) == 256
+    assert chunk_rows(49_152, 576, head_is_trained=True) == 288  # 85 with a frozen one
 
 
 # ---- depths ----
