@@ -265,6 +265,35 @@ def compare(
     _where_to_go_next(*measured)
 
 
+@app.command()
+@exit_with_one_sentence()
+def search(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE ... [section.key=value ...]", help="Recipes, and values for all."),
+    ],
+    trials: Annotated[int, typer.Option(min=1, help="Of each recipe; the first is the recipe as it is.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Of each trial, a whole schedule of its own.")] = 200,
+    rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that a trial is scored on.")] = 32,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all trials to this file too.")] = None,
+) -> None:
+    """Tune loss weights and learning rate of each recipe on the same small budget; nothing finished is run again."""
+    files = [argument for argument in recipes if "=" not in argument]
+    overrides = [argument for argument in recipes if "=" in argument]
+    if not files:
+        raise UserError("search needs recipes: for example `draftsmith search embedded-parallel embedded-eagle`")
+    loaded = [load_recipe(file, overrides) for file in files]
+    json_file = _json_place(json_file)
+    from draftsmith.eval.commands.search import SearchBudget, search_recipe, show_search
+
+    found = []
+    for recipe in loaded:
+        heading("search", f"{recipe.name}: {trials} trials of {steps} steps")
+        found.append(search_recipe(recipe, SearchBudget(trials, steps, rows)))
+        show_search(found[-1], console)
+        _write_json(json_file, [asdict(each) for each in found])
+
+
 def _where_to_go_next(*measured: Recipe) -> None:
     from draftsmith.eval.bench.arms import drafter_folders
 

@@ -69,7 +69,7 @@ def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[li
     depths = correct_bgs.shape[1]
     tokens, rounds = [0.0] * depths, [0.0] * depths
     for right_s, mask_s in zip(right_bs, loss_mask_bs.tolist(), strict=True):
-        for first, last in _answers(mask_s):
+        for first, last in answers_in(mask_s):
             for j in range(depths):
                 newest = first
                 while newest < last:
@@ -80,7 +80,7 @@ def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[li
     return [tokens, rounds]
 
 
-def _answers(mask_s: list[int]) -> list[tuple[int, int]]:
+def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:
     """First and last token of every run of ones."""
     begins = [s for s, is_answer in enumerate(mask_s) if is_answer and (s == 0 or not mask_s[s - 1])]
     ends = [s for s, is_answer in enumerate(mask_s) if is_answer and (s + 1 == len(mask_s) or not mask_s[s + 1])]

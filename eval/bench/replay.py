@@ -1,0 +1,72 @@
+"""tau of a method on answers that are known already: the loop at T = 0 without its target.
+
+The answers are the target's own greedy ones (self-distilled at temperature 0), so what it would say after every token
+is what stands there, and one forward over a row gives the features of all rounds. Ties aside, rounds and accepted
+lengths are those of `decoding/loop.py`; where the data were sampled, tau is that of following the sample.
+
+Shapes: S tokens of a row, F features.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.decoding.method import Method
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.train.drafter.evaluation import answers_in
+
+
+@dataclass
+class Replayed:
+    """Tokens committed, the first of each answer aside, and rounds."""
+
+    tokens: int = 0
+    rounds: int = 0
+
+    @property
+    def tau(self) -> float | None:
+        return self.tokens / self.rounds if self.rounds else None
+
+
+@torch.inference_mode()
+def replay(method: Method, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Replayed:
+    """Draft through every answer of every row.
+
+    Args:
+        rows: Token ids [S], loss mask [S], 1 at the tokens of answers, and the features [S, F] that the method reads.
+    """
+    total = Replayed()
+    for ids_s, mask_s, features_sf in rows:
+        for first, last in answers_in(mask_s.tolist()):
+            if first and last > first:
+                lengths = accepted_lengths(method, ids_s.tolist(), features_sf, first, last)
+                total.tokens += sum(lengths)
+                total.rounds += len(lengths)
+    return total
+
+
+def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first: int, last: int) -> list[int]:
+    """Tokens that each round commits, the target's own included, of the answer from `first` to `last`."""
+    method.start(ids[:first], features_sf[:first])
+    method.observe([ids[first]], features_sf[first - 1 : first])
+    newest, lengths = first, []
+    while newest < last:
+        tree = method.propose().cut_to_depth(last - newest - 1)
+        committed = _accepted(tree, ids[newest + 1 :]) + 1
+        lengths.append(committed)
+        if newest + committed < last:
+            method.observe(ids[newest + 1 : newest + 1 + committed], features_sf[newest : newest + committed])
+        newest += committed
+    return lengths
+
+
+def _accepted(tree: DraftTree, following: list[int]) -> int:
+    """How many of the tokens that follow the root are in the tree, from the root on."""
+    node, accepted = 0, 0
+    while (child := next((c for c in tree.children(node) if tree.tokens[c] == following[accepted]), None)) is not None:
+        node, accepted = child, accepted + 1
+        if accepted == len(following):
+            break
+    return accepted

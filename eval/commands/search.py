@@ -1,0 +1,216 @@
+"""`draftsmith search`: the same small budget of trials for every recipe, so that a comparison compares drafters.
+
+A trial is the recipe with other values of what is tuned, the same keys and ranges for every kind that has them, trained
+for a few steps with a schedule that ends there, on the recipe's data without the rows that are kept out. Its score is
+the tau of the recipe's trees on those rows, replayed (`eval/bench/replay.py`): the mean over its methods.
+
+The first trial is the recipe as it is. The others are drawn: learning rates spread evenly on a logarithmic scale (van
+der Corput's sequence), the rest by the trial's number. So more trials begin with the same ones, and what was trained
+before is found in its folder, `runs/<name>-trial-<number>-of-<steps>-steps`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from draftsmith.data.distill.token_dataset import load_tokens
+from draftsmith.eval.bench.replay import replay
+from draftsmith.eval.commands.stages import make_drafter, run_distill
+from draftsmith.eval.decoding.method import Method
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter, load_drafter_class
+from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
+from draftsmith.train.batches.heldout import split_rows
+from draftsmith.train.drafter.stage import train_drafter
+
+LEARNING_RATE_RANGE = (0.25, 4.0)  # times the recipe's
+# Options of drafters that weigh losses, where a kind has them.
+CHOICES: dict[str, tuple[float, ...]] = {
+    "class_weight": (0.1, 0.3, 1.0),
+    "depth_weights": (0.5, 0.8, 1.0),
+    "depth_ramp": (0.0, 0.3, 0.6),
+}
+EVAL_ROWS_FRAC = 0.05  # where the recipe keeps none out
+
+
+@dataclass(frozen=True)
+class SearchBudget:
+    """trials of each recipe, optimiser steps of each trial, rows that it is scored on."""
+
+    trials: int
+    steps: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was tried, and what came of it: tau by method, and their mean."""
+
+    number: int
+    values: dict[str, float]
+    taus: dict[str, float]
+    score: float
+    last_loss: float
+    accuracy: list[float]
+    wall_time_s: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """The trials of one recipe; `chosen` are the values of the best one, as recipe keys."""
+
+    recipe: str
+    kind: str
+    budget: SearchBudget
+    trials: list[Trial]
+    chosen: dict[str, float]
+
+
+def search_recipe(recipe: Recipe, budget: SearchBudget) -> Search:
+    """Train and score every trial that is not trained yet.
+
+    Raises:
+        UserError: The drafter changes its target, so that the known answers are not its target's; or no method of the
+            recipe has a drafter; or a stage's own.
+    """
+    if not _scored_methods(recipe):
+        raise UserError(
+            f"recipe {recipe.name} has no method with a drafter of its own to score: add one to eval.methods"
+        )
+    kind = load_drafter_class(recipe.drafter.kind)
+    if kind.target_change is not Drafter.target_change:
+        raise UserError(f"{recipe.drafter.kind} changes its target, whose known answers are not its own: use `compare`")
+    run_distill(recipe)
+    target, _ = load_target(recipe.target)
+    trials = []
+    for number in range(budget.trials):
+        values = trial_values(recipe, number)
+        trial = trial_recipe(recipe, number, values, budget.steps)
+        _share_data(trial, recipe)
+        first = first_stage(trial)
+        if first is not None:
+            make_drafter(first)
+        report = train_drafter(trial)
+        taus = score(trial, target, budget.rows)
+        mean = sum(taus.values()) / len(taus)
+        trials.append(Trial(number, values, taus, mean, report.loss, report.heldout_accuracy, report.wall_time_s))
+        print(f"trial {number}: {_text(values) or 'the recipe'}: tau {mean:.3f}", flush=True)
+    best = max(trials, key=lambda trial: trial.score)
+    return Search(recipe.name, recipe.drafter.kind, budget, trials, best.values)
+
+
+def trial_values(recipe: Recipe, number: int) -> dict[str, float]:
+    """Of the keys that are tuned, by recipe key; none for the recipe itself, number 0."""
+    if number == 0:
+        return {}
+    low, high = LEARNING_RATE_RANGE
+    place = _van_der_corput(number)
+    learning_rate = recipe.train.get("learning_rate", 5e-5) * low ** (1 - place) * high**place
+    values = {"train.learning_rate": float(f"{learning_rate:.3g}")}
+    generator = random.Random(number)
+    known = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
+    for key, choices in CHOICES.items():
+        drawn = generator.choice(choices)  # for all kinds, so that those with the same keys try the same values
+        if key in known:
+            values[f"drafter.options.{key}"] = drawn
+    return values
+
+
+def trial_recipe(recipe: Recipe, number: int, values: dict[str, float], steps: int) -> Recipe:
+    """The recipe of a trial: other values, fewer steps, rows kept out, a folder of its own."""
+    options, train = dict(recipe.drafter.options), {**recipe.train, "max_steps": steps}
+    for key, value in values.items():
+        section = train if key.startswith("train.") else options
+        section[key.rpartition(".")[2]] = value
+    return Recipe.model_validate(
+        {
+            **recipe.model_dump(),
+            "name": f"{recipe.name}-trial-{number}-of-{steps}-steps",
+            "drafter": {**recipe.drafter.model_dump(), "options": options},
+            "train": train,
+            "data": {**recipe.data.model_dump(), "eval_rows_frac": recipe.data.eval_rows_frac or EVAL_ROWS_FRAC},
+        }
+    )
+
+
+def score(trial: Recipe, target: PreTrainedModel, rows: int) -> dict[str, float]:
+    """tau of each of the recipe's trees with the trial's drafter, on rows kept out of its training."""
+    drafter = load_drafter(RunFolder(trial).drafter, target)
+    _, kept_out = split_rows(load_tokens(RunFolder(trial), trial.name), trial.data.eval_rows_frac)
+    if kept_out is None:
+        raise ValueError("a trial keeps rows out of its training")
+    parts = kept_out.select(range(min(rows, len(kept_out)))).with_format("torch", columns=["input_ids", "loss_mask"])
+    read = []
+    for row in parts:
+        ids_s = row["input_ids"].to(target.device, dtype=int)
+        features_sf = target_features(target, ids_s[None], layers=drafter.feature_layers)[0]
+        read.append((ids_s, row["loss_mask"], features_sf))
+    decoder = drafter.decoder(max(len(ids_s) for ids_s, _, _ in read) + drafter.config.num_depths + 1)
+    taus = {}
+    for method in _scored_methods(trial):
+        drafting: Method = DrafterMethod(method.name, decoder, tree_builder(method, decoder), Sampling())
+        tau = replay(drafting, read).tau
+        if tau is None:
+            raise UserError("the rows kept out of training hold no answer: raise data.eval_rows_frac")
+        taus[method.name] = tau
+    return taus
+
+
+def show_search(search: Search, console: Console) -> None:
+    """A table, best first."""
+    table = Table("trial", "values", "tau", "accuracy, kept out", "loss", "s", box=None)
+    for trial in sorted(search.trials, key=lambda trial: -trial.score):
+        accuracy = ", ".join(f"{share:.0%}" for share in trial.accuracy)
+        values = _text(trial.values) or "the recipe's own"
+        table.add_row(
+            str(trial.number),
+            values,
+            f"{trial.score:.3f}",
+            accuracy,
+            f"{trial.last_loss:.3f}",
+            f"{trial.wall_time_s:.0f}",
+        )
+    console.print(table)
+    console.print(
+        f"{search.recipe}: best with {_text(search.chosen) or 'the values of the recipe itself'}", markup=False
+    )
+
+
+def _scored_methods(recipe: Recipe) -> list[Any]:
+    return [m for m in recipe.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None and m.tree != "tuned"]
+
+
+def _share_data(trial: Recipe, recipe: Recipe) -> None:
+    """All trials read the recipe's own data."""
+    link, data = RunFolder(trial).data, RunFolder(recipe).data
+    if not link.exists():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(Path(data).resolve(), target_is_directory=True)
+
+
+def _van_der_corput(number: int) -> float:
+    """In (0, 1): 1/2, 1/4, 3/4, 1/8, 5/8, ..."""
+    place, digit = 0.0, 0.5
+    while number:
+        place += digit * (number & 1)
+        number, digit = number >> 1, digit / 2
+    return place
+
+
+def _text(values: dict[str, float]) -> str:
+    return " ".join(f"{key}={value:g}" for key, value in values.items())

@@ -1,0 +1,50 @@
+"""Replayed rounds are those of the real loop, on the target's own answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_target
+
+from draftsmith.eval.bench.replay import accepted_lengths, replay
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.features import target_features
+from draftsmith.recipes.schema import MethodRecipe
+
+NEW_TOKENS = 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("parallel", {"num_masks": 2}), ("medusa", {}), ("eagle", {}), ("draft_model", {})]
+)
+@pytest.mark.parametrize("tree", [{"tree": "chain"}, {"tree": "best_first", "nodes": 8, "branch": 3}])
+def test_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Fresh drafters that start as the target's own layers or heads, so that something is accepted."""
+    torch.manual_seed(0)
+    target = tiny_target(num_hidden_layers=4).double()
+    drafter = load_drafter_class(kind).from_target(target, options).freeze()
+    decoder = drafter.decoder(128)
+    recipe = MethodRecipe.model_validate({"name": "mine", **tree})
+    method = DrafterMethod("mine", decoder, tree_builder(recipe, decoder), Sampling())
+    prompt = list(range(5, 25))
+    with TargetSession(target, 128, drafter.feature_layers) as session:
+        answer = generate(session, method, prompt, Sampling(), NEW_TOKENS, ())
+    ids_s = torch.tensor([*prompt, *answer.ids])
+    assert len(answer.ids) == NEW_TOKENS
+    features_sf = target_features(target, ids_s[None], layers=drafter.feature_layers)[0]
+    first, last = len(prompt), len(ids_s) - 1
+    assert accepted_lengths(method, ids_s.tolist(), features_sf, first, last) == answer.accept_lengths
+    mask_s = torch.tensor([0] * len(prompt) + [1] * NEW_TOKENS)
+    replayed = replay(method, [(ids_s, mask_s, features_sf)] * 2)
+    assert (replayed.tokens, replayed.rounds) == (2 * (NEW_TOKENS - 1), 2 * len(answer.accept_lengths))
+    assert replayed.tau == (NEW_TOKENS - 1) / len(answer.accept_lengths)
+
+
+def test_nothing_to_replay(tmp_path: Path) -> None:
+    assert replay(None, []).tau is None  # type: ignore[arg-type]
