@@ -53,7 +53,7 @@ help:
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make target       train the embedded target again (hours)"
-	@echo "make bench        the benchmarks that the README quotes, into benchmarks/results/"
+	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make bench-vllm   what our vllm engine costs against LLM.generate"
 	@echo "make setup        only make the environment in $(VENV)"
 
@@ -125,19 +125,18 @@ target: $(READY)
 	$(BIN)/python train/train_target.py recipes/target.yaml
 
 bench: $(READY)
-	mkdir -p benchmarks/results
-	$(BIN)/python benchmarks/group_attention.py --json benchmarks/results/group_attention.json
-	$(BIN)/python benchmarks/against_transformers.py --json benchmarks/results/against_transformers.json
-	$(BIN)/python benchmarks/training_step.py --json benchmarks/results/training_step.json --picture benchmarks/results/training_step.png
-	$(BIN)/python benchmarks/loop_efficiency.py --json benchmarks/results/loop_efficiency.json
-	$(BIN)/python benchmarks/turn_scheduling.py --json benchmarks/results/turn_scheduling.json
-	$(BIN)/python benchmarks/batch_throughput.py --json benchmarks/results/batch_throughput.json
-	$(BIN)/python benchmarks/offline_features.py --json benchmarks/results/offline_features.json
-	$(BIN)/python benchmarks/tokenise.py --json benchmarks/results/tokenise.json
+	$(BIN)/python benchmarks/group_attention.py --json docs/results/group_attention.json
+	$(BIN)/python benchmarks/against_transformers.py --json docs/results/against_transformers.json
+	$(BIN)/python benchmarks/training_step.py --json docs/results/training_step.json --picture docs/results/training_step.png
+	$(BIN)/python benchmarks/loop_efficiency.py --json docs/results/loop_efficiency.json
+	$(BIN)/python benchmarks/turn_scheduling.py --json docs/results/turn_scheduling.json
+	$(BIN)/python benchmarks/batch_throughput.py --json docs/results/batch_throughput.json
+	$(BIN)/python benchmarks/offline_features.py --json docs/results/offline_features.json
+	$(BIN)/python benchmarks/tokenise.py --json docs/results/tokenise.json
 
 # On a CPU vLLM's scheduler is best in the same process, and its threads not pinned.
 bench-vllm: vllm-env
-	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json benchmarks/results/vllm_overhead.json
+	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json docs/results/vllm_overhead.json
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .typing build dist *.egg-info

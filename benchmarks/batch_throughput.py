@@ -1,6 +1,6 @@
 """Tokens per second at batch sizes beyond 1: batched speculative against batched autoregressive decoding.
 
-    python benchmarks/batch_throughput.py [RECIPE] --json benchmarks/results/batch_throughput.json
+    python benchmarks/batch_throughput.py [RECIPE] --json docs/results/batch_throughput.json
     python benchmarks/batch_throughput.py quickstart --drafter runs/quickstart/drafter --batch-sizes 1 8 32
 
 Both sides are the same loop (`eval/decoding/batch_loop.py`) with the same prompts, through a queue: a row whose answer
@@ -10,8 +10,6 @@ baseline's are counted: 0 in fp32 but for ties; 16-bit floats round differently 
 """
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +37,8 @@ from draftsmith.models.target.loading import load_target, longest_sequence_token
 from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.results import write_result
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe
 
 GREEDY = Sampling()
@@ -150,11 +149,9 @@ def main() -> None:
         "drafter": str(folder),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
     }
     if arguments.json:
-        write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
+        write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

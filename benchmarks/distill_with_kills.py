@@ -29,6 +29,7 @@ from draftsmith.data.distill.ledger_view import LedgerView
 from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.results import write_result
 
 CLIENT_KILLS = 3
 START_S = 240.0
@@ -96,7 +97,7 @@ def main() -> None:
         result = run(options, Path(folder))
     print(json.dumps(result, indent=2))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_result(options.json, result)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ enough for every drafter on every question.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from draftsmith.data.sources.questions import load_questions
@@ -20,7 +19,7 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.results import write_result
 
 
 @exit_with_one_sentence()
@@ -54,7 +53,7 @@ def main() -> None:
             result[arm.method.name] = {"tokens": sum(map(len, answers)), "different_answers": different, "tau": tau}
             print(f"{arm.method.name}: {different} of {len(answers)} answers differ, tau {tau:.2f}", flush=True)
     if options.json:
-        write_atomically(options.json, json.dumps(result, indent=2) + "\n")
+        write_result(options.json, result)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ The two backends take turns; the ratio is the median over turns, so that another
 """
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.groups.attention import group_attention
+from draftsmith.recipes.results import write_result
 
 
 def main() -> None:
@@ -39,13 +38,8 @@ def main() -> None:
             flush=True,
         )
     if options.json:
-        machine = {
-            "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        name = torch.cuda.get_device_name() if device == "cuda" else None
+        write_result(options.json, {"device": name, "threads": torch.get_num_threads(), "rows": rows})
 
 
 def measure(

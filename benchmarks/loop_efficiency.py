@@ -1,6 +1,6 @@
 """How much of the possible speedup reaches the user: measured / (tau * t_target_step / (t_draft + t_verify_forward)).
 
-    python benchmarks/loop_efficiency.py [RECIPE] --json benchmarks/results/loop_efficiency.json
+    python benchmarks/loop_efficiency.py [RECIPE] --json docs/results/loop_efficiency.json
 
 Uses the recipe's trained drafter (`runs/<name>/drafter`), or an untrained one of the recipe's kind where there is none:
 what the loop itself costs does not depend on how good the drafter is.
@@ -8,7 +8,6 @@ what the loop itself costs does not depend on how good the drafter is.
 
 import argparse
 import json
-import platform
 import tempfile
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.results import write_result
+from draftsmith.recipes.run_folder import RunFolder
 
 
 @exit_with_one_sentence()
@@ -60,11 +60,10 @@ def main() -> None:
         "trained": trained,
         "target": recipe.target.model,
         "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
     }
     print(json.dumps(result, indent=2))
     if arguments.json:
-        write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
+        write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ page cache, as they are from the second epoch on where memory is large enough: a
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.results import write_result
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator, FeatureIndex, cut_into_shards, write_shard
 from draftsmith.train.features.engine import TransformersFeatures
@@ -120,9 +120,7 @@ def main() -> None:
             flush=True,
         )
     if options.json:
-        machine = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        write_result(options.json, {"threads": torch.get_num_threads(), "rows": rows})
 
 
 if __name__ == "__main__":

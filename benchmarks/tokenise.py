@@ -8,7 +8,6 @@ They are made while they are read: nothing but the tokeniser could hold them in 
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -25,6 +24,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.parsing import parse_conversation
 from draftsmith.data.stdlib.conversations import build_conversations
 from draftsmith.data.tokens.rows import Answered, write_token_rows
+from draftsmith.recipes.results import write_result
 
 SOURCES = 2000  # different conversations that are repeated
 MAX_LENGTH_TOKENS = 2048
@@ -109,8 +109,7 @@ def main() -> None:
         f"worker {row['largest_worker_mib']:.0f} MiB with all its libraries"
     )
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+        write_result(options.json, row)
 
 
 if __name__ == "__main__":

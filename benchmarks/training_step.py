@@ -8,7 +8,6 @@ Peak memory is the growth of the resident set of a fresh process over its size b
 """
 
 import argparse
-import json
 import multiprocessing
 import resource
 import statistics
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET
+from draftsmith.recipes.results import write_result
 
 BACKENDS = ("folded", "dense")
 
@@ -142,9 +142,7 @@ def main() -> None:
     if options.picture:
         draw(rows, options.picture)
     if options.json:
-        machine = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        write_result(options.json, {"threads": torch.get_num_threads(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What asking the next turn at once is worth against turn-by-turn waves, on conversations of 1 to 9 turns.
 
-    python benchmarks/turn_scheduling.py --json benchmarks/results/turn_scheduling.json
+    python benchmarks/turn_scheduling.py --json docs/results/turn_scheduling.json
 
 Both sides are the project's own distiller and its openai engine, ledger and all, on the same simulated server
 (`simulated_server.py`); the waves are the same engine behind `InWaves`. Same conversations, same answers, alternating.
@@ -8,7 +8,6 @@ Both sides are the project's own distiller and its openai engine, ledger and all
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import tempfile
@@ -26,7 +25,8 @@ from draftsmith.data.engines.engine import Engine, EngineSetting, open_engine
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.models.target.loading import load_generation_config, load_tokenizer, target_location
 from draftsmith.recipes.errors import exit_with_one_sentence
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.results import write_result
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 # How the scheduler sees the engine.
@@ -104,12 +104,11 @@ def main() -> None:
         "turns": turns,
         "tokens": tokens.pop(),
         "latencies": vars(latencies),
-        "platform": platform.platform(),
     }
     print(f"next turn at once: {result['ratio_median']:.2f}x turn-by-turn waves", end="; ")
     print(", ".join(f"{side} {values:.1f} s" for side, values in result["seconds"].items()))
     if arguments.json:
-        write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
+        write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

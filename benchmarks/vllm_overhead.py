@@ -1,7 +1,7 @@
 """What our vllm engine costs: its tokens per second against the same prompts given to `LLM.generate` at once.
 
     make vllm-env
-    .venv-vllm/bin/python benchmarks/vllm_overhead.py --json benchmarks/results/vllm_overhead.json
+    .venv-vllm/bin/python benchmarks/vllm_overhead.py --json docs/results/vllm_overhead.json
 
 One process, one LLM, the same sampling parameters (greedy, no detokenising), alternating, with an emptied prefix cache
 before each pass. `LLM.generate` has all prompts from the beginning; our engine gets them as the distiller gives them:
@@ -9,9 +9,7 @@ never more than its concurrency in flight. On a CPU set `VLLM_ENABLE_V1_MULTIPRO
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections import deque
@@ -27,7 +25,7 @@ from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.models.target.loading import load_generation_config, load_tokenizer, target_location
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.results import write_result
 
 
 def through_our_engine(engine: VllmEngine, requests: list[Request]) -> list[list[int]]:
@@ -109,13 +107,13 @@ def main() -> None:
     ]
     result = measure(engine, requests, arguments.runs)
     result |= {"target": recipe.target.model, "threads": os.environ.get("OMP_NUM_THREADS")}
-    result |= {"options": vars(arguments) | {"json": None}, "platform": platform.platform()}
+    result["options"] = vars(arguments) | {"json": None}
     engine.close()
     low, high = result["ratio_spread"]
     print(f"our engine: {result['ratio_median']:.3f}x LLM.generate ({low:.3f} to {high:.3f}), tokens/s:", end=" ")
     print(", ".join(f"{name} {rate:.0f}" for name, rate in result["tokens_per_s"].items()))
     if arguments.json:
-        write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
+        write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

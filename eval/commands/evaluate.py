@@ -31,11 +31,13 @@ from draftsmith.eval.commands.proof import recorded_proof
 from draftsmith.eval.commands.tuned_tree import with_tuned_trees
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.report import print_table, write_report
+from draftsmith.eval.report.result import evaluation_figures
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.masking import masked
+from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
@@ -106,12 +108,15 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     pictures = draw_charts(summary, folder.eval, recipe.name)
     of_first_run = (record.answers.values() for record in records if record.run == 0)
     turns_left_out = sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run)
+    proof, provenance = recorded_proof(recipe), folder.provenance("eval")
+    figures = evaluation_figures(recipe, summary, timing, notes.questions, proof)
+    write_result(folder.eval / "result.json", figures, notes.command, provenance)
     facts = {
-        "proof": recorded_proof(recipe),
+        "proof": proof,
         "summary": summary,
         "timing": timing,
         "recipe": recipe.model_dump(),
-        "provenance": folder.provenance("eval"),
+        "provenance": provenance,
         "turns_left_out": turns_left_out,
         **asdict(notes),
     }

@@ -1,5 +1,5 @@
 """`draftsmith plan`: what training will need, from configs alone.
 
-Read `plan`, then `step_cost` (one step on tensors without values) and `batches`; `table` shows it. May import all of
-`train` but the embedded target.
+Read `plan`, then `step_cost` (one step on tensors without values) and `batches`; `data_scaling` says what more data is
+worth; `table` shows it all. May import all of `train` but the embedded target.
 """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
 from draftsmith.models.target.loading import target_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -20,6 +21,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import Batch, TrainingData, training_data
+from draftsmith.train.plan.data_scaling import stored_fits, what_more_data_is_worth
 from draftsmith.train.plan.step_cost import FakeTraining, StepCost
 
 MEASURING_S = 0.5
@@ -104,6 +106,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     args = training_arguments(recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=device.type == "cpu")
     planned, notes = _plannable(recipe)
     data = training_data(recipe, args.per_device_train_batch_size, options.labelled_share)
+    notes += _more_data(recipe)
     training = FakeTraining(planned, args)
     largest = training.step(data.largest.inputs)
     typical = largest if data.typical is data.largest else training.step(data.typical.inputs)
@@ -126,6 +129,17 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         verdict=_verdict(training, args, largest, data.largest, options.memory_gib),
         notes=notes,
     )
+
+
+def _more_data(recipe: Recipe) -> list[str]:
+    """What was measured elsewhere, beside what there is here."""
+    fits, run = stored_fits(), RunFolder(recipe)
+    if fits is None:
+        return []
+    distilled = (run.data / "tokens").is_dir()
+    answer_tokens = sum(answer_lengths(load_tokens(run, recipe.name))) if distilled else None
+    sentence = what_more_data_is_worth(fits, recipe.drafter.kind, answer_tokens)
+    return [] if sentence is None else [sentence]
 
 
 def _plannable(recipe: Recipe) -> tuple[Recipe, list[str]]:

@@ -24,6 +24,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.results import RESULT_KEYS
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 
@@ -94,6 +95,11 @@ def test_one_after_the_other(stages: Stages) -> None:
     assert [name for name, row in overall.items() if not row["lossless"]] == ["hasty"]
     assert "## Is it lossless?\n\nProved: " in (folder.root / "report.md").read_text()
     timing = {row["method"]: row for row in json.loads((folder.eval / "timing.json").read_text())}
+    result = json.loads((folder.eval / "result.json").read_text())
+    assert tuple(result) == RESULT_KEYS
+    assert {name: row["timing"] for name, row in result["figures"]["rows"].items() if "timing" in row} == {
+        f"{method}@0": row for method, row in timing.items()
+    }
     assert timing["lookup"]["c_operations"] == 0
     assert timing["lookup"]["alpha_drafter"] is None
     assert timing["tuned"]["c_operations"] > 0

@@ -1,0 +1,225 @@
+"""How much data does a drafter need? tau against distilled answer tokens, on nested parts of one distilled set.
+
+    python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa \\
+        --json docs/results/data_scaling.json --picture docs/results/data_scaling.png --store
+
+The first recipe must be distilled (`draftsmith distill`). Its token rows, in one shuffled order, are cut where they
+hold `--tokens` answer tokens; every recipe is trained on every part, as its `train:` says (in epochs: less data are
+fewer steps; `train.max_steps=N` gives all the same), all are measured side by side, and a line over log2 of the tokens
+is fitted (`train/plan/data_scaling.py`). What is trained or measured is not done again by the same command.
+
+Beside it: the tau of a chain that accuracies by depth lead one to expect, 1 + a1 + a1 a2 + ..., against the measured
+one. Accuracies are those on rows kept out of training where `data.eval_rows_frac` asks for such, else on training rows;
+EAGLE trains one depth, which then stands for all. `--store` writes the fits where `draftsmith plan` finds them.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
+from draftsmith.eval.commands.compare import joint_recipe
+from draftsmith.eval.commands.evaluate import evaluate
+from draftsmith.eval.report.summary import OVERALL
+from draftsmith.recipes.errors import UserError, exit_with_one_sentence
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.results import write_result
+from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.train.drafter.report import TrainReport
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.plan.data_scaling import STORED, ScalingFit, as_stored, fit_scaling
+
+SHAPES = ("chain", "tree")
+
+
+@dataclass(frozen=True)
+class Training:
+    """One drafter, of one recipe on one part of the data."""
+
+    recipe: Recipe
+    answer_tokens: int
+    report: TrainReport
+
+
+def nested_parts(tokens: Dataset, sizes: list[int], seed: int) -> list[Dataset]:
+    """The shortest beginnings of one shuffled order that hold so many answer tokens.
+
+    Raises:
+        UserError: There are fewer.
+    """
+    lengths = np.array(answer_lengths(tokens))
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    held = lengths[order].cumsum()
+    if max(sizes) > held[-1]:
+        raise UserError(f"option --tokens: {max(sizes):,} are wanted, but the distilled answers hold {held[-1]:,}")
+    return [tokens.select(order[: int(np.searchsorted(held, size)) + 1]) for size in sizes]
+
+
+def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
+    """The recipe under a name of its own, measured with its chain and its first other tree.
+
+    Raises:
+        UserError: It measures no chain, or no other tree.
+    """
+    own = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.lenience == 1]
+    methods: list[MethodRecipe] = []
+    for shape in SHAPES:
+        found = next((method for method in own if (method.tree == "chain") == (shape == "chain")), None)
+        if found is None:
+            raise UserError(f"recipe {recipe.name} measures no {shape}: add one to its eval.methods")
+        methods.append(found.model_copy(update={"name": shape}))
+    evaluation = recipe.eval.model_copy(update={"methods": methods, "temperatures": recipe.eval.temperatures[:1]})
+    return recipe.model_copy(update={"name": f"{recipe.name}-{size}", "eval": evaluation})
+
+
+def train_all(recipes: list[Recipe], sizes: list[int]) -> list[Training]:
+    """Every recipe on every part of the first one's tokens; what is trained already is not trained again."""
+    tokens = load_tokens(RunFolder(recipes[0]), recipes[0].name)
+    trained = []
+    for size, part in zip(sizes, nested_parts(tokens, sizes, recipes[0].seed), strict=True):
+        for recipe in recipes:
+            own = recipe_of_part(recipe, size)
+            folder = RunFolder(own).data / "tokens"
+            if not folder.is_dir():
+                partial = folder.with_name("tokens.partial")
+                part.save_to_disk(str(partial))
+                partial.replace(folder)
+            trained.append(Training(own, sum(answer_lengths(part)), train_drafter(own)))
+            print(trained[-1].report.sentence(), flush=True)
+    return trained
+
+
+def expected_chain_tau(accuracies: list[float], depth: int) -> float:
+    """1 + a1 + a1 a2 + ...: what independent depths would give. Depths that were not trained count as the last one."""
+    by_depth = [*accuracies, *[accuracies[-1]] * (depth - len(accuracies))][:depth]
+    return 1 + sum(accumulate(by_depth, mul))
+
+
+def depth_figures(history: list[dict[str, float]], depth: int) -> dict[str, Any]:
+    """The last accuracies that training logged, and the tau of a chain that they lead one to expect."""
+    for prefix in ("eval_", ""):
+        name = f"{prefix}accuracy_depth"
+        log = next((entry for entry in reversed(history) if f"{name}1" in entry), None)
+        if log is not None:
+            accuracies = [log[f"{name}{d}"] for d in range(1, len(log) + 1) if f"{name}{d}" in log]
+            return {
+                "accuracy_on_rows_kept_out": bool(prefix),
+                "accuracy_by_depth": accuracies,
+                "chain_tau_expected": expected_chain_tau(accuracies, depth),
+            }
+    return {"accuracy_on_rows_kept_out": None, "accuracy_by_depth": [], "chain_tau_expected": None}
+
+
+def measured_taus(summary: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    """By run's name and shape."""
+    overall = [row for row in summary if row["category"] == OVERALL and "/" in row["method"]]
+    return {tuple(row["method"].rsplit("/", 1)): row["tau"] for row in overall}
+
+
+def row_of(training: Training, taus: dict[tuple[str, str], float]) -> dict[str, Any]:
+    recipe, report = training.recipe, training.report
+    config = json.loads((RunFolder(recipe).drafter / "config.json").read_text(encoding="utf-8"))
+    depth = config["num_masks"] + 1 if "num_masks" in config else config.get("num_heads") or config["draft_depth"]
+    return {
+        "run": recipe.name,
+        "kind": recipe.drafter.kind,
+        "answer_tokens": training.answer_tokens,
+        "steps": report.steps,
+        "epochs": report.epochs,
+        **{f"{shape}_tau": taus[recipe.name, shape] for shape in SHAPES},
+        **depth_figures(report.history, depth),
+    }
+
+
+def fits_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, ScalingFit]]:
+    """By shape, then by kind of drafter."""
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    return {
+        shape: {
+            kind: fit_scaling(*(list(column) for column in zip(*points, strict=True)))
+            for kind in kinds
+            for points in [[(row["answer_tokens"], row[f"{shape}_tau"]) for row in rows if row["kind"] == kind]]
+        }
+        for shape in SHAPES
+    }
+
+
+def draw(rows: list[dict[str, Any]], fits: dict[str, dict[str, ScalingFit]], file: Path) -> None:
+    """tau against tokens with the fitted lines, and the chain's tau against what accuracies made one expect."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (scaling, expected) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for number, (kind, fit) in enumerate(fits["tree"].items()):
+        mine, colour = [row for row in rows if row["kind"] == kind], f"C{number}"
+        tokens = [row["answer_tokens"] for row in mine]
+        scaling.plot(tokens, [row["tree_tau"] for row in mine], "o", color=colour, label=f"{kind}, tree")
+        scaling.plot(tokens, [row["chain_tau"] for row in mine], "x", color=colour, label=f"{kind}, chain")
+        for line, style in ((fit, "-"), (fits["chain"][kind], ":")):
+            scaling.plot(tokens, [line.tau(count) for count in tokens], style, color=colour)
+        known = [row for row in mine if row["chain_tau_expected"] is not None]
+        points = ([row[key] for row in known] for key in ("chain_tau_expected", "chain_tau"))
+        expected.plot(*points, "x", color=colour, label=kind)
+    ends = [end(row["chain_tau"] for row in rows) for end in (min, max)]
+    expected.plot(ends, ends, "k:", linewidth=0.8)
+    scaling.set(xlabel="distilled answer tokens", ylabel="tau", title="tau against data")
+    scaling.set_xscale("log", base=2)
+    expected.set(xlabel="1 + a1 + a1 a2 + ...", ylabel="tau of the chain", title="accuracy by depth against tau")
+    for axes in (scaling, expected):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+@exit_with_one_sentence()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="+", help="the first is distilled; and section.key=value for all of them")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 100_000, 200_000, 400_000])
+    parser.add_argument("--name", default="data-scaling", help="the folder of the common table under runs_dir")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--picture", type=Path, help="draw it there")
+    parser.add_argument("--store", action="store_true", help="let `draftsmith plan` use the fits (needs --json)")
+    options = parser.parse_args()
+    if options.store and not options.json:
+        raise UserError("option --store needs --json: the fits that `plan` uses are taken from that result")
+    overrides = [argument for argument in options.recipes if "=" in argument]
+    recipes = [load_recipe(argument, overrides) for argument in options.recipes if "=" not in argument]
+    if not recipes:
+        raise UserError("no recipe is named: for example smollm2-135m smollm2-135m-eagle smollm2-135m-medusa")
+    trained = train_all(recipes, sorted(set(options.tokens)))
+    joint = joint_recipe([training.recipe for training in trained], options.name)
+    taus = measured_taus(evaluate(joint))
+    rows = [row_of(training, taus) for training in trained]
+    for row in rows:
+        print(
+            f"{row['run']}: {row['answer_tokens']:,} answer tokens, tau {row['chain_tau']:.2f} / {row['tree_tau']:.2f}"
+        )
+    fits = fits_of(rows)
+    for kind, fit in fits["tree"].items():
+        print(f"{kind}, tree: {fit.tau_per_doubling:+.2f} ± {fit.tau_per_doubling_error:.2f} for each doubling")
+    if options.picture:
+        draw(rows, fits, options.picture)
+    if options.json:
+        as_values = {shape: {kind: vars(fit) for kind, fit in by_kind.items()} for shape, by_kind in fits.items()}
+        target = recipes[0].target.gguf_file or recipes[0].target.model
+        write_result(options.json, {"target": target, "rows": rows, "fits": as_values})
+    if options.store:
+        result = json.loads(options.json.read_text(encoding="utf-8"))
+        write_atomically(STORED, json.dumps(as_stored(result), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

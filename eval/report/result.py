@@ -1,0 +1,47 @@
+"""An evaluation's figures for `recipes/results.py`: what a document may quote, each under a name of its own."""
+
+from typing import Any
+
+from draftsmith.eval.report.seed_spread import seed_spread
+from draftsmith.eval.report.summary import OVERALL
+from draftsmith.recipes.schema import Recipe
+
+OF_A_CATEGORY = ("tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical")
+
+
+def evaluation_figures(
+    recipe: Recipe, summary: list[dict[str, Any]], timing: list[dict[str, Any]], questions: int, proof: Any
+) -> dict[str, Any]:
+    """By arm, `method@temperature`: the row over all questions, a round's time, and the main figures by category.
+
+    Args:
+        summary: Rows of `summarize`.
+        timing: Rows of `summarize_timing`.
+        questions: How many were asked.
+        proof: What `draftsmith prove` found, if it was run.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for row in summary:
+        arm = rows.setdefault(_arm(row), {})
+        if row["category"] == OVERALL:
+            arm |= row
+        else:
+            by_category = arm.setdefault("by_category", {})
+            by_category[row["category"]] = {key: row[key] for key in OF_A_CATEGORY}
+    for row in timing:
+        rows[_arm(row)]["timing"] = row
+    settings = recipe.eval.model_dump(include={"questions", "max_new_tokens", "runs", "stop", "top_k", "top_p"})
+    return {
+        "recipe": recipe.name,
+        "target": recipe.target.gguf_file or recipe.target.model,
+        "dtype": recipe.target.dtype,
+        "asked": questions,
+        "settings": settings,
+        "rows": rows,
+        "over_seeds": {_arm(row): row for row in seed_spread(summary)},
+        "proof": proof,
+    }
+
+
+def _arm(row: dict[str, Any]) -> str:
+    return f"{row['method']}@{row['temperature']:g}"

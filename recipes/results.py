@@ -1,0 +1,68 @@
+"""Measured figures in one form, whatever measured them: with the machine, the date, the commit and the command.
+
+    {"machine": {...}, "date": "...", "commit": "...", "versions": {...}, "command": "...", "figures": {...}}
+
+A run writes it to `eval/result.json`, a benchmark where `--json` says; what documents quote is kept in `docs/results`.
+"""
+
+import json
+import re
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipes.machine import Machine
+from draftsmith.recipes.masking import masked
+from draftsmith.recipes.run_folder import Provenance, source_commit, versions, write_atomically
+
+RESULT_KEYS = ("machine", "date", "commit", "versions", "command", "figures")
+# From the root, behind a space, a quote, a bracket or a sign; not the path of a URL.
+_ABSOLUTE_PATH = re.compile(r"""(?<![\w./:~-])/(?:[^\s/'",:{}\[\]]+/)+(?=[^\s/'",{}\[\]])""")
+
+
+def write_result(
+    file: Path, figures: dict[str, Any], command: str | None = None, provenance: Provenance | None = None
+) -> None:
+    """Write figures down.
+
+    Args:
+        figures: What JSON can hold.
+        command: What measures them again; by default this process's.
+        provenance: Of figures that another process measured; by default of this one, now.
+    """
+    found = provenance or Provenance(
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), source_commit(), versions(), Machine.here()
+    )
+    result = {
+        "machine": asdict(found.machine),
+        "date": found.time_utc,
+        "commit": found.commit,
+        "versions": found.versions,
+        "command": command or _own_command(),
+        "figures": figures,
+    }
+    write_atomically(file, json.dumps(masked(portable(result)), indent=2) + "\n")
+
+
+def portable(value: Any) -> Any:
+    """A text, or a tree of mappings and lists, in which `.../name` stands for `/folders/of/this/machine/name`."""
+    if isinstance(value, dict):
+        return {_shortened(key) if isinstance(key, str) else key: portable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(inner) for inner in value]
+    return _shortened(value) if isinstance(value, str) else value
+
+
+def _shortened(text: str) -> str:
+    return _ABSOLUTE_PATH.sub(".../", text)
+
+
+def _own_command() -> str:
+    program, *arguments = sys.argv
+    script = Path(program)
+    parent = [script.parent.name] if script.suffix == ".py" and script.parent.name else []
+    words = (["python", "/".join([*parent, script.name])] if script.suffix == ".py" else [script.name]) + arguments
+    return shlex.join(words)

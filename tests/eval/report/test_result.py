@@ -1,0 +1,30 @@
+"""An evaluation's figures under names of their own."""
+
+from typing import Any
+
+from draftsmith.eval.report.result import evaluation_figures
+from draftsmith.recipes.schema import Recipe
+
+
+def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dict[str, Any]:
+    return {
+        "method": method, "temperature": temperature, "category": category, "tau": tau, "tau_without_bonus": tau - 1,
+        "speedup_mean": tau / 2, "speedup_std": None, "tokens": 100, "greedy_identical": True, "runs": 1,
+    }  # fmt: skip
+
+
+def test_by_arm_with_categories_timing_and_seeds() -> None:
+    summary = [
+        row("a/tree", "qa", 2.0), row("a/tree", "overall", 2.5), row("a/tree", "overall", 1.5, temperature=1.0),
+        row("a-seed-1/tree", "qa", 3.0), row("a-seed-1/tree", "overall", 3.5),
+    ]  # fmt: skip
+    timing = [{"method": "a/tree", "temperature": 0.0, "loop_efficiency": 0.97}]
+    recipe = Recipe(name="table", target={"model": "/tmp/weights", "gguf_file": "small.gguf"})  # type: ignore[arg-type]
+    figures = evaluation_figures(recipe, summary, timing, 26, None)
+    assert list(figures["rows"]) == ["a/tree@0", "a/tree@1", "a-seed-1/tree@0"]
+    tree = figures["rows"]["a/tree@0"]
+    assert (tree["tau"], tree["by_category"]["qa"]["tau"], tree["timing"]["loop_efficiency"]) == (2.5, 2.0, 0.97)
+    assert "runs" not in tree["by_category"]["qa"]
+    assert "timing" not in figures["rows"]["a/tree@1"]
+    assert (figures["over_seeds"]["a/tree@0"]["tau_mean"], figures["over_seeds"]["a/tree@0"]["seeds"]) == (3.0, 2)
+    assert (figures["target"], figures["asked"], figures["settings"]["runs"]) == ("small.gguf", 26, 3)

@@ -1,0 +1,50 @@
+"""The one form of measured figures: where they come from, and nothing of this machine's folders or secrets."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from draftsmith.recipes.machine import Machine
+from draftsmith.recipes.results import RESULT_KEYS, portable, write_result
+from draftsmith.recipes.run_folder import Provenance
+
+
+def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/some/where/benchmarks/loop.py", "mine.yaml", "target.model=/a/b/weights"])
+    write_result(tmp_path / "deep" / "a.json", {"tau": 2.5, "folder": "/a/b/drafter"})
+    result = json.loads((tmp_path / "deep" / "a.json").read_text())
+    assert tuple(result) == RESULT_KEYS
+    assert result["figures"] == {"tau": 2.5, "folder": ".../drafter"}
+    assert result["command"] == "python benchmarks/loop.py mine.yaml target.model=.../weights"
+    assert result["machine"]["cpu_count"] == os.cpu_count()
+    assert result["machine"]["memory_bytes"] > 2**28
+    assert {"python", "torch"} <= result["versions"].keys()
+    assert result["date"][:2] == "20"
+    assert result["date"].endswith("Z")
+
+
+def test_figures_of_another_process(tmp_path: Path) -> None:
+    machine = Machine("Linux", "x86", 2, "1", 3 * 2**30)
+    provenance = Provenance("2026-01-01T00:00:00Z", "abc", {"python": "3.11"}, machine)
+    write_result(tmp_path / "a.json", {"a": 1}, "draftsmith run mine hub_token=hf_123", provenance)
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert (result["date"], result["commit"], result["machine"]["processor"]) == ("2026-01-01T00:00:00Z", "abc", "x86")
+    assert "hf_123" not in result["command"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shortened"),
+    [
+        ("target.model=/home/me/smollm2 target.gguf_file=a.gguf", "target.model=.../smollm2 target.gguf_file=a.gguf"),
+        ("draftsmith compare runs/a/recipe.yaml", "draftsmith compare runs/a/recipe.yaml"),
+        ("a/tree@0", "a/tree@0"),
+        ("[{source: \"/x/y/a.jsonl\"}, {source: /x/y/b.jsonl}]", "[{source: \".../a.jsonl\"}, {source: .../b.jsonl}]"),
+        ("mixture=@/tmp/x/prompts.yaml", "mixture=@.../prompts.yaml"),
+        ("https://host/a/b", "https://host/a/b"),
+        ("3 / 4 tokens/s", "3 / 4 tokens/s"),
+    ],
+)  # fmt: skip
+def test_folders_of_this_machine_are_left_out(text: str, shortened: str) -> None:
+    assert portable({text: [text]}) == {shortened: [shortened]}

@@ -1,0 +1,138 @@
+"""What more data is worth: the line, what is said of it, and the benchmark that measures it."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from support.benchmark_scripts import benchmark, figures_of
+from support.finished_run import write_lines
+from support.places import ROOT
+from support.tiny_runs import recipe_file, tiny_run, token_rows
+
+from draftsmith.data.distill.token_dataset import answer_lengths
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.train.plan.data_scaling import (
+    STORED,
+    StoredFits,
+    as_stored,
+    fit_scaling,
+    stored_fits,
+    what_more_data_is_worth,
+)
+from draftsmith.train.plan.plan import make_plan
+
+script = benchmark("data_scaling")
+
+
+def test_the_line_by_hand() -> None:
+    """Doublings -1, 0, 1, 2, taus 1.9, 2.1, 2.5, 2.5: slope 1.1 / 5, mean 2.25 at 0.5; left -0.02, -0.04, 0.14, -0.08."""
+    fit = fit_scaling([50_000, 100_000, 200_000, 400_000], [1.9, 2.1, 2.5, 2.5])
+    assert fit.tau_per_doubling == pytest.approx(0.22)
+    assert fit.tau_at_100k == pytest.approx(2.25 - 0.5 * 0.22)
+    assert fit.residual == pytest.approx(((0.02**2 + 0.04**2 + 0.14**2 + 0.08**2) / 2) ** 0.5)
+    assert fit.tau_per_doubling_error == pytest.approx(fit.residual / 5**0.5)
+    assert fit.tau(800_000) == pytest.approx(2.14 + 3 * 0.22)
+    assert (fit.least_tokens, fit.most_tokens) == (50_000, 400_000)
+    with pytest.raises(ValueError, match="a line needs 3 sizes"):
+        fit_scaling([50_000, 50_000, 100_000], [1.0, 1.0, 1.0])
+
+
+def stored(folder: Path) -> Path:
+    fit = vars(fit_scaling([50_000, 100_000, 200_000], [2.0, 2.1, 2.2]))
+    result = {"date": "2026-01-01", "figures": {"target": "Small", "rows": [], "fits": {"tree": {"parallel": fit}}}}
+    file = folder / "data_scaling.json"
+    file.write_text(json.dumps(as_stored(result)))
+    return file
+
+
+def test_what_is_said(tmp_path: Path) -> None:
+    fits = stored_fits(stored(tmp_path))
+    assert isinstance(fits, StoredFits)
+    sentence = what_more_data_is_worth(fits, "parallel", 120_000)
+    assert sentence is not None
+    assert sentence.startswith("more data: there are 120,000 answer tokens; each doubling")
+    assert (
+        "changed the tree's tau by +0.10 ± 0.00 between 50,000 and 200,000 (measured on Small with parallel" in sentence
+    )
+    assert sentence.endswith("your target may differ)")
+    beyond = what_more_data_is_worth(fits, "parallel", 200_001)
+    assert beyond is not None
+    assert beyond.endswith("so what more are worth is not known")
+    assert what_more_data_is_worth(fits, "eagle", 1) is None
+    assert stored_fits(tmp_path / "none.json") is None
+    (tmp_path / "data_scaling.json").write_text("{}")
+    with pytest.raises(UserError, match="damaged"):
+        stored_fits(tmp_path / "data_scaling.json")
+
+
+def test_what_ships_is_what_was_measured() -> None:
+    measured = ROOT / "docs" / "results" / STORED.name
+    if not STORED.is_file() and not measured.is_file():
+        pytest.skip("not measured yet")
+    assert json.loads(STORED.read_text()) == as_stored(json.loads(measured.read_text()))
+
+
+def test_parts_are_nested_and_hold_what_was_asked_for() -> None:
+    tokens = token_rows()
+    lengths = {tuple(ids): count for ids, count in zip(tokens["input_ids"], answer_lengths(tokens), strict=True)}
+    parts = script.nested_parts(tokens, [10, 30, 60], seed=0)
+    rows = [[tuple(ids) for ids in part["input_ids"]] for part in parts]
+    for smaller, larger, size in zip(rows, [*rows[1:], rows[-1]], (10, 30, 60), strict=True):
+        assert larger[: len(smaller)] == smaller
+        assert sum(lengths[ids] for ids in smaller) >= size > sum(lengths[ids] for ids in smaller[:-1])
+    total = sum(lengths.values())
+    with pytest.raises(UserError, match=rf"5,000 are wanted, but the distilled answers hold {total}"):
+        script.nested_parts(tokens, [10, 5000], seed=0)
+
+
+def test_the_tau_that_accuracies_promise() -> None:
+    """1 + 0.8 + 0.8 x 0.5 = 2.2; EAGLE's single depth goes on: 1 + 0.8 + 0.64 + 0.512."""
+    assert script.expected_chain_tau([0.8, 0.5], 2) == pytest.approx(2.2)
+    assert script.expected_chain_tau([0.8, 0.5, 0.9], 2) == pytest.approx(2.2)
+    assert script.expected_chain_tau([0.8], 3) == pytest.approx(2.952)
+    history = [{"accuracy_depth1": 0.9, "accuracy_depth2": 0.7}, {"eval_accuracy_depth1": 0.8}, {"train_loss": 1.0}]
+    assert script.depth_figures(history, 1) == {
+        "accuracy_on_rows_kept_out": True, "accuracy_by_depth": [0.8], "chain_tau_expected": 1.8
+    }  # fmt: skip
+    assert script.depth_figures(history[:1], 2)["accuracy_by_depth"] == [0.9, 0.7]
+    assert script.depth_figures([], 2)["chain_tau_expected"] is None
+
+
+def test_a_whole_run_and_the_plan_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(tmp_path / "q.jsonl", [{"question_id": 1, "category": "qa", "turns": ["w5 w6 w7"]}])
+    trees = [{"name": "a"}, {"name": "b", "tree": "best_first", "nodes": 3, "branch": 2}]
+    asked = {
+        "questions": str(tmp_path / "q.jsonl"), "max_new_tokens": 6, "runs": 1, "warmup_questions": 0, "methods": trees
+    }  # fmt: skip
+    recipes = [
+        tiny_run(tmp_path, "one", eval=asked, train={"max_steps": 1}),
+        tiny_run(tmp_path, "two", eval=asked, train={"max_steps": 1}, drafter={"kind": "medusa", "options": {}}),
+    ]
+    shipped = tmp_path / "data_scaling.json"
+    monkeypatch.setattr(script, "STORED", shipped)
+    arguments = [
+        *map(recipe_file, recipes),
+        "--tokens",
+        "10",
+        "20",
+        "40",
+        "--store",
+        "--picture",
+        str(tmp_path / "a.png"),
+    ]
+    figures = figures_of(script, tmp_path, monkeypatch, *arguments)
+    assert [(row["run"], row["kind"]) for row in figures["rows"]] == [
+        (f"{name}-{size}", kind) for size in (10, 20, 40) for name, kind in (("one", "parallel"), ("two", "medusa"))
+    ]
+    assert all(row["chain_tau"] >= 1 and row["steps"] == 1 for row in figures["rows"])
+    parts = [datasets.load_from_disk(str(tmp_path / "runs" / f"one-{size}" / "data" / "tokens")) for size in (10, 40)]
+    assert parts[1]["input_ids"][: len(parts[0])] == parts[0]["input_ids"]
+    assert set(figures["fits"]["tree"]) == {"parallel", "medusa"}
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    fits = stored_fits(shipped)
+    assert fits is not None
+    monkeypatch.setattr("draftsmith.train.plan.plan.stored_fits", lambda: fits)
+    answers = sum(answer_lengths(datasets.load_from_disk(str(RunFolder(recipes[0]).data / "tokens"))))
+    assert any(f"there are {answers} answer tokens" in note for note in make_plan(recipes[0]).notes)
