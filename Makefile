@@ -36,7 +36,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel eagle3 peagle pass draft_model)
 
-.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-target table ablations test test-vllm lint format hooks unit target bench bench-vllm clean
+.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations test test-vllm lint format hooks unit target bench bench-vllm clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -44,6 +44,7 @@ help:
 	@echo "make smollm2      a real chat model on a CPU: SmolLM2-135M-Instruct, from its weights to the report and the proof (hours;"
 	@echo "                  goes on where it was interrupted). PROMPTS=FILES|FOLDER|LIST.yaml QUESTIONS=FILE SMOLLM2=HUB_ID"
 	@echo "make smollm2-table  every drafter on its conversations, side by side at T=0 and T=1 (many hours); the same variables"
+	@echo "make smollm2-bench  after both: transformers' own decoding beside ours, and tau against the amount of data"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, and distilled against original answers: runs/masks, runs/answers (hours)"
 	@echo "make test         lint, types and every test"
@@ -82,12 +83,18 @@ embedded: $(READY)
 smollm2: $(READY) smollm2-target
 	$(BIN)/draftsmith run smollm2-135m $(SMOLLM2_SET)
 	$(BIN)/draftsmith prove smollm2-135m $(SMOLLM2_SET)
+	$(BIN)/draftsmith report smollm2-135m $(SMOLLM2_SET)
 
 smollm2-distill: $(READY) smollm2-target
 	$(BIN)/draftsmith distill smollm2-135m $(SMOLLM2_SET)
 
 smollm2-table: $(READY) smollm2-target
 	$(BIN)/draftsmith compare $(SMOLLM2_RECIPES) --name smollm2-table --seeds $(SEEDS) $(SMOLLM2_SET) 'eval.temperatures=[0.0, 1.0]'
+
+# On the runs of the two above: transformers' own decoding beside ours, and tau against the amount of data.
+smollm2-bench: $(READY) smollm2-target
+	$(BIN)/python benchmarks/against_transformers.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/smollm2_against_transformers.json
+	$(BIN)/python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/data_scaling.json --picture docs/results/data_scaling.png
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))

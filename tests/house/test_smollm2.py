@@ -29,28 +29,28 @@ def made(tmp_path: Path, *variables: str) -> tuple[str, list[Recipe]]:
         check=True,
     )
     commands = [shlex.split(line) for line in result.stdout.splitlines() if re.search(r"/draftsmith \w+", line)]
-    assert [words[1] for words in commands] == ["run", "prove"]
+    assert [words[1] for words in commands] == ["run", "prove", "report"]
     return result.stdout, [load_recipe(words[2], words[3:]) for words in commands]
 
 
 def test_by_default_the_wheels_gguf(tmp_path: Path) -> None:
-    printed, (run, prove) = made(tmp_path)
+    printed, (run, prove, report) = made(tmp_path)
     folder = f"{tmp_path}/.cache/draftsmith/smollm2"
     assert f".ci/smollm2_gguf {folder}" in printed
     assert (run.target.model, run.target.gguf_file) == (folder, GGUF)
-    assert run == prove
+    assert run == prove == report
     assert (run.eval.questions, run.data) == ("spec_bench", load_recipe("smollm2-135m").data)
 
 
 def test_from_the_hub(tmp_path: Path) -> None:
-    printed, (run, _) = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
+    printed, (run, *_) = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
     assert ".ci/smollm2_gguf" not in printed
     assert (run.target.model, run.target.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
 
 
 def test_a_folder_that_holds_it(tmp_path: Path) -> None:
     (tmp_path / GGUF).touch()
-    printed, (run, _) = made(tmp_path, f"SMOLLM2={tmp_path}")
+    printed, (run, *_) = made(tmp_path, f"SMOLLM2={tmp_path}")
     assert ".ci/smollm2_gguf" not in printed
     assert (run.target.model, run.target.gguf_file) == (str(tmp_path), GGUF)
 
@@ -65,7 +65,7 @@ def test_prompts_and_questions_of_ones_own(tmp_path: Path) -> None:
         (tmp_path / "a.jsonl", [(f"{tmp_path}/a.jsonl", 1)]),
         (sources, [("c.json", 3)]),
     ):
-        _, (run, _) = made(tmp_path, f"PROMPTS={prompts}", "QUESTIONS=q.jsonl", "SET=eval.runs=1 seed=3")
+        _, (run, *_) = made(tmp_path, f"PROMPTS={prompts}", "QUESTIONS=q.jsonl", "SET=eval.runs=1 seed=3")
         assert [(entry.source, entry.weight) for entry in run.data.conversations.mixture] == expected
         assert (run.eval.questions, run.eval.runs, run.seed) == ("q.jsonl", 1, 3)
 

@@ -27,7 +27,7 @@ script = benchmark("data_scaling")
 
 
 def test_the_line_by_hand() -> None:
-    """Doublings -1, 0, 1, 2, taus 1.9, 2.1, 2.5, 2.5: slope 1.1 / 5, mean 2.25 at 0.5; left -0.02, -0.04, 0.14, -0.08."""
+    """Doublings -1, 0, 1, 2, taus 1.9, 2.1, 2.5, 2.5: slope 1.1 / 5, mean 2.25 at 0.5; left -.02, -.04, .14, -.08."""
     fit = fit_scaling([50_000, 100_000, 200_000, 400_000], [1.9, 2.1, 2.5, 2.5])
     assert fit.tau_per_doubling == pytest.approx(0.22)
     assert fit.tau_at_100k == pytest.approx(2.25 - 0.5 * 0.22)
