@@ -33,6 +33,8 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.train.batches.collate import ROWS_COLUMN
+from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.plan.data_scaling import STORED, ScalingFit, as_stored, fit_scaling
@@ -49,18 +51,23 @@ class Training:
     report: TrainReport
 
 
-def nested_parts(tokens: Dataset, sizes: list[int], seed: int) -> list[Dataset]:
-    """The shortest beginnings of one shuffled order that hold so many answer tokens.
+def nested_parts(tokens: Dataset, sizes: list[int], seed: int, eval_rows_frac: float) -> list[tuple[int, Dataset]]:
+    """(answer tokens to train on, rows): the shortest beginnings of one shuffled order that hold so many.
+
+    The rows that training keeps out stand in every part, before the others, so that all drafters are seen on the same.
 
     Raises:
-        UserError: There are fewer.
+        UserError: There are fewer answer tokens.
     """
-    lengths = np.array(answer_lengths(tokens))
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    held = lengths[order].cumsum()
+    to_train, kept_out = split_rows(tokens, eval_rows_frac)
+    out = [] if kept_out is None else [row for (row,) in kept_out[ROWS_COLUMN]]
+    usable = range(len(tokens)) if kept_out is None else [row for (row,) in to_train[ROWS_COLUMN]]
+    order = np.random.default_rng(seed).permutation(np.array(usable))
+    held = np.array(answer_lengths(tokens))[order].cumsum()
     if max(sizes) > held[-1]:
         raise UserError(f"option --tokens: {max(sizes):,} are wanted, but the distilled answers hold {held[-1]:,}")
-    return [tokens.select(order[: int(np.searchsorted(held, size)) + 1]) for size in sizes]
+    last = [int(np.searchsorted(held, size)) for size in sizes]
+    return [(int(held[end]), tokens.select([*out, *order[: end + 1]])) for end in last]
 
 
 def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
@@ -84,7 +91,8 @@ def train_all(recipes: list[Recipe], sizes: list[int]) -> list[Training]:
     """Every recipe on every part of the first one's tokens; what is trained already is not trained again."""
     tokens = load_tokens(RunFolder(recipes[0]), recipes[0].name)
     trained = []
-    for size, part in zip(sizes, nested_parts(tokens, sizes, recipes[0].seed), strict=True):
+    parts = nested_parts(tokens, sizes, recipes[0].seed, recipes[0].data.eval_rows_frac)
+    for size, (answer_tokens, part) in zip(sizes, parts, strict=True):
         for recipe in recipes:
             own = recipe_of_part(recipe, size)
             folder = RunFolder(own).data / "tokens"
@@ -92,7 +100,7 @@ def train_all(recipes: list[Recipe], sizes: list[int]) -> list[Training]:
                 partial = folder.with_name("tokens.partial")
                 part.save_to_disk(str(partial))
                 partial.replace(folder)
-            trained.append(Training(own, sum(answer_lengths(part)), train_drafter(own)))
+            trained.append(Training(own, answer_tokens, train_drafter(own)))
             print(trained[-1].report.sentence(), flush=True)
     return trained
 

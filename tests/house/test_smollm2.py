@@ -42,6 +42,15 @@ def test_by_default_the_wheels_gguf(tmp_path: Path) -> None:
     assert (run.eval.questions, run.data) == ("spec_bench", load_recipe("smollm2-135m").data)
 
 
+def test_the_table_has_every_recipe() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (suffixes,) = re.findall(
+        r"^SMOLLM2_RECIPES := smollm2-135m \$\(addprefix smollm2-135m-,(.*)\)$", text, re.MULTILINE
+    )
+    files = {file.stem for file in (ROOT / "recipes").glob("smollm2-135m-*.yaml")}
+    assert {f"smollm2-135m-{suffix}" for suffix in suffixes.split()} == files
+
+
 def test_from_the_hub(tmp_path: Path) -> None:
     printed, (run, *_) = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
     assert ".ci/smollm2_gguf" not in printed

@@ -20,14 +20,16 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "target")
 TARGET_KIND = {"qwen3-8b-parallel": "qwen3"}  # the others are for a Llama
 SMOLLM2 = "smollm2-135m"
-NUM_LAYERS = {SMOLLM2: 30}  # of the real target, where a recipe names layers; for the others eight will do
+# Layers and vocabulary of the real target, where a recipe counts on them; for the others these will do.
+SIZES = {SMOLLM2: (30, 49_152)}
+FEW = (8, 40)
 
 
-def small_target(model_type: str, num_layers: int) -> PreTrainedModel:
+def small_target(model_type: str, num_layers: int, vocabulary: int) -> PreTrainedModel:
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
@@ -37,13 +39,15 @@ def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
     assert arguments.learning_rate == recipe.train["learning_rate"]
-    target = small_target(TARGET_KIND.get(name, "llama"), NUM_LAYERS.get(name, 8))
+    layers, vocabulary = SIZES.get(name, FEW)
+    target = small_target(TARGET_KIND.get(name, "llama"), layers, vocabulary)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     decoder = drafter.decoder(16)
     decoder.start(torch.tensor([1, 2, 3]), torch.zeros(3, 32 * len(drafter.feature_layers)))
     stepwise = isinstance(decoder, StepwiseDecoder)
     drafted = decoder.begin() if stepwise else decoder.draft()
-    assert drafted.shape == (1 if stepwise else drafter.config.num_depths, 40)
+    columns = recipe.drafter.options.get("draft_vocab_size", vocabulary)
+    assert drafted.shape == (1 if stepwise else drafter.config.num_depths, columns)
     trees = [tree_builder(method, decoder) for method in recipe.eval.methods]
     assert len(trees) == len(recipe.eval.methods) >= 1
 

@@ -12,7 +12,8 @@ from draftsmith.recipes.run_folder import Provenance
 
 
 def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/some/where/benchmarks/loop_efficiency.py", "mine.yaml", "target.model=/a/b/weights"])
+    script = "/some/where/benchmarks/loop_efficiency.py"
+    monkeypatch.setattr("sys.argv", [script, "mine.yaml", "target.model=/a/b/weights"])
     write_result(tmp_path / "deep" / "a.json", {"tau": 2.5, "folder": "/a/b/drafter"})
     result = json.loads((tmp_path / "deep" / "a.json").read_text())
     assert tuple(result) == RESULT_KEYS

@@ -13,6 +13,7 @@ from support.tiny_runs import recipe_file, tiny_run, token_rows
 from draftsmith.data.distill.token_dataset import answer_lengths
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.plan.data_scaling import (
     STORED,
     StoredFits,
@@ -74,17 +75,26 @@ def test_what_ships_is_what_was_measured() -> None:
     assert json.loads(STORED.read_text()) == as_stored(json.loads(measured.read_text()))
 
 
-def test_parts_are_nested_and_hold_what_was_asked_for() -> None:
+@pytest.mark.parametrize("eval_rows_frac", [0.0, 0.4])
+def test_parts_are_nested_and_hold_what_was_asked_for(eval_rows_frac: float) -> None:
     tokens = token_rows()
     lengths = {tuple(ids): count for ids, count in zip(tokens["input_ids"], answer_lengths(tokens), strict=True)}
-    parts = script.nested_parts(tokens, [10, 30, 60], seed=0)
-    rows = [[tuple(ids) for ids in part["input_ids"]] for part in parts]
-    for smaller, larger, size in zip(rows, [*rows[1:], rows[-1]], (10, 30, 60), strict=True):
+    kept_out = split_rows(tokens, eval_rows_frac)[1]
+    out = [] if kept_out is None else [tuple(ids) for ids in kept_out["input_ids"]]
+    assert bool(out) == bool(eval_rows_frac)
+    sizes = [8, 16, 24]
+    parts = script.nested_parts(tokens, sizes, 0, eval_rows_frac)
+    rows = [[tuple(ids) for ids in part["input_ids"]] for _, part in parts]
+    assert all(part[: len(out)] == out for part in rows)
+    for (held, _), smaller, larger, size in zip(parts, rows, [*rows[1:], rows[-1]], sizes, strict=True):
         assert larger[: len(smaller)] == smaller
-        assert sum(lengths[ids] for ids in smaller) >= size > sum(lengths[ids] for ids in smaller[:-1])
-    total = sum(lengths.values())
-    with pytest.raises(UserError, match=rf"5,000 are wanted, but the distilled answers hold {total}"):
-        script.nested_parts(tokens, [10, 5000], seed=0)
+        to_train = smaller[len(out) :]
+        assert not set(to_train) & set(out)
+        assert held == sum(lengths[ids] for ids in to_train)
+        assert held >= size > sum(lengths[ids] for ids in to_train[:-1])
+    left = sum(lengths.values()) - sum(lengths[ids] for ids in out)
+    with pytest.raises(UserError, match=rf"5,000 are wanted, but the distilled answers hold {left}"):
+        script.nested_parts(tokens, [10, 5000], 0, eval_rows_frac)
 
 
 def test_the_tau_that_accuracies_promise() -> None:
