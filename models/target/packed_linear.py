@@ -1,7 +1,7 @@
 """Frozen linear layers in oneDNN's packed layout, for decoding in fp32 on a CPU.
 
 A tree's handful of rows through a plain product packs the weight anew every time; packed once, the product costs what
-reading the weight costs, or little more. A second copy of the weights is the price (`packed_bytes`). From how many
+reading the weight costs, or little more. A second copy of the weights is the price (`packable_bytes`). From how many
 rows on it pays differs from shape to shape and from machine to machine, so a short measurement decides.
 """
 
@@ -62,13 +62,14 @@ def pack_linears(model: nn.Module) -> None:
             layer.packed_from = pays_from[layer.weight.shape]  # type: ignore[assignment]
 
 
-def packed_bytes(model: nn.Module) -> int:
-    """What the packed copies of a model's layers take, or would take once they are read."""
-    return sum(
-        module.weight.numel() * module.weight.element_size()
+def packable_bytes(model: nn.Module) -> int:
+    """What packed copies take at most: of every frozen linear layer, as fp32."""
+    weights = {
+        id(module.weight): module.weight
         for module in model.modules()
-        if isinstance(module, PackedLinear)
-    )
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad
+    }
+    return sum(4 * weight.numel() for weight in weights.values())
 
 
 def _can_be_packed(linear: nn.Linear) -> bool:

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
 from draftsmith.models.target.loading import target_device
+from draftsmith.models.target.packed_linear import packable_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -112,6 +113,11 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     typical = largest if data.typical is data.largest else training.step(data.typical.inputs)
     if args.gradient_accumulation_steps > 1:
         notes.append("gradients stay while the next batch of an accumulated step is computed: counted")
+    if device.type == "cpu" and training.target.dtype == torch.float32:
+        copies = bytes_text(packable_bytes(training.target))
+        notes.append(
+            f"distilling and decoding on this CPU may keep packed copies of the target's layers: up to {copies}"
+        )
     notes.append(
         "one process; of several each holds all of this, and DDP adds a copy of the gradients. A CUDA context, the "
         "kernels' workspaces and fragmentation come on top"

@@ -8,7 +8,7 @@ from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import nn
 
 from draftsmith.models.target import packed_linear
-from draftsmith.models.target.packed_linear import PackedLinear, pack_linears, packed_bytes
+from draftsmith.models.target.packed_linear import PackedLinear, pack_linears, packable_bytes
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -87,7 +87,7 @@ def test_target_and_drafters_share_the_packed_layers() -> None:
     assert len(linears) == 2 * 7 + 1
     assert all(isinstance(module, PackedLinear) for module in linears)
     torch.testing.assert_close(target(torch.tensor([[1, 2, 3]])).logits, before, atol=1e-5, rtol=1e-5)
-    assert packed_bytes(target) == 4 * sum(module.weight.numel() for module in linears)
+    assert packable_bytes(target) == 4 * sum(module.weight.numel() for module in linears)
     medusa = tiny_drafter_of("medusa", target).freeze()
     pack_linears(medusa)
     heads = [

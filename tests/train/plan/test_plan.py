@@ -274,6 +274,13 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     assert plan.verdict.fits
 
 
+def test_packed_copies_are_told(tmp_path: Path) -> None:
+    """Of 4 layers (q, o: 64 x 64, k, v: 64 x 32, three of 64 x 160) and the head (512 x 64), 4 bytes each: 800 KiB."""
+    notes = make_plan(recipe_of(tmp_path, target={"dtype": "float32", "device": "cpu"})).notes
+    assert [note for note in notes if note.endswith("packed copies of the target's layers: up to 800 KiB")]
+    assert not [note for note in make_plan(recipe_of(tmp_path, target={"dtype": "bfloat16"})).notes if "packed" in note]
+
+
 def test_the_feature_cache(tmp_path: Path) -> None:
     """2 bytes x 64 hidden x layers x tokens."""
     recipe = recipe_of(tmp_path, data={"conversations": {"limit": 10}, "max_length_tokens": 32})
