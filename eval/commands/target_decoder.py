@@ -51,17 +51,28 @@ class TargetDecoder:
             end_ids,
             [torch.Generator(target.device) for _ in range(batch_size)],
         )
-        self._keys: dict[int, str] = {}  # of requests, by the identity of their open answers
+        self._open: dict[OpenAnswer, Request] = {}
+        self._told: dict[str, tuple[list[int], OpenAnswer]] = {}  # what the rows of the last answers hold, by key
 
     @property
     def has_room(self) -> bool:
         return self._loop.has_room
 
     def begin(self, request: Request) -> None:
-        self._keys[id(self._loop.begin(request.prompt_ids, request.seed))] = request.key
+        """A conversation's next turn goes on in the row of its last, if that holds what the prompt begins with."""
+        held, last = self._told.pop(request.key, ([], None))
+        begins_with = len(request.prompt_ids) > len(held) and request.prompt_ids[: len(held)] == held
+        if last is not None and begins_with and self._loop.has_row_of(last):
+            answer = self._loop.go_on(last, request.prompt_ids, request.seed)
+        else:
+            answer = self._loop.begin(request.prompt_ids, request.seed)
+        self._open[answer] = request
 
     def advance(self) -> list[tuple[str, Completion]]:
-        return [(self._keys.pop(id(answer)), self._completion(answer)) for answer in self._loop.advance()]
+        ended = {answer: self._open.pop(answer) for answer in self._loop.advance()}
+        # All but the newest token is in the cache.
+        self._told = {r.key: (r.prompt_ids + answer.record.ids[:-1], answer) for answer, r in ended.items()}
+        return [(request.key, self._completion(answer)) for answer, request in ended.items()]
 
     def _completion(self, answer: OpenAnswer) -> Completion:
         ids = answer.record.ids

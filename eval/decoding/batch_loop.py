@@ -7,7 +7,8 @@ has ended leaves, and the next waiting prompt takes its place (continuous batchi
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import OpenAnswer
 from draftsmith.eval.decoding.method import Method
+from draftsmith.eval.decoding.session import TargetStep
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.verify import verify, verify_greedy
@@ -54,11 +56,12 @@ def generate_batch(
         session.check_room(prompt_ids, max_new_tokens)
     loop = BatchLoop(session, methods, sampling, max_new_tokens, end_ids, generators, stop)
     answers: list[OpenAnswer] = []
-    while loop.rows or len(answers) < len(prompts):
+    while loop.is_busy or len(answers) < len(prompts):
         while loop.has_room and len(answers) < len(prompts):
             number = len(answers)
             answers.append(loop.begin(prompts[number], None if seeds is None else seeds[number]))
         loop.advance()
+    session.reset()
     return [answer.record for answer in answers]
 
 
@@ -82,44 +85,84 @@ class BatchLoop:
         if not 0 < len(methods) <= session.batch_size:
             raise ValueError(f"{len(methods)} methods for a session of {session.batch_size} rows: one for each row")
         session.reset()
-        self.rows: list[OpenAnswer] = []
         of_rows: Sequence[torch.Generator | None] = generators or [None] * len(methods)
         self._free = list(zip(methods, of_rows, strict=True))[::-1]
+        self._rows: list[OpenAnswer] = []  # in the session's order
+        self._told: list[OpenAnswer] = []  # of these: they have ended, and `advance` has said so
         self._session, self._sampling = session, sampling
         self._max_new_tokens, self._end_ids, self._stop = max_new_tokens, end_ids, stop
 
     @property
     def has_room(self) -> bool:
-        return bool(self._free)
+        return bool(self._free or self._told)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is open, or ended with nobody told."""
+        return len(self._rows) > len(self._told)
 
     @torch.inference_mode()
     def begin(self, prompt_ids: list[int], seed: int | None = None) -> OpenAnswer:
         """Read a prompt into a free row. `seed`: what the row's generator is started with."""
+        if not self._free:
+            self._leave(self._told.pop())
         method, generator = self._free.pop()
-        if seed is not None and generator is not None:
-            generator.manual_seed(seed)
-        answer = OpenAnswer(method, generator, self._max_new_tokens, self._end_ids, self._stop)
-        answer.begin(self._session.add, prompt_ids, self._sampling)
-        self.rows.append(answer)
-        return answer
+        return self._open(method, generator, self._session.add, prompt_ids, seed)
+
+    def has_row_of(self, answer: OpenAnswer) -> bool:
+        """Whether `go_on` is possible behind it."""
+        return answer in self._told
+
+    @torch.inference_mode()
+    def go_on(self, answer: OpenAnswer, prompt_ids: list[int], seed: int | None = None) -> OpenAnswer:
+        """Read on behind an answer that `advance` gave last, whose row has the prompt's first tokens: the next turn.
+
+        Its method learns the features of what is read now, not of the whole prompt.
+        """
+        row = self._rows.index(answer)
+        self._told.remove(answer)
+        prefill = partial(self._session.extend, row)
+        opened = self._open(answer.method, answer.generator, prefill, prompt_ids, seed)
+        self._rows[row] = self._rows.pop()
+        return opened
 
     @torch.inference_mode()
     def advance(self) -> list[OpenAnswer]:
-        """A round of all rows, or none if an answer ended with its first token. Those that have ended make room."""
-        if not any(row.ended for row in self.rows):
-            _round(self._session, self.rows, self._sampling)
-        ended = []
-        # From the end: the last row takes the place of the one that leaves.
-        for index in reversed(range(len(self.rows))):
-            row = self.rows[index]
-            if row.ended:
-                self._session.drop(index)
-                self.rows[index] = self.rows[-1]
-                self.rows.pop()
-                self._free.append((row.method, row.generator))
-                row.record.wall_time_s = time.perf_counter() - row.began_s
-                ended.append(row)
-        return ended
+        """A round of all rows, or none if an answer ended with its first token. Gives those that have ended.
+
+        They leave with the next call, unless `go_on` or `begin` has their row by then.
+        """
+        while self._told:
+            self._leave(self._told.pop())
+        if self._rows and not any(row.ended for row in self._rows):
+            _round(self._session, self._rows, self._sampling)
+        self._told = [row for row in self._rows if row.ended]
+        for row in self._told:
+            row.record.wall_time_s = time.perf_counter() - row.began_s
+        return list(self._told)
+
+    def _open(
+        self,
+        method: Method,
+        generator: torch.Generator | None,
+        prefill: Callable[[list[int]], TargetStep],
+        prompt_ids: list[int],
+        seed: int | None,
+    ) -> OpenAnswer:
+        if seed is not None and generator is not None:
+            generator.manual_seed(seed)
+        answer = OpenAnswer(method, generator, self._max_new_tokens, self._end_ids, self._stop)
+        answer.begin(prefill, prompt_ids, self._sampling)
+        self._rows.append(answer)
+        return answer
+
+    def _leave(self, answer: OpenAnswer) -> None:
+        """The last row takes the place of the one that leaves."""
+        row = self._rows.index(answer)
+        self._session.drop(row)
+        self._rows[row] = self._rows[-1]
+        self._rows.pop()
+        self._free.append((answer.method, answer.generator))
 
 
 def _round(session: BatchSession, rows: list[OpenAnswer], sampling: Sampling) -> None:

@@ -23,7 +23,7 @@ from draftsmith.recipes.errors import UserError
 
 
 class BatchSession(Session):
-    """`add` prompts, then rounds of `forward_trees` and `commit`; `drop` what has ended.
+    """`add` prompts, then rounds of `forward_trees` and `commit`; `drop` what has ended, or `extend` it.
 
     Args:
         target: The model, in eval mode.
@@ -64,9 +64,22 @@ class BatchSession(Session):
     def add(self, prompt_ids: list[int]) -> TargetStep:
         """Read a prompt into a new row, the last. Logits [1, V] of its last token, features [P, F]."""
         self.check_room(prompt_ids)
-        with self._cache.new_row(len(prompt_ids)):
+        with self._cache.one_row(len(self._cache.lengths), len(prompt_ids)):
             ids = torch.tensor([prompt_ids], device=self.device)
             step = self._run(ids, self._columns[None, : len(prompt_ids)], None, **self._prefill_options)
+        return TargetStep(step.logits[0, -1:], step.features[0])
+
+    def extend(self, row: int, prompt_ids: list[int]) -> TargetStep:
+        """Read on in a row whose committed tokens are the prompt's first. As `add`, features of what was read now."""
+        self.check_room(prompt_ids)
+        start, new_ids = self._cache.lengths[row], prompt_ids[self._cache.lengths[row] :]
+        columns = self._columns[: len(prompt_ids)]
+        hidden = columns > columns[start:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._target.dtype, device=self.device)
+        mask = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[None, None]
+        with self._cache.one_row(row, len(new_ids)):
+            ids = torch.tensor([new_ids], device=self.device)
+            step = self._run(ids, columns[None, start:], mask, **self._prefill_options)
         return TargetStep(step.logits[0, -1:], step.features[0])
 
     def drop(self, row: int) -> None:

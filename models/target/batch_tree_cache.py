@@ -35,16 +35,14 @@ class BatchTreeCache(TreeCache):
         return keys.narrow(0, self._first, self._count), values.narrow(0, self._first, self._count)
 
     @contextmanager
-    def new_row(self, length: int) -> Iterator[None]:
-        """In here a forward of one row fills a new row, the last, with a prompt of `length` tokens."""
-        row = len(self.lengths)
+    def one_row(self, row: int, count: int) -> Iterator[None]:
+        """In here a forward of one row adds `count` tokens to it; the row behind the last is a new one."""
         if row == self._batch_size:
             raise ValueError(f"all {self._batch_size} rows are taken: drop one first")
-        self.committed = 0
         self._show(row, 1)
         try:
             yield
-            self.lengths.append(length)
+            self.lengths[row : row + 1] = [self.committed + count]
         finally:
             self._show(0, len(self.lengths))
 

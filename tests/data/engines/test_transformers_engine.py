@@ -1,5 +1,7 @@
 """The transformers engine: batches change no answer, a free row is filled at once, greedy is the argmax."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -74,6 +76,38 @@ def test_a_row_that_ends_is_filled_before_the_next_round(tiny_llama: LlamaForCau
         rows = [left for left in rows if left]
     probe = 4  # `TargetSession` makes sure once that the target takes trees; here it has
     assert len(forwards) in (len(PROMPTS) + rounds, len(PROMPTS) + rounds + probe)
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
+def test_a_next_turn_goes_on_in_its_row(tiny_llama: LlamaForCausalLM, settings: GenerationSettings) -> None:
+    """Only what is new is read, whichever rows end meanwhile; the answers are those of a whole prompt."""
+    ends = [t for t in range(340) if t % 6 == 1]
+    settings = dataclasses.replace(settings, max_new_tokens=6)
+    engine, asked = engine_of(tiny_llama, len(PROMPTS), settings, ends), {}
+    read: list[int] = []
+    hook = tiny_llama.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    prompts, turns = dict(enumerate(PROMPTS)), Counter()  # type: ignore[var-annotated]
+    for key, prompt in prompts.items():
+        engine.submit(Request(str(key), prompt, [], settings, key))
+    while len(turns) < len(PROMPTS) or min(turns.values()) < 3:
+        for name, outcome in engine.collect():
+            assert isinstance(outcome, Completion)
+            assert outcome.token_ids
+            key = int(name)
+            asked[tuple(prompts[key]), 10 * turns[key] + key] = outcome
+            turns[key] += 1
+            if turns[key] < 3:
+                prompts[key] = [*prompts[key], *outcome.token_ids, 9, 50 + key]
+                engine.submit(Request(name, prompts[key], [], settings, 10 * turns[key] + key))
+    hook.remove()
+    # A first turn is read whole, a later one from its answer's last token on: that and two tokens.
+    assert sorted(n for n in read if n > 1) == sorted([len(p) for p in PROMPTS if len(p) > 1] + [3] * 10)
+    alone = engine_of(tiny_llama, 1, settings, ends)
+    for (prompt, seed), outcome in asked.items():
+        alone.submit(Request("x", list(prompt), [], settings, seed))
+        assert alone.collect() == [("x", outcome)]
 
 
 def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama: LlamaForCausalLM) -> None:
