@@ -85,7 +85,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if offline:
         cache = open_features(recipe, settings["data (its tokens)"], drafter)
         keep_what_is_read(target, drafter, args.device)
-    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache, to_eval), StopOnInterrupt()
+    half = recipe.data.features.autocast
+    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache, to_eval, half), StopOnInterrupt()
     trainer.add_callback(stop)
     if trainer.is_world_process_zero():
         write_settings(run.drafter / SETTINGS, settings)
@@ -170,6 +171,8 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         chosen = recipe.data.features
         settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
         settings["data.features.dtype"] = chosen.dtype
+    elif recipe.data.features.autocast:
+        settings["data.features.autocast"] = True
     settings["data (its tokens)"] = tokens_hash(tokens)
     if recipe.data.eval_rows_frac:
         settings["data.eval_rows_frac"] = recipe.data.eval_rows_frac

@@ -58,6 +58,7 @@ class DrafterTrainer(Trainer):
         dataset: Dataset | PackedRows,
         cache: FeatureCache | None = None,
         eval_dataset: Dataset | None = None,
+        autocast_target: bool = False,
         **kwargs: Any,
     ) -> None:
         collator: Any = collate_right_padded
@@ -69,7 +70,7 @@ class DrafterTrainer(Trainer):
         kwargs |= {"train_dataset": dataset, "eval_dataset": eval_dataset}
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self.add_callback(LogLastStep())
-        self._drafter, self._target = drafter, target
+        self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
         # Rows: loss sum, correct, labels of each depth; of this process, since they were last settled.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
@@ -92,7 +93,8 @@ class DrafterTrainer(Trainer):
         ids = inputs["input_ids"]
         self._drafter.training_step = self.state.global_step
         self._drafter.training_progress_frac = self.state.global_step / max(1, self.state.max_steps)
-        with torch.autocast(ids.device.type, enabled=False):
+        half = self._autocast_target and self.args.bf16
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=half):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
             positions = inputs.get("position_ids")
             if "features" in inputs:
@@ -112,7 +114,7 @@ class DrafterTrainer(Trainer):
         with torch.random.fork_rng():
             for batch in self.get_eval_dataloader():
                 inputs = self._prepare_inputs(batch)
-                with self.compute_loss_context_manager():
+                with self.accelerator.autocast():
                     figures.add(self._output(model, inputs), inputs["loss_mask"])
         model.train()
         vector = self.accelerator.reduce(figures.vector().to(self.args.device), reduction="sum")
