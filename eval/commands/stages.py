@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from draftsmith.data.engines.engine import Engine
 
 # Of the data section, what only training and the tokeniser's speed know of.
-NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac"}
+NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "features"}
 console = Console(highlight=False, soft_wrap=True)
 
 
