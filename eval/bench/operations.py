@@ -37,8 +37,9 @@ def _formulas() -> dict[Any, Any]:
     """What torch's counter lacks, and what it must not count."""
     formulas: dict[Any, Any] = {op: _nothing for op in flop_registry if "attention" in str(op)}
     formulas |= {aten.bmm: _nothing, aten.baddbmm: _nothing, aten.mv: _matrix_vector, aten.addmv: _added_matrix_vector}
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        formulas[torch.ops.mkldnn._linear_pointwise] = _packed_linear
+    for operations, name in ((torch.ops.mkldnn, "_linear_pointwise"), (torch.ops.mkl, "_mkl_linear")):
+        if hasattr(operations, name):
+            formulas[getattr(operations, name)] = _packed_linear
     return formulas
 
 

@@ -1,15 +1,19 @@
-"""Frozen linear layers in oneDNN's packed layout, for decoding in fp32 on a CPU.
+"""Frozen linear layers in a packed layout, for decoding in fp32 on a CPU.
 
 A tree's handful of rows through a plain product packs the weight anew every time; packed once, the product costs what
-reading the weight costs, or little more. A second copy of the weights is the price (`packable_bytes`). From how many
-rows on it pays differs from shape to shape and from machine to machine, so a short measurement decides.
+reading the weight costs, or little more. A second copy of the weights is the price (`packable_bytes`). Which of MKL's
+and oneDNN's layouts is faster, and from how many rows on, differs from shape to shape and from machine to machine: a
+short measurement decides.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 from itertools import product, takewhile
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +23,45 @@ ROWS = (1, 3, 6, 12)  # a single token, and draft trees
 MEASURED_BYTES = 2**29  # of weights; enough that caches do not hold them where they do not hold the model
 TRIALS = 3
 LEAST_GAIN = 1.1  # in time, for a second copy of the weight
+TOLERANCE = 1e-4  # of a product with a layout, relative to the largest value
+
+
+class Layout(Protocol):
+    """How a weight [out, in] is packed, and rows [..., in] are multiplied by it to [..., out]."""
+
+    def pack(self, weight: Tensor) -> Tensor: ...
+
+    def product(self, rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
+# torch's own compiler packs weights with these operations; they have no public name.
+@dataclass(frozen=True)
+class OneDnn:
+    """Of oneDNN, the best for many columns."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+
+    def product(self, rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+
+
+@dataclass(frozen=True)
+class Mkl:
+    """Of MKL, the best for few rows and columns. It is told a number of rows, on which the layout does not depend."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), ROWS[-1])
+
+    def product(self, rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkl._mkl_linear(rows, packed, weight, bias, rows.numel() // weight.shape[1])
+
+
+class Packing(NamedTuple):
+    """A layout, and from how many rows on it is used."""
+
+    layout: Layout
+    from_rows: int
 
 
 class PackedLinear(nn.Linear):
@@ -27,11 +70,12 @@ class PackedLinear(nn.Linear):
     A layer becomes one in place, by its class (`pack_linears`), so that whoever borrows the module has the packed one.
     """
 
-    packed_from = 1  # rows; fewer go through the plain weight
+    packing = Packing(OneDnn(), 1)
     _packed: Tensor | None = None
     _packed_version = -1
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
+        layout, from_rows = self.packing
         trains = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
         # The compiler cannot see packed weights; it chooses its own product.
         if (
@@ -40,13 +84,13 @@ class PackedLinear(nn.Linear):
             or input.dtype != torch.float32
             or self.weight.dtype != torch.float32
             or self.weight.device.type != "cpu"
-            or input.numel() < self.packed_from * self.in_features
+            or input.numel() < from_rows * self.in_features
         ):
             return super().forward(input)
         # Weights may change in place, as when an adapter is merged; the copy would be the old ones.
         if self._packed is None or self._packed_version != self.weight._version:
-            self._packed, self._packed_version = _pack(self.weight), self.weight._version
-        return _packed_product(input, self._packed, self.bias)
+            self._packed, self._packed_version = layout.pack(self.weight), self.weight._version
+        return layout.product(input, self._packed, self.weight, self.bias)
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -55,11 +99,11 @@ def pack_linears(model: nn.Module) -> None:
     Nothing happens elsewhere than in fp32 on a CPU.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear and _can_be_packed(module)]
-    pays_from = _rows_from_which_it_pays(layers)
+    packings = _packings(layers, layouts()) if layers else {}
     for layer in layers:
-        if layer.weight.shape in pays_from:
+        if layer.weight.shape in packings:
             layer.__class__ = PackedLinear
-            layer.packed_from = pays_from[layer.weight.shape]  # type: ignore[assignment]
+            layer.packing = packings[layer.weight.shape]  # type: ignore[assignment]
 
 
 def packable_bytes(model: nn.Module) -> int:
@@ -73,44 +117,73 @@ def packable_bytes(model: nn.Module) -> int:
 
 
 def _can_be_packed(linear: nn.Linear) -> bool:
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
     weight = linear.weight
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.requires_grad
 
 
-def _rows_from_which_it_pays(layers: list[nn.Linear]) -> dict[torch.Size, int]:
-    """By shape; shapes that gain at no number of rows are absent.
+@cache
+def layouts() -> tuple[Layout, ...]:
+    """Those that this torch has and that give the plain product, for every number of rows."""
+    torch_has: list[Layout] = []
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        torch_has.append(OneDnn())
+    if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
+        torch_has.append(Mkl())
+    return tuple(layout for layout in torch_has if _gives_the_plain_product(layout))
+
+
+def _gives_the_plain_product(layout: Layout) -> bool:
+    drawn = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(130, 70, generator=drawn), torch.randn(130, generator=drawn)
+    packed = layout.pack(weight)
+    for rows in (*ROWS, 5 * ROWS[-1]):
+        x = torch.randn(rows, 70, generator=drawn)
+        plain = F.linear(x, weight, bias)
+        if (layout.product(x, packed, weight, bias) - plain).abs().max() > TOLERANCE * plain.abs().max():
+            return False
+    return True
+
+
+def _packings(layers: list[nn.Linear], of: tuple[Layout, ...]) -> dict[torch.Size, Packing]:
+    """By shape the fastest layout for trees; shapes that gain by none are absent.
 
     Layers are read one after the other, as in the model, so that their weights are in the caches if they are there too.
     """
-    measured: list[tuple[Tensor, Tensor]] = []
+    measured: list[Tensor] = []
     size = 0
     for layer in layers:
-        if size < MEASURED_BYTES or all(layer.weight.shape != weight.shape for weight, _ in measured):
-            measured.append((layer.weight, _pack(layer.weight)))
+        if size < MEASURED_BYTES or all(layer.weight.shape != weight.shape for weight in measured):
+            measured.append(layer.weight)
             size += 4 * layer.weight.numel()
-    trials: list[Counter[tuple[torch.Size, int, bool]]] = [Counter() for _ in range(TRIALS)]
+    best = {("plain", *key): spent for key, spent in _nanoseconds(measured, None).items()} | {
+        (layout, *key): spent for layout in of for key, spent in _nanoseconds(measured, layout).items()
+    }
+    packings: dict[torch.Size, Packing] = {}
+    for shape in {weight.shape for weight in measured}:
+        fastest = min(of, key=lambda layout, at=shape: sum(best[layout, at, n] for n in ROWS[1:]), default=None)  # type: ignore[misc]
+        if fastest is not None:
+            gains = takewhile(
+                lambda n, by=fastest, at=shape: LEAST_GAIN * best[by, at, n] < best["plain", at, n],  # type: ignore[misc]
+                reversed(ROWS),
+            )
+            from_rows = min(gains, default=None)
+            if from_rows is not None:
+                packings[shape] = Packing(fastest, from_rows)
+    return packings
+
+
+def _nanoseconds(weights: list[Tensor], layout: Layout | None) -> dict[tuple[torch.Size, int], int]:
+    """The shortest of a few trials, by shape and number of rows; of the plain product without a layout."""
+    packed = [None if layout is None else layout.pack(weight) for weight in weights]
+    trials: list[Counter[tuple[torch.Size, int]]] = [Counter() for _ in range(TRIALS)]
     with torch.inference_mode():
-        for spent_ns, rows, packs in product(trials, ROWS, (False, True)):
-            for weight, packed in measured:
+        for spent_ns, rows in product(trials, ROWS):
+            for weight, copy in zip(weights, packed, strict=True):
                 x = torch.zeros(rows, weight.shape[1])
                 began = time.perf_counter_ns()
-                _packed_product(x, packed, None) if packs else F.linear(x, weight)
-                spent_ns[weight.shape, rows, packs] += time.perf_counter_ns() - began
-    best = {key: min(spent_ns[key] for spent_ns in trials) for key in trials[0]}
-    pays_from: dict[torch.Size, int] = {}
-    for shape in {weight.shape for weight, _ in measured}:
-        gains = list(takewhile(lambda n, of=shape: LEAST_GAIN * best[of, n, True] < best[of, n, False], reversed(ROWS)))  # type: ignore[misc]
-        if gains:
-            pays_from[shape] = gains[-1]
-    return pays_from
-
-
-# torch's own compiler packs weights with these two; they have no public name.
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-
-
-def _packed_product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+                if layout is None or copy is None:
+                    F.linear(x, weight)
+                else:
+                    layout.product(x, copy, weight, None)
+                spent_ns[weight.shape, rows] += time.perf_counter_ns() - began
+    return {key: min(spent_ns[key] for spent_ns in trials) for key in trials[0]}

@@ -25,7 +25,7 @@ from draftsmith.eval.trees.verify import Verdict
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS
-from draftsmith.models.target.packed_linear import PackedLinear
+from draftsmith.models.target.packed_linear import Layout, PackedLinear, Packing, layouts
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12]
@@ -239,13 +239,12 @@ def test_operations_of_a_draft_model() -> None:
 
 @pytest.mark.parametrize("rows", [(8,), (1, 8), (2, 3, 8)])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_linear_layers_of_all_forms(rows: tuple[int, ...], bias: bool, packed: bool) -> None:
-    if packed and not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        pytest.skip("layers are not packed here")
+@pytest.mark.parametrize("layout", [None, *layouts()])
+def test_linear_layers_of_all_forms(rows: tuple[int, ...], bias: bool, layout: Layout | None) -> None:
     linear: nn.Linear = nn.Linear(8, 16, bias=bias).requires_grad_(False)
-    if packed:
+    if layout is not None:
         linear.__class__ = PackedLinear
+        linear.packing = Packing(layout, 1)  # type: ignore[assignment]
     operations = LinearOperations()
     with torch.inference_mode(), operations:
         linear(torch.randn(rows))

@@ -151,7 +151,7 @@ def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
 def test_packed_layers_are_read_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     monkeypatch.setattr(
-        packed_linear, "_rows_from_which_it_pays", lambda layers: {layer.weight.shape: 1 for layer in layers}
+        packed_linear, "_packings", lambda layers, _: {layer.weight.shape: PackedLinear.packing for layer in layers}
     )
     pack_linears(target)
     if not isinstance(target.get_output_embeddings(), PackedLinear):

@@ -8,17 +8,30 @@ from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import nn
 
 from draftsmith.models.target import packed_linear
-from draftsmith.models.target.packed_linear import PackedLinear, pack_linears, packable_bytes
+from draftsmith.models.target.packed_linear import (
+    Layout,
+    PackedLinear,
+    Packing,
+    layouts,
+    pack_linears,
+    packable_bytes,
+)
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+pytestmark = pytest.mark.skipif(not layouts(), reason="torch with neither oneDNN nor MKL")
+EVERY_LAYOUT = pytest.mark.parametrize("layout", layouts(), ids=lambda layout: type(layout).__name__)
+
+
+def pack_all(monkeypatch: pytest.MonkeyPatch, layout: Layout, from_rows: int = 2) -> None:
+    """Whatever this machine measures: every shape."""
+    packing = Packing(layout, from_rows)
+    monkeypatch.setattr(
+        packed_linear, "_packings", lambda layers, of: {layer.weight.shape: packing for layer in layers}
+    )
 
 
 @pytest.fixture(autouse=True)
 def packing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine measures: every shape, from two rows on."""
-    monkeypatch.setattr(
-        packed_linear, "_rows_from_which_it_pays", lambda layers: {layer.weight.shape: 2 for layer in layers}
-    )
+    pack_all(monkeypatch, layouts()[0])
 
 
 def packed_of(plain: nn.Linear) -> PackedLinear:
@@ -29,12 +42,14 @@ def packed_of(plain: nn.Linear) -> PackedLinear:
     return packed
 
 
+@EVERY_LAYOUT
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_same_product(bias: bool) -> None:
+def test_the_same_product(monkeypatch: pytest.MonkeyPatch, bias: bool, layout: Layout) -> None:
     torch.manual_seed(0)
+    pack_all(monkeypatch, layout)
     plain = nn.Linear(48, 1030, bias=bias).requires_grad_(False)
     packed = packed_of(plain)
-    for shape in ((1, 48), (5, 48), (2, 7, 48), (0, 48)):
+    for shape in ((1, 48), (5, 48), (2, 7, 48), (33, 48), (0, 48)):
         x = torch.randn(shape)
         torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)
     assert packed.weight.data_ptr() == plain.weight.data_ptr()
@@ -102,25 +117,50 @@ def test_what_is_trained_or_of_another_dtype_stays_plain() -> None:
         assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
+class Timed:
+    """A layout whose products take what the table says: by columns, from a number of rows on."""
+
+    def __init__(self, now: list[float], cost: dict[int, dict[int, int]]) -> None:
+        self.now, self.cost = now, cost
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def product(self, rows: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        table = self.cost[len(weight)]
+        self.now[0] += table[max(n for n in table if n <= len(rows))]
+        return rows
+
+
 def test_a_measurement_decides_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape whose packed product is slower stays plain; one that gains from six rows on is packed from there."""
+    """The faster layout for trees, from where it gains a tenth on; a shape that gains by none stays plain."""
     monkeypatch.undo()
     now = [0.0]
-    cost_s = {(8, 4, False): 1.0, (8, 4, True): 2.0, (16, 4, False): 1.0, (16, 4, True): 0.5}
-
-    def plain(x: torch.Tensor, weight: torch.Tensor) -> None:
-        now[0] += cost_s[weight.shape[0], weight.shape[1], False]
-
-    def packed(x: torch.Tensor, weight: torch.Tensor, bias: None) -> None:
-        slow = weight.shape[0] == 16 and len(x) < 6
-        now[0] += 2.0 if slow else cost_s[weight.shape[0], weight.shape[1], True]
-
-    monkeypatch.setattr(packed_linear, "_pack", lambda weight: weight)
-    monkeypatch.setattr(packed_linear, "_packed_product", packed)
-    monkeypatch.setattr(packed_linear.F, "linear", plain)
+    plain = Timed(now, {8: {1: 100}, 16: {1: 100}, 32: {1: 100}})
+    one = Timed(now, {8: {1: 120}, 16: {1: 120, 6: 50}, 32: {1: 95}})
+    other = Timed(now, {8: {1: 130, 12: 60}, 16: {1: 80}, 32: {1: 99}})
+    monkeypatch.setattr(packed_linear, "layouts", lambda: (one, other))
+    monkeypatch.setattr(packed_linear.F, "linear", lambda x, weight: plain.product(x, weight, weight, None))
     monkeypatch.setattr(packed_linear.time, "perf_counter_ns", lambda: now[0])
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 16)).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 16), nn.Linear(4, 32)).requires_grad_(False)
     pack_linears(model)
-    assert type(model[0]) is nn.Linear
+    # 3 x 120 against 130 + 130 + 60; 120 + 50 + 50 against 3 x 80; 5 % are not worth a second copy.
+    assert isinstance(model[0], PackedLinear)
+    assert model[0].packing == Packing(other, 12)
     assert isinstance(model[1], PackedLinear)
-    assert model[1].packed_from == 6
+    assert model[1].packing == Packing(one, 6)
+    assert type(model[2]) is nn.Linear
+
+
+def test_a_layout_that_depends_on_the_number_of_rows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL is told another number of rows than it packed for: should that ever matter, it is not used."""
+
+    def wrong(
+        self: object, rows: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> object:
+        return torch.nn.functional.linear(rows, weight, bias) * (1 if len(rows) <= 12 else 1.01)
+
+    for layout in layouts():
+        assert packed_linear._gives_the_plain_product(layout)
+        monkeypatch.setattr(type(layout), "product", wrong)
+        assert not packed_linear._gives_the_plain_product(layout)
