@@ -265,7 +265,11 @@ class MethodRecipe(Section):
     lenience: float = Field(
         1.0, gt=0, le=1, description="below 1 drafts are accepted more readily, which is NOT lossless (2211.17192, A.5)"
     )
-    drafter: str | None = Field(None, description="folder of another run's drafter; by default the run's own")
+    drafter: str | None = Field(
+        None,
+        description="folder of another run's drafter, or its Hub id, user/repo or user/repo@revision; by default the "
+        "run's own",
+    )
 
     @model_validator(mode="after")
     def _static_needs_paths(self) -> "MethodRecipe":

@@ -15,6 +15,7 @@ from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.decoding.protocols import Compilable
 from draftsmith.models.target.features import FINAL_FEATURES
@@ -93,8 +94,14 @@ def make_arms(
 
 
 def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
-    """Where the method's drafter lies: the run's own, unless it names another."""
-    return RunFolder(recipe).drafter if method.drafter is None else Path(method.drafter).expanduser()
+    """Where the method's drafter lies: the run's own, unless it names another, a folder or one of the Hub's.
+
+    Raises:
+        UserError: The Hub does not give it.
+    """
+    if method.drafter is None:
+        return RunFolder(recipe).drafter
+    return drafter_place(method.drafter, f"drafter of method {method.name},")
 
 
 def drafter_folders(recipe: Recipe) -> list[Path]:

@@ -196,6 +196,32 @@ def prove(
 
 @app.command()
 @exit_with_one_sentence()
+def push(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    repo: Annotated[
+        str | None, typer.Option(help="name or user/name; by default the target's name and the method's.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, made if it is not there; by default main.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Open to everybody; by default it is private.")] = False,
+    license_id: Annotated[
+        str | None, typer.Option("--license", help="As the Hub spells it: apache-2.0, ...; by default the target's.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write what would go up to runs/NAME/hub, and send nothing.")
+    ] = False,
+) -> None:
+    """Publish the drafter on the Hub, with its recipe, figures, proof and model card."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.eval.commands.push import PushOptions
+    from draftsmith.eval.commands.push import push as send
+
+    heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
+    send(loaded, PushOptions(repo, revision, public, license_id, dry_run), console)
+
+
+@app.command()
+@exit_with_one_sentence()
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -1,4 +1,4 @@
-"""What `eval` and `prove` found, on the model card of the run's own drafter."""
+"""What `eval` and `prove` found, on the model card of the run's own drafter; and that card in what `push` sends."""
 
 from typing import Any
 
@@ -14,19 +14,22 @@ from draftsmith.eval.commands.measurement import (
 )
 from draftsmith.eval.commands.proof import recorded_proof
 from draftsmith.eval.report.report import proof_sentence
-from draftsmith.eval.report.summary import OVERALL
+from draftsmith.eval.report.summary import OVERALL, summarize_timing
+from draftsmith.recipes.masking import masked
+from draftsmith.recipes.results import portable
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
-from draftsmith.train.drafter.card import write_drafter_card
+from draftsmith.train.drafter.card import Publication, write_drafter_card
 
 
-def update_card(recipe: Recipe) -> None:
+def update_card(recipe: Recipe, publication: Publication | None = None) -> None:
     """Write the model card of the run's own drafter again, with what was measured and proved of its weights."""
     if (RunFolder(recipe).drafter / "config.json").is_file():
-        write_drafter_card(recipe, _card_figures(recipe), proof_sentence(recorded_proof(recipe)))
+        write_drafter_card(recipe, card_figures(recipe), proof_sentence(recorded_proof(recipe)), publication)
 
 
-def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
+def card_figures(recipe: Recipe) -> dict[str, Any] | None:
+    """For `write_drafter_card`; None without a measurement of these weights."""
     folder = RunFolder(recipe)
     if not (folder.eval / NOTES).is_file():
         return None
@@ -36,9 +39,11 @@ def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
     own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
     notes = recorded_notes(measured)
     machine = folder.provenance("eval").machine
+    records = measured_records(measured)
+    timed = {(row["method"], row["temperature"]): row for row in summarize_timing(records)}
     rows = [
-        row
-        for row in measured_summary(measured_records(measured), notes)
+        row | {"acceptance_by_depth": timed[row["method"], row["temperature"]]["acceptance_by_depth"]}
+        for row in measured_summary(records, notes)
         if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None
     ]
     if not rows:
@@ -46,5 +51,7 @@ def _card_figures(recipe: Recipe) -> dict[str, Any] | None:
     return {
         "rows": rows,
         "questions": f"{notes.questions} questions of `{questions_file(measured.eval.questions).name}`",
+        "dataset": questions_file(measured.eval.questions).stem,
+        "command": portable(masked(notes.command)),
         "machine": notes.device or f"{machine.processor}, {machine.cpu_count} CPUs",
     }

@@ -102,6 +102,8 @@ class Drafter(PreTrainedModel):
     base_model_prefix = "drafter"
     _no_split_modules: list[str] = []  # noqa: RUF012
     _attached: Attached | None = None
+    # What its kind is called in a repository's name, where it is not `drafter.kind`: engines read the method off that.
+    published_as: str | None = None
     # Why it cannot be trained on features from disk (`data.features.source: offline`), for the user; None if it can.
     offline_obstacle: str | None = None
     # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.published import drafter_place
 from draftsmith.models.weights import load_weights, weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import read_json
@@ -83,13 +84,9 @@ def read_drafter(folder: str | Path, dtype: torch.dtype) -> Drafter:
     Raises:
         UserError: As `load_drafter`.
     """
-    folder = str(folder)
-    model_type = str(drafter_config(folder).get("model_type", ""))
-    if not model_type.startswith(MODEL_TYPE_PREFIX):
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
-    kind = model_type.removeprefix(MODEL_TYPE_PREFIX)
-    _check_as_trained(Path(folder), kind)
-    return load_weights("drafter", folder, load_drafter_class(kind), dtype=dtype)
+    place = drafter_place(folder) if isinstance(folder, str) else folder
+    kind = check_as_trained(place)
+    return load_weights("drafter", str(place), load_drafter_class(kind), dtype=dtype)
 
 
 def read_training(folder: Path) -> Training:
@@ -101,26 +98,31 @@ def read_training(folder: Path) -> Training:
     return read_json(folder / TRAINING_FILE, Training, way_out)
 
 
-def drafter_config(folder: str | Path) -> dict[str, Any]:
-    """What `config.json` says, in a folder or on the Hub; nothing where there is none.
+def drafter_config(folder: Path) -> dict[str, Any]:
+    """What a folder's `config.json` says; nothing where there is none.
 
     Raises:
         UserError: It is damaged.
     """
-    file = Path(folder) / "config.json"
+    file = folder / "config.json"
     if file.is_file():
         return read_json(file, dict[str, Any], "restore it, or delete the folder and train again")
-    try:
-        return PreTrainedConfig.get_config_dict(str(folder))[0]
-    except (OSError, ValueError):
-        return {}
+    return {}
 
 
-def _check_as_trained(folder: Path, kind: str) -> None:
-    """Whether kind and weights are those that training noted down in `training.json`, where that is."""
+def check_as_trained(folder: Path) -> str:
+    """Whether kind and weights are those that training noted down in `training.json`, where that is. Returns the kind.
+
+    Raises:
+        UserError: They are not, or there is no trained drafter.
+    """
+    model_type = str(drafter_config(folder).get("model_type", ""))
+    if not model_type.startswith(MODEL_TYPE_PREFIX):
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
+    kind = model_type.removeprefix(MODEL_TYPE_PREFIX)
     file = folder / TRAINING_FILE
     if not file.is_file():
-        return
+        return kind
     noted = read_training(folder)
     trained_kind = noted.settings.get("drafter.kind", kind)
     if kind != trained_kind:
@@ -131,3 +133,4 @@ def _check_as_trained(folder: Path, kind: str) -> None:
             f"the weights in {folder} are not those that training wrote ({file.name} has their hashes): restore them, "
             "or delete the folder and run `draftsmith train` again"
         )
+    return kind

@@ -108,6 +108,7 @@ class EagleDrafter(EagleLayer):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleConfig
+    published_as = "eagle-1"  # vLLM looks for `eagle-`
 
     def decoder(self, max_length_tokens: int) -> TreeDecoder:
         return TreeDecoder(self, max_length_tokens, self.config.draft_depth)

@@ -44,6 +44,7 @@ class EagleParallelDrafter(EagleLayer, MaskedDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleParallelConfig
+    published_as = "parallelspec-eagle"  # without the `eagle-` that vLLM takes for EAGLE
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

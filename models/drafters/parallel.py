@@ -50,6 +50,7 @@ class ParallelDrafter(MaskedDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = ParallelConfig
+    published_as = "parallelspec"
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

@@ -1,21 +1,31 @@
 """The model card of a trained drafter: `drafter/README.md`, which goes to the Hub with the folder.
 
-Written when training ends, and again with figures by `eval` and `report` and with the proof by `prove`. A card that
-somebody wrote by hand, or took over by deleting the marked line, is left alone.
+Written when training ends, and again with figures by `eval` and `report` and with the proof by `prove`; by `push` into
+the folder that goes up, with what lies there beside it. A card that somebody wrote by hand, or took over by deleting
+the marked line, is left alone.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from draftsmith.data.sources.json_records import JSON_SUFFIXES
 from draftsmith.models.base.registry import TRAINING_FILE
+from draftsmith.recipes.masking import masked
+from draftsmith.recipes.results import portable
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.report import TrainReport
@@ -24,26 +34,53 @@ from draftsmith.train.drafter.start import start_sentence
 CARD_FILE = "README.md"
 MARK = "<!-- Written by draftsmith after train, eval, report and prove. Delete this line to keep your own text. -->"
 RECIPE_SECTIONS = ("seed", "target", "data", "drafter", "train")
+ARXIV_ID = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
-def write_drafter_card(recipe: Recipe, figures: dict[str, Any] | None = None, proof: str | None = None) -> Path | None:
+@dataclass
+class Publication:
+    """A card in the folder that goes to the Hub as `repo`, which has more in it than the drafter.
+
+    license: `license` and what belongs to it in the Hub's metadata; pictures, exports: paths in the folder.
+    """
+
+    folder: Path
+    repo: str
+    license: dict[str, str] = field(default_factory=dict)
+    pictures: list[str] = field(default_factory=list)
+    exports: list[str] = field(default_factory=list)
+
+
+def write_drafter_card(
+    recipe: Recipe,
+    figures: dict[str, Any] | None = None,
+    proof: str | None = None,
+    publication: Publication | None = None,
+) -> Path | None:
     """Write the card of the run's own drafter. Returns its file, or None if the card is not ours to write.
 
     Args:
-        figures: `rows` of the summary, one a method at one temperature, the `machine` and the `questions` that they
-            were measured with; None without a measurement of these weights.
+        figures: `rows` of the summary, one a method at one temperature, each with its `acceptance_by_depth` where it
+            was timed; the `machine`, the `questions`, their `dataset` and the `command` that they were measured with;
+            None without a measurement of these weights.
         proof: What `draftsmith prove` found of these weights.
+        publication: The card goes into that folder; one that somebody wrote by hand goes there as it is.
     """
     folder = RunFolder(recipe).drafter
     file = folder / CARD_FILE
-    if file.is_file() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
+    by_hand = file.is_file() and MARK not in file.read_text(encoding="utf-8", errors="replace")
+    if by_hand and publication is not None:
+        shutil.copyfile(file, publication.folder / CARD_FILE)
+    if by_hand:
         return None
     target = _public(recipe.target.model)
     training = TrainReport.read(folder) if (folder / TRAINING_FILE).is_file() else None
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     text = environment.from_string(template).render(
-        front_matter=yaml.safe_dump(front_matter(recipe), sort_keys=False).strip(),
+        front_matter=yaml.safe_dump(
+            front_matter(recipe, figures, publication), sort_keys=False, allow_unicode=True
+        ).strip(),
         mark=MARK,
         recipe=recipe,
         target=target,
@@ -53,22 +90,69 @@ def write_drafter_card(recipe: Recipe, figures: dict[str, Any] | None = None, pr
         training=training,
         start=None if training is None or training.start is None else start_sentence(training.start),
         figures=figures,
+        acceptance=_acceptance(figures),
         proof=proof,
+        publication=publication,
+        papers=_papers(recipe.drafter.kind),
     )
+    file = file if publication is None else publication.folder / CARD_FILE
     write_atomically(file, text.rstrip() + "\n")
     return file
 
 
-def front_matter(recipe: Recipe) -> dict[str, Any]:
+def front_matter(
+    recipe: Recipe, figures: dict[str, Any] | None = None, publication: Publication | None = None
+) -> dict[str, Any]:
     """The Hub's metadata: ids of the target and the conversations only where they are the Hub's."""
     values: dict[str, Any] = {"library_name": "draftsmith", "pipeline_tag": "text-generation"}
+    values |= {} if publication is None else publication.license
     if _is_hub_id(recipe.target.model):
         values["base_model"] = recipe.target.model
     datasets = [source.source for source in recipe.data.conversations.sources if _is_hub_id(source.source)]
     if datasets:
         values["datasets"] = datasets
-    values["tags"] = ["speculative-decoding", "drafter", "draftsmith", recipe.drafter.kind.replace("_", "-")]
+    papers = [f"arxiv:{paper}" for paper in _papers(recipe.drafter.kind)]
+    tags = ["speculative-decoding", "draft-model", "drafter", "draftsmith", recipe.drafter.kind.replace("_", "-")]
+    values["tags"] = list(dict.fromkeys([*tags, *papers]))
+    if figures is not None:
+        name = recipe.name if publication is None else publication.repo.rpartition("/")[2]
+        values["model-index"] = eval_results_to_model_index(name, list(_results(figures)))
     return values
+
+
+def _results(figures: dict[str, Any]) -> Iterator[EvalResult]:
+    """tau and speedup of each row, as the Hub's `model-index` has them."""
+    for row in figures["rows"]:
+        which = f"{row['method']} at T = {row['temperature']:g}"
+        which += "" if row.get("lossless", True) else " (not lossless)"
+        for kind, name, value in (
+            ("acceptance_length", "tau", row["tau"]),
+            ("speedup", "speedup", row["speedup_mean"]),
+        ):
+            yield EvalResult(
+                task_type="text-generation",
+                task_name="speculative decoding",
+                dataset_type=figures["dataset"],
+                dataset_name=figures["questions"].replace("`", ""),
+                metric_type=kind,
+                metric_name=f"{name}, {which}",
+                metric_value=round(value, 3),
+            )
+
+
+def _acceptance(figures: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """By depth: of the rounds that came to it the share that kept a token there, and of all rounds."""
+    rows = [] if figures is None else figures["rows"]
+    return [
+        {
+            "method": row["method"],
+            "temperature": row["temperature"],
+            "conditional": row["acceptance_by_depth"],
+            "marginal": list(accumulate(row["acceptance_by_depth"], mul)),
+        }
+        for row in rows
+        if row.get("acceptance_by_depth")
+    ]
 
 
 def _is_hub_id(name: str) -> bool:
@@ -87,13 +171,22 @@ def _public(name: str) -> str:
 
 def _what_it_is(kind: str) -> str:
     """The first paragraph of the drafter's own file, without the names of its neighbours."""
+    return re.sub(r" \(`[\w./]+\.py`\)", "", _first_paragraph(kind))
+
+
+def _papers(kind: str) -> list[str]:
+    """arXiv ids in that paragraph."""
+    return list(dict.fromkeys(ARXIV_ID.findall(_first_paragraph(kind))))
+
+
+def _first_paragraph(kind: str) -> str:
     doc = importlib.import_module(f"draftsmith.models.drafters.{kind}").__doc__ or ""
-    paragraph = " ".join(doc.strip().split("\n\n")[0].split())
-    return re.sub(r" \(`[\w./]+\.py`\)", "", paragraph)
+    return " ".join(doc.strip().split("\n\n")[0].split())
 
 
-def _shown_recipe(recipe: Recipe) -> str:
-    sections = recipe.model_dump(include=set(RECIPE_SECTIONS), exclude_none=True)
+def public_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe without folders, servers and secrets of this machine; still a recipe."""
+    sections = recipe.model_dump(exclude_none=True, exclude={"runs_dir"})
     if recipe.drafter.init is not None:
         sections["drafter"]["init"] = _public(recipe.drafter.init)
     sections["target"]["model"] = _public(recipe.target.model)
@@ -101,5 +194,14 @@ def _shown_recipe(recipe: Recipe) -> str:
     for section in (conversations, *conversations["mixture"]):
         section["source"] = _public(section["source"])
     del sections["data"]["distill"]["options"]  # where servers stand is nobody else's business
+    sections["eval"]["questions"] = _public(recipe.eval.questions)
+    for method in sections["eval"]["methods"]:
+        if "drafter" in method:
+            method["drafter"] = _public(method["drafter"])
+    return masked(portable(sections))
+
+
+def _shown_recipe(recipe: Recipe) -> str:
+    sections = public_recipe(recipe)
     ordered = {name: sections[name] for name in RECIPE_SECTIONS if sections[name] != {}}
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True).strip()

@@ -7,13 +7,14 @@ they are, so an EAGLE's `layers` and `fc` are what the parallel flavour's are. T
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, read_drafter
-from draftsmith.models.weights import read_pretrained, some_of, weights_sha256
+from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.hub import hub_id
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -40,12 +41,11 @@ def start_folder(recipe: Recipe) -> Path | None:
         return folder
     folder = Path(init)
     if not folder.is_dir():
-        if init.startswith((".", "/", "~")) or init.count("/") != 1:
+        if hub_id(init) is None:
             raise UserError(
                 f"key `drafter.init`: {init} is not a folder: give a drafter's folder, a recipe or a Hub id"
             )
-        patterns = ["*.json", "*.safetensors"]
-        folder = Path(read_pretrained("drafter.init", init, lambda: snapshot_download(init, allow_patterns=patterns)))
+        folder = drafter_place(init, "drafter.init")
     if not str(drafter_config(folder).get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
         raise UserError(f"key `drafter.init`: {init} holds no trained drafter: `runs/NAME/drafter` of a run would")
     return folder

@@ -56,6 +56,8 @@ def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> A
         raise UserError(f"unknown key `train.{key}`: {hint}")
     if key == "hub_token":  # every checkpoint would hold it
         raise UserError("key `train.hub_token` does not belong in a recipe: put it into the environment as HF_TOKEN")
+    if key == "push_to_hub" and value:  # transformers' would send every checkpoint, optimiser and settings with it
+        raise UserError("key `train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained drafter")
     try:
         return TypeAdapter(hints[key], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except ValidationError as error:

@@ -23,6 +23,8 @@ FIGURES: dict[str, Any] = {
     ],
     "questions": "21 questions of `embedded.jsonl`",
     "machine": "x86_64, 2 CPUs",
+    "dataset": "embedded",
+    "command": "draftsmith run quickstart",
 }  # fmt: skip
 
 
@@ -36,7 +38,9 @@ def test_metadata(tmp_path: Path) -> None:
     assert hub["library_name"] == "draftsmith"
     assert hub["pipeline_tag"] == "text-generation"
     assert hub["base_model"].count("/") == 1
-    assert hub["tags"] == ["speculative-decoding", "drafter", "draftsmith", "parallel"]
+    assert hub["tags"] == [
+        *["speculative-decoding", "draft-model", "drafter", "draftsmith", "parallel", "arxiv:2410.05589"]
+    ]
     here = front_matter(recipe_in(tmp_path))
     assert "base_model" not in here
     assert "datasets" not in here
@@ -70,6 +74,27 @@ def test_what_the_draft_vocabulary_cost(tmp_path: Path) -> None:
     assert "tree at T = 1: 96.2% of the tokens that its rounds kept are in its draft vocabulary; 7.1% of the" in text
     assert "which cost at most 0.13 of tau" in text
     assert text.count("draft vocabulary") == 1
+
+
+def test_acceptance_by_depth(tmp_path: Path) -> None:
+    """Conditional as measured; of all rounds the product: 0.8, 0.8 * 0.5, 0.8 * 0.5 * 0.25."""
+    row = FIGURES["rows"][0] | {"acceptance_by_depth": [0.8, 0.5, 0.25]}
+    file = write_drafter_card(recipe_in(tmp_path), {**FIGURES, "rows": [row]})
+    assert file is not None
+    assert "- tree at T = 0: 80%, 50%, 25%; of all 80%, 40%, 10%\n" in file.read_text()
+
+
+def test_model_index(tmp_path: Path) -> None:
+    """What the Hub shows of the figures: two metrics a row, all of one data set."""
+    (index,) = front_matter(recipe_in(tmp_path), FIGURES)["model-index"]
+    (result,) = index["results"]
+    assert result["dataset"] == {"type": "embedded", "name": "21 questions of embedded.jsonl"}
+    assert [(metric["name"], metric["value"]) for metric in result["metrics"]] == [
+        ("tau, tree at T = 0", 2.5),
+        ("speedup, tree at T = 0", 1.4),
+        ("tau, tree at T = 1", 2.1),
+        ("speedup, tree at T = 1", 1.2),
+    ]
 
 
 def test_training_figures_and_proof(tmp_path: Path) -> None:

@@ -1,0 +1,282 @@
+"""`draftsmith push`: what goes up is the run's drafter and nothing of this machine; whatever breaks, it goes on."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from huggingface_hub import ModelCard
+from support.finished_run import FinishedRun, finished_run
+from support.hub_server import TOKEN, USER, HubServer, hub
+
+from draftsmith.eval.commands import push as push_module
+from draftsmith.eval.commands.push import default_name
+from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.schema import Recipe
+
+__all__ = ["hub"]  # the fixture
+REPO = f"{USER}/target-parallelspec"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return finished_run(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def run(finished: FinishedRun) -> Iterator[FinishedRun]:
+    yield finished
+    finished.restore()
+
+
+def staged(run: FinishedRun) -> dict[str, bytes]:
+    folder = run.root / "hub"
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def said(result: Result) -> str:
+    """The one sentence of a command that failed."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.output
+    return lines[0]
+
+
+def pushed(result: Result) -> Result:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def test_dry_run_sends_nothing_and_shows_all(run: FinishedRun, hub: HubServer) -> None:
+    result = pushed(run.call("push", "--dry-run"))
+    assert not hub.counts
+    files = staged(run)
+    assert set(files) == {
+        *["README.md", "config.json", "model.safetensors", "recipe.yaml", "training.json"],
+        *["eval/proof.json", "eval/result.json", "eval/speedup.png", "eval/tau.png"],
+        *(f"eval/{file.name}" for file in (run.root / "eval").glob("theory*.png")),
+    }
+    assert f"YOU/target-parallelspec: {len(files)} files" in result.output
+    for name in files:
+        assert name in result.output
+    assert files["model.safetensors"] == (run.root / "drafter" / "model.safetensors").read_bytes()
+
+
+def test_nothing_of_this_machine_goes_up(run: FinishedRun, hub: HubServer) -> None:
+    pushed(run.call("push", "--dry-run", f"train.run_name=train.hub_token={TOKEN}"))
+    for name, data in staged(run).items():
+        for private in (str(run.folder), str(run.folder.parent), str(Path.home()) + "/", TOKEN, "/tmp/"):
+            assert private.encode() not in data, (name, private)
+    assert json.loads(staged(run)["config.json"])["target_name_or_path"] == ".../target"
+
+
+def test_what_somebody_wrote_by_hand_is_looked_through(run: FinishedRun, hub: HubServer) -> None:
+    card = run.root / "drafter" / "README.md"
+    card.write_text(f"# Mine\nTrained in {run.root}/drafter.\n")
+    assert "README.md names a folder of this machine" in said(run.call("push"))
+    card.write_text(f"# Mine\n{TOKEN}\n")
+    assert "README.md names your token" in said(run.call("push"))
+    assert not hub.repos
+    card.write_text("# Mine\n")
+    pushed(run.call("push"))
+    assert hub.files(REPO)["README.md"] == b"# Mine\n"
+
+
+def test_the_card_says_what_was_measured(run: FinishedRun, hub: HubServer) -> None:
+    pushed(run.call("push", "--dry-run", "--repo", "me/mine", "--license", "mit"))
+    card = ModelCard.load(run.root / "hub" / "README.md")
+    values = card.data.to_dict()
+    assert values["license"] == "mit"
+    assert {"speculative-decoding", "draft-model", "parallel", "arxiv:2410.05589"} <= set(values["tags"])
+    rows = json.loads((run.root / "eval" / "summary.json").read_text())
+    (row,) = [row for row in rows if row["method"] == "tuned" and row["category"] == "overall"]
+    (index,) = yaml.safe_load((run.root / "hub" / "README.md").read_text().split("---")[1])["model-index"]
+    assert index["name"] == "mine"
+    (result,) = index["results"]
+    assert result["dataset"] == {"name": "2 questions of questions.jsonl", "type": "questions"}
+    metrics = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert metrics == {"acceptance_length": round(row["tau"], 3), "speedup": round(row["speedup_mean"], 3)}
+    timing = json.loads((run.root / "eval" / "timing.json").read_text())
+    (timed,) = [row for row in timing if row["method"] == "tuned"]
+    assert f"- tuned at T = 0: {timed['acceptance_by_depth'][0]:.0%}" in card.text
+    assert "![eval/tau.png](eval/tau.png)" in card.text
+    assert 'load_drafter("me/mine", target)' in card.text
+    assert "## Is it lossless?" in card.text
+    assert "\n\n\n" not in card.text
+    recipe = load_recipe(run.root / "hub" / "recipe.yaml")
+    assert recipe.drafter == load_recipe(run.recipe).drafter
+    assert recipe.runs_dir == "runs"
+
+
+def test_bytes_arrive_and_are_not_sent_twice(run: FinishedRun, hub: HubServer) -> None:
+    result = pushed(run.call("push"))
+    assert f"Pushed    {hub.url}/{REPO}/commit/" in result.output
+    assert hub.repos[REPO].private
+    assert hub.files(REPO) == staged(run)
+    assert len(hub.repos[REPO].branches["main"]) == 2  # the empty one, and all files at once
+    weights = hashlib.sha256(staged(run)["model.safetensors"]).hexdigest()
+    assert hub.sent.count(weights) == 1
+    sent = len(hub.sent)
+    pushed(run.call("push"))
+    assert len(hub.sent) == sent
+    assert len(hub.repos[REPO].branches["main"]) == 2
+    pushed(run.call("push", "--license", "mit"))  # another card and nothing else
+    assert len(hub.sent) == sent
+    assert len(hub.repos[REPO].branches["main"]) == 3
+
+
+def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: HubServer) -> None:
+    export = run.root / "exports" / "vllm"
+    export.mkdir(parents=True)
+    (export / "config.json").write_text("{}")
+    (export / "model.safetensors").write_bytes(b"exported")
+    (run.root / "drafter" / "old.safetensors.index.json").write_text("{}")
+    pushed(run.call("push"))
+    assert hub.files(REPO)["exports/vllm/model.safetensors"] == b"exported"
+    assert b"--include 'exports/vllm/*'" in hub.files(REPO)["README.md"]
+    shutil.rmtree(export)
+    (run.root / "drafter" / "old.safetensors.index.json").unlink()
+    pushed(run.call("push"))
+    assert hub.files(REPO) == staged(run)
+
+
+def test_a_revision_is_a_branch(run: FinishedRun, hub: HubServer) -> None:
+    result = pushed(run.call("push", "--revision", "v1", "--public", "--repo", "mine"))
+    assert f"drafter: {USER}/mine@v1}}" in result.output
+    assert hub.files(f"{USER}/mine", "v1") == staged(run)
+    assert hub.files(f"{USER}/mine", "main") == {}
+    assert not hub.repos[f"{USER}/mine"].private
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "sentence"),
+    [
+        ("GET whoami", 401, "the Hub refuses the token (HTTP 401)"),
+        ("POST create", 403, "the token may not do that in tester/target-parallelspec (HTTP 403)"),
+        ("POST preupload", 500, "the Hub fails (HTTP 500)"),
+        ("POST preupload", 429, "the Hub asks for a pause (HTTP 429)"),
+        ("POST lfs-batch", "hang up", "failed or broke off"),
+        ("PUT lfs", "hang up", "failed or broke off"),
+        ("PUT lfs", 403, "(HTTP 403)"),
+        ("POST commit", "hang up", "failed or broke off"),
+        ("POST commit", 409, "is being changed by somebody else"),
+    ],
+)
+def test_what_breaks_is_one_sentence_and_the_same_command_goes_on(
+    run: FinishedRun, hub: HubServer, kind: str, fault: int | str, sentence: str
+) -> None:
+    before = (run.root / "drafter" / "model.safetensors").read_bytes()
+    hub.script = lambda asked, number: fault if asked == kind else None
+    assert sentence in said(run.call("push"))
+    assert all(len(repo.branches["main"]) == 1 for repo in hub.repos.values())
+    hub.script = lambda asked, number: None
+    arrived = list(hub.sent)
+    pushed(run.call("push"))
+    assert hub.files(REPO) == staged(run)
+    assert hub.files(REPO)["model.safetensors"] == before
+    assert max(hub.sent.count(oid) for oid in hub.sent) == 1
+    assert set(arrived) <= set(hub.sent)
+
+
+def test_a_connection_that_breaks_once_is_not_noticed(run: FinishedRun, hub: HubServer) -> None:
+    hub.script = lambda asked, number: "hang up" if asked in ("PUT lfs", "POST preupload") and number == 1 else None
+    pushed(run.call("push"))
+    assert hub.files(REPO) == staged(run)
+
+
+def test_after_a_break_only_the_rest_is_sent(run: FinishedRun, hub: HubServer) -> None:
+    """Weights and pictures go by LFS: those that arrived before the break are not sent again."""
+    weights = hashlib.sha256((run.root / "drafter" / "model.safetensors").read_bytes()).hexdigest()
+    hub.script = lambda asked, number: "hang up" if asked == "POST commit" else None
+    said(run.call("push"))
+    by_lfs = [name for name in staged(run) if name.endswith((".png", ".safetensors"))]
+    assert len(hub.sent) == len(by_lfs) > 2
+    hub.script = lambda asked, number: None
+    pushed(run.call("push"))
+    assert len(hub.sent) == len(by_lfs)
+    assert hub.sent.count(weights) == 1
+
+
+def test_no_token(run: FinishedRun, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    assert "there is no token: run `hf auth login`" in said(run.call("push"))
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    assert "the Hub refuses the token (HTTP 401)" in said(run.call("push"))
+    assert "hf_another" not in run.call("push").output
+
+
+def test_offline(run: FinishedRun, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.utils.close_session()
+    assert "HF_HUB_OFFLINE keeps this machine off the Hub" in said(run.call("push"))
+    pushed(run.call("push", "--dry-run"))
+    assert not hub.counts
+
+
+def test_somebody_elses_place(run: FinishedRun, hub: HubServer) -> None:
+    hub.read_only.add("others")
+    assert "may not do that in others/x (HTTP 403)" in said(run.call("push", "--repo", "others/x"))
+    assert "a b is no name of a repository" in said(run.call("push", "--repo", "a b"))
+
+
+def test_a_repository_that_is_there(run: FinishedRun, hub: HubServer) -> None:
+    """Another model in it, or open where it should be private: it stays as it is."""
+    pushed(run.call("push", "--repo", "mine"))
+    repo = hub.repos[f"{USER}/mine"]
+    repo.private = False
+    assert "tester/mine is public: push with --public" in said(run.call("push", "--repo", "mine"))
+    repo.private = True
+    assert "tester/mine is private: leave out --public" in said(run.call("push", "--repo", "mine", "--public"))
+    repo.commit("main", {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"})
+    assert "is no drafter of draftsmith (config.json, model.safetensors)" in said(run.call("push", "--repo", "mine"))
+    repo.commit("main", {"data.csv": b"1,2"})
+    assert "is no drafter of draftsmith (data.csv)" in said(run.call("push", "--repo", "mine"))
+    assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
+
+
+def test_a_full_disk_loses_nothing(run: FinishedRun, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(file))
+
+    before = {file: file.read_bytes() for file in (run.root / "drafter").glob("*.*")}
+    with monkeypatch.context() as patched:
+        patched.setattr(push_module, "write_atomically", full)
+        assert "no space left on the device" in said(run.call("push"))
+    assert not hub.repos
+    assert {file: file.read_bytes() for file in before} == before
+    pushed(run.call("push"))
+
+
+def test_only_what_was_trained_is_pushed(run: FinishedRun, hub: HubServer) -> None:
+    drafter = run.root / "drafter"
+    assert "was trained with parallel, not eagle" in said(run.call("push", "drafter={kind: eagle}"))
+    assert "was trained with" in said(run.call("push", "target.model=embedded"))
+    (drafter / "model.safetensors").write_bytes((drafter / "model.safetensors").read_bytes()[:-1] + b"x")
+    assert "are not those that training wrote" in said(run.call("push"))
+    shutil.rmtree(drafter)
+    assert "holds no trained drafter" in said(run.call("push"))
+    assert not hub.counts
+
+
+def test_names_are_those_that_engines_look_for() -> None:
+    """vLLM takes `eagle-` for EAGLE and `eagle3` for EAGLE-3 (vllm/config/speculative.py)."""
+    names = {
+        kind: default_name(
+            Recipe.model_validate({"name": "x", "target": {"model": "org/T-8B"}, "drafter": {"kind": kind}})
+        )
+        for kind in drafter_kinds()
+    }
+    assert {kind for kind, name in names.items() if "eagle-" in name} == {"eagle"}
+    assert {kind for kind, name in names.items() if "eagle3" in name} == {"eagle3"}
+    assert names["medusa"] == "T-8B-medusa"
+    assert names["peagle"] == "T-8B-peagle"
+    assert names["draft_model"] == "T-8B-draft-model"
+    assert len(set(names.values())) == len(names)
