@@ -222,6 +222,25 @@ def push(
 
 @app.command()
 @exit_with_one_sentence()
+def export(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang, eagle or medusa.")] = "vllm",
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Where to; by default export/FORMAT in the run's folder.")
+    ] = None,
+) -> None:
+    """Write the trained drafter as another program loads it, check it, and print the command that serves it."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.models.formats.of_run import export_run
+
+    heading("export", f"{loaded.name}: --to {to}")
+    for line in export_run(loaded, to, folder).lines():
+        console.print(line, markup=False, soft_wrap=True)
+
+
+@app.command()
+@exit_with_one_sentence()
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -4,6 +4,7 @@ Shapes: G = K+1 streams, K masks, N present rows, E input width of a layer, D hi
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -62,6 +63,12 @@ class MaskedDrafter(GroupWiseDrafter):
 
     def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
         return BatchParallelDecoder(self, max_length_tokens, batch_size).rows
+
+
+def rarest_token(target_config: dict[str, Any]) -> int:
+    """The token that no text has: the target's padding token, or the last one of its vocabulary."""
+    last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
+    return padding if padding is not None and 0 <= padding <= last else last
 
 
 def embeddings_of(target: PreTrainedModel) -> Tensor:

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -78,8 +78,8 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
     return drafter.freeze()
 
 
-def read_drafter(folder: str | Path, dtype: torch.dtype) -> Drafter:
-    """A trained drafter on the CPU, attached to no target.
+def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Drafter:
+    """A trained drafter on the CPU, attached to no target; `auto` is the dtype it was saved in.
 
     Raises:
         UserError: As `load_drafter`.

@@ -54,16 +54,7 @@ class DraftModel(GroupWiseDrafter):
 
         For transformers' assisted generation, and for serving engines: `save_pretrained` it beside the tokenizer.
         """
-        config = copy.deepcopy(target.config)
-        config.num_hidden_layers = len(self.layers)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: len(self.layers)]
-        model = type(target)(config).to(dtype=target.dtype, device=target.device)
-        model.get_input_embeddings().load_state_dict(target.get_input_embeddings().state_dict())
-        model.get_output_embeddings().load_state_dict(target.get_output_embeddings().state_dict())
-        model.base_model.layers.load_state_dict(self.layers.state_dict())
-        model.base_model.norm.load_state_dict(self.norm.state_dict())
-        return model.eval().requires_grad_(False)
+        return as_causal_lm(self, target, tied=bool(target.config.tie_word_embeddings))
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., E] of tokens [...]; nothing else is read."""
@@ -71,6 +62,25 @@ class DraftModel(GroupWiseDrafter):
 
     def decoder(self, max_length_tokens: int) -> TreeDecoder:
         return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
+
+
+def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool) -> PreTrainedModel:
+    """Layers of the target's kind between copies of its embedding and LM head, in the drafter's dtype.
+
+    Args:
+        drafter: Reads embeddings only.
+        tied: Whether embedding and head are one tensor.
+    """
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers, config.tie_word_embeddings = len(drafter.layers), tied
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: len(drafter.layers)]
+    model = type(target)(config).to(dtype=drafter.dtype, device=target.device)
+    model.get_input_embeddings().load_state_dict(target.get_input_embeddings().state_dict())
+    model.get_output_embeddings().load_state_dict(target.get_output_embeddings().state_dict())
+    model.base_model.layers.load_state_dict(drafter.layers.state_dict())
+    model.base_model.norm.load_state_dict(drafter.norm.state_dict())
+    return model.eval().requires_grad_(False)
 
 
 DRAFTER = DraftModel

@@ -10,6 +10,8 @@ Where we decide what the paper leaves open:
   `hidden` = h_{t-1}, the feature that predicted x_t; `both` = a linear map of the two, each normalised.
 * The loss of depth j+1 is averaged over its own labels, then weighted with lambda_j / sum(lambda).
 
+A drafter for serving engines has `inputs: embedding` and `shared_mask: true`, PARD's shape (arXiv 2504.18583).
+
 Shapes: G = K+1 streams, K masks, D hidden, E = D input width of a layer, F features.
 """
 
@@ -36,6 +38,11 @@ class ParallelConfig(DrafterConfig):
         inputs: Literal["embedding", "hidden", "both"] = Field("both", description="what stream 0 reads")
         loss: Loss = "ce"
         mask_residual: MaskResidual = False
+        shared_mask: bool = Field(
+            False,
+            description="one mask in place of K distinct ones, told apart by their positions alone (not in the paper; "
+            "what engines serve: PARD, with `inputs: embedding`)",
+        )
         init: Init = "target"
         feature_layers: Annotated[
             list[int], AfterValidator(lambda layers, info: ascending_layers(layers, info, FINAL_FEATURES))
@@ -55,7 +62,7 @@ class ParallelDrafter(MaskedDrafter):
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
         hidden_size = self.layers_config.hidden_size
-        self.masks = nn.Parameter(torch.randn(config.num_masks, hidden_size))
+        self.masks = nn.Parameter(torch.randn(1 if config.shared_mask else config.num_masks, hidden_size))
         if config.inputs != "embedding":
             parts = len(config.feature_layers) + (config.inputs == "both")
             self.feature_norm = nn.RMSNorm(hidden_size, eps=1e-6)
@@ -98,7 +105,7 @@ class ParallelDrafter(MaskedDrafter):
         return self.fuse(read)
 
     def mask_inputs(self) -> Tensor:
-        return self.masks
+        return self.masks.expand(self.config.num_masks, -1)
 
 
 DRAFTER = ParallelDrafter

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeOptions
-from draftsmith.models.base.masks import MaskedDrafter, MaskOptions
+from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, rarest_token
 from draftsmith.models.base.options import NumLayers
 
 
 def _mask_token(token: int | None, info: ValidationInfo) -> int:
-    target_config = info.context or {}
-    last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
+    last = (info.context or {}).get("vocab_size", 1) - 1
     if token is None:
-        return padding if padding is not None and 0 <= padding <= last else last
+        return rarest_token(info.context or {})
     if not 0 <= token <= last:
         raise ValueError(f"must be a token id from 0 to {last}")
     return token

@@ -1,0 +1,80 @@
+"""A drafter as a causal language model of its own: draft models, and PARD's shape (arXiv 2504.18583).
+
+PARD drafts in one forward too: behind the newest token stand K equal mask tokens. That is a `parallel` drafter that
+reads embeddings only and has one mask: the mask becomes the embedding of a token that no text has, the padding token
+or the last one. Embedding and head are copies of the target's; readers take whole models.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors.torch import load_file
+
+from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.group_wise import GroupWiseDrafter
+from draftsmith.models.base.masks import rarest_token
+from draftsmith.models.drafters.draft_model import as_causal_lm
+from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, Refusal, refuse_other_layers, take_borrowed
+
+SCALED_EMBEDDINGS = ("gemma",)
+
+
+def refusal_draft_model(config: DrafterConfig) -> Refusal | None:
+    if config.draft_vocab_size is not None:
+        everything = "drafter.options.draft_vocab_size=null"
+        return Refusal("engines want a draft model's vocabulary to be the target's, all of it", everything)
+    return None
+
+
+def refusal_pard(config: DrafterConfig) -> Refusal | None:
+    if config.num_masks > 1 and not config.shared_mask:
+        one = "drafter.options.shared_mask=true and drafter.options.inputs=embedding, or drafter.kind=peagle"
+        return Refusal(f"no engine has {config.num_masks} distinct masks, as this drafter has", one)
+    if config.inputs != "embedding":
+        tokens = "drafter.options.inputs=embedding and drafter.options.shared_mask=true, or drafter.kind=peagle"
+        return Refusal(f"a draft model reads tokens only, and this drafter `inputs: {config.inputs}`", tokens)
+    if config.mask_residual:
+        return Refusal("engines do not add the newest token to its masks", "drafter.options.mask_residual=false")
+    if config.target_config["model_type"] in SCALED_EMBEDDINGS:
+        return Refusal("this target scales embeddings, and a mask is none", "drafter.kind=draft_model")
+    return refusal_draft_model(config)
+
+
+def to_draft_model(drafter: Drafter) -> Checkpoint:
+    return _saved(drafter, tied=bool(drafter.config.target_config.get("tie_word_embeddings")), mask_token_id=None)
+
+
+def to_pard(drafter: Drafter) -> Checkpoint:
+    return _saved(drafter, tied=False, mask_token_id=rarest_token(drafter.config.target_config))
+
+
+def _saved(drafter: Drafter, tied: bool, mask_token_id: int | None) -> Checkpoint:
+    model = as_causal_lm(cast(GroupWiseDrafter, drafter), drafter.attached.target, tied)
+    if mask_token_id is not None and drafter.config.num_masks:
+        model.get_input_embeddings().weight[mask_token_id] = cast(Any, drafter).masks[0]
+        model.config.pard_token = mask_token_id
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size="1000GB")
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return Checkpoint({**config, "torch_dtype": config["dtype"]}, load_file(Path(folder) / "model.safetensors"))
+
+
+def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Of a model whose embedding and head are the target's.
+
+    Raises:
+        UserError: Its layers are of another shape than the target's.
+    """
+    config = checkpoint.config
+    refuse_other_layers(config, target_config)
+    state = {name.removeprefix("model."): value for name, value in checkpoint.tensors.items()}
+    borrowed, num_layers = take_borrowed(state), config["num_hidden_layers"]
+    mask_token_id = config.get("pard_token")
+    if mask_token_id is None:
+        return Parameters("draft_model", {"num_layers": num_layers}, state, borrowed)
+    state["masks"] = borrowed["embed_tokens"][mask_token_id : mask_token_id + 1].clone()
+    options = {"num_layers": num_layers, "inputs": "embedding", "shared_mask": True}
+    return Parameters("parallel", options, state, borrowed, other_row=mask_token_id)

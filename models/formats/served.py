@@ -1,0 +1,144 @@
+"""Which kind of drafter goes into which format, how it is served there, or why it cannot be.
+
+`WAYS` and `REFUSED` together have an entry for every kind and every format; the table in the documents is made of them.
+What depends on a drafter's options and target is asked of its config, so it can be said before any training.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.formats import causal_lm, eagle, eagle3, medusa
+from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, Refusal
+from draftsmith.models.formats.loader_rules import LoaderRules
+
+FORMATS = {
+    "vllm": "vLLM 0.32 (0.33 but for Medusa)",
+    "sglang": "SGLang 0.5.23",
+    "eagle": "SafeAILab/EAGLE",
+    "medusa": "FasterDecoding/Medusa",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One kind in one format.
+
+    Args:
+        rules: Its loader's; None where that is transformers' own, which is asked itself.
+        refusal: Why this drafter cannot be expressed, from its config.
+        write, read: The layout, both ways.
+        method: What the engine calls it; empty where there is no server.
+        parallel: Whether all depths come from one forward.
+        needs_target: Whether tensors of the target go into the folder.
+    """
+
+    rules: LoaderRules | None
+    refusal: Callable[[DrafterConfig], Refusal | None]
+    write: Callable[[Drafter], Checkpoint]
+    read: Callable[[Checkpoint, Mapping[str, Any]], Parameters]
+    method: str = ""
+    parallel: bool = False
+    needs_target: bool = False
+
+
+def _all_of_it(config: DrafterConfig) -> Refusal | None:
+    return None
+
+
+WAYS: dict[tuple[str, str], Way] = {
+    ("eagle3", "vllm"): Way(eagle3.VLLM, eagle3.refusal_vllm, eagle3.to_vllm, eagle3.parameters, "eagle3"),
+    ("peagle", "vllm"): Way(
+        eagle3.VLLM, eagle3.refusal_vllm, eagle3.to_vllm, eagle3.parameters, "eagle3", parallel=True
+    ),
+    ("eagle", "vllm"): Way(eagle.VLLM, eagle.refusal_vllm, eagle.to_vllm, eagle.parameters, "eagle"),
+    ("medusa", "vllm"): Way(
+        medusa.VLLM, medusa.refusal, medusa.to_vllm, medusa.parameters, "medusa", needs_target=True
+    ),
+    ("draft_model", "vllm"): Way(
+        None, causal_lm.refusal_draft_model, causal_lm.to_draft_model, causal_lm.parameters, "draft_model",
+        needs_target=True,
+    ),
+    ("parallel", "vllm"): Way(
+        None, causal_lm.refusal_pard, causal_lm.to_pard, causal_lm.parameters, "draft_model", parallel=True,
+        needs_target=True,
+    ),
+    ("eagle3", "sglang"): Way(eagle3.SGLANG, eagle3.refusal_sglang, eagle3.to_sglang, eagle3.parameters, "EAGLE3"),
+    ("eagle", "sglang"): Way(
+        eagle.SGLANG, eagle.refusal_without_attention_bias, eagle.to_sglang, eagle.parameters, "EAGLE"
+    ),
+    ("draft_model", "sglang"): Way(
+        None, causal_lm.refusal_draft_model, causal_lm.to_draft_model, causal_lm.parameters, "STANDALONE",
+        needs_target=True,
+    ),
+    ("eagle3", "eagle"): Way(
+        eagle3.AUTHORS, eagle3.refusal_authors, eagle3.to_authors, eagle3.parameters, needs_target=True
+    ),
+    ("eagle", "eagle"): Way(
+        eagle.AUTHORS, eagle.refusal_without_attention_bias, eagle.to_authors, eagle.parameters
+    ),
+    ("medusa", "medusa"): Way(
+        medusa.FASTER_DECODING, medusa.refusal_faster_decoding, medusa.to_faster_decoding, medusa.parameters
+    ),
+}  # fmt: skip
+
+_CHANGED_TARGET = Refusal("it changes the target itself, by a LoRA that no format carries", "drafter.kind=medusa")
+_PAIRS_OF_MASKS = Refusal(
+    "no engine has K distinct masks, and none has masks in EAGLE's first shape", "drafter.kind=peagle"
+)
+_OWN_LAYERS = Refusal("no engine drafts with the target's own layers and K distinct masks", "drafter.kind=peagle")
+# Kinds that a format has no place for at all.
+REFUSED: dict[tuple[str, str], Refusal] = {
+    **{("medusa2", to): _CHANGED_TARGET for to in FORMATS},
+    **{("eagle_parallel", to): _PAIRS_OF_MASKS for to in FORMATS},
+    **{("pass_embeddings", to): _OWN_LAYERS for to in FORMATS},
+    ("hydra", "vllm"): Refusal("vLLM has no Hydra", "drafter.kind=eagle3"),
+    ("hydra", "sglang"): Refusal("SGLang has no Hydra", "drafter.kind=eagle3"),
+    ("medusa", "sglang"): Refusal("SGLang has no Medusa", "drafter.kind=eagle3"),
+    ("peagle", "sglang"): Refusal("SGLang has no P-EAGLE", "drafter.kind=eagle3"),
+    ("parallel", "sglang"): Refusal("SGLang has no PARD", "drafter.kind=eagle3"),
+    **{
+        (kind, "eagle"): Refusal("the authors' code has EAGLE and EAGLE-3 only", "drafter.kind=eagle3")
+        for kind in ("peagle", "medusa", "hydra", "draft_model", "parallel")
+    },
+    **{
+        (kind, "medusa"): Refusal("this is the layout of Medusa's heads", "drafter.kind=medusa")
+        for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel")
+    },
+}
+
+
+def kind_of(config: DrafterConfig) -> str:
+    """`drafter.kind`."""
+    return config.model_type.removeprefix("draftsmith-")
+
+
+def refusal(config: DrafterConfig, to: str) -> Refusal | None:
+    """Why this drafter cannot go into this format; None if it can."""
+    place = (kind_of(config), to)
+    return WAYS[place].refusal(config) if place in WAYS else REFUSED[place]
+
+
+def drafted_tokens(config: DrafterConfig) -> int:
+    """How many tokens a chain of it drafts."""
+    return getattr(config, "draft_depth", None) or config.num_depths
+
+
+def serving_command(config: DrafterConfig, to: str, target: str, folder: str) -> str | None:
+    """What starts a server with this folder, or None where the format has none."""
+    way, tokens = WAYS[kind_of(config), to], drafted_tokens(config)
+    if to == "vllm":
+        values: dict[str, Any] = {"method": way.method, "model": folder, "num_speculative_tokens": tokens}
+        if way.parallel and tokens > 1:
+            values["parallel_drafting"] = True
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+        return shlex.join([*words, "--speculative-config", json.dumps(values)])
+    if to == "sglang":
+        words = ["python", "-m", "sglang.launch_server", "--model-path", target]
+        words += ["--speculative-algorithm", way.method, "--speculative-draft-model-path", folder]
+        words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+        return shlex.join([*words, "--speculative-num-draft-tokens", str(tokens + 1)])
+    return None

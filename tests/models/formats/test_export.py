@@ -1,0 +1,227 @@
+"""Every kind that a format can express is written, obeys its reader's rules, and reads back as it was."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
+from support.tiny_runs import recipe_file, recipe_in, save_target
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands.cli import app
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import TRAINING_FILE, drafter_kinds
+from draftsmith.models.formats.export import EXPORT_FILE, check_written, export_drafter
+from draftsmith.models.formats.served import FORMATS, REFUSED, WAYS, kind_of, refusal
+from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+
+FEATURES = {"feature_layers": [1, 2, 3]}
+PARD = {"inputs": "embedding", "shared_mask": True}
+EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("eagle3", "vllm", "llama", {}),
+    ("eagle3", "vllm", "llama", {"feature_layers": [0, 2, 3], "draft_vocab_size": 20}),
+    ("eagle3", "vllm", "llama", {"feature_layers": [2]}),
+    ("eagle3", "vllm", "qwen2", {}),
+    ("eagle3", "vllm", "qwen3", {"draft_vocab_size": 20}),
+    ("eagle3", "vllm", "mistral", {}),
+    ("peagle", "vllm", "llama", {"num_layers": 2, "draft_vocab_size": 20}),
+    ("peagle", "vllm", "qwen3", {"mask_token_id": 5}),
+    ("eagle", "vllm", "llama", {}),
+    ("eagle", "vllm", "qwen2", {}),
+    ("medusa", "vllm", "llama", {"num_layers": 2, "num_heads": 3}),
+    ("medusa", "vllm", "qwen3", {"lm_heads": "shared"}),
+    ("draft_model", "vllm", "llama", {}),
+    ("draft_model", "vllm", "gemma", {"num_layers": 1}),
+    ("parallel", "vllm", "llama", PARD),
+    ("parallel", "vllm", "qwen2", {"inputs": "embedding", "num_masks": 1, "num_layers": 2}),
+    ("eagle3", "sglang", "llama", FEATURES),
+    ("eagle3", "sglang", "llama", {**FEATURES, "draft_vocab_size": 20}),
+    ("eagle", "sglang", "llama", {"fc_bias": True}),
+    ("eagle", "sglang", "llama", {}),
+    ("draft_model", "sglang", "qwen2", {}),
+    ("eagle3", "eagle", "llama", FEATURES),
+    ("eagle3", "eagle", "llama", {**FEATURES, "draft_vocab_size": 20}),
+    ("eagle", "eagle", "llama", {"fc_bias": True}),
+    ("eagle", "eagle", "mistral", {}),
+    ("medusa", "medusa", "llama", {"num_layers": 2}),
+]
+INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
+    ("parallel", "vllm", "llama", {}, "4 distinct masks", "drafter.kind=peagle"),
+    ("parallel", "vllm", "llama", {"shared_mask": True}, "inputs: both", "drafter.options.inputs=embedding"),
+    ("parallel", "vllm", "llama", {**PARD, "mask_residual": True}, "newest token", "mask_residual=false"),
+    ("eagle", "vllm", "llama", {"fc_bias": True}, "bias of fc", "fc_bias=false"),
+    ("eagle", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
+    ("eagle", "vllm", "qwen3", {}, "no q/k norms", "drafter.kind=eagle3"),
+    ("eagle", "vllm", "phi3", {}, "phi3's layers", "drafter.kind=draft_model"),
+    ("eagle3", "vllm", "gemma", {}, "gemma's layers", "drafter.kind=draft_model"),
+    ("eagle3", "sglang", "qwen3", FEATURES, "drops q/k norms", "drafter.kind=draft_model"),
+    ("eagle3", "sglang", "qwen2", FEATURES, "no biases in the attention", "drafter.kind=draft_model"),
+    ("eagle3", "sglang", "llama", {"feature_layers": [0, 1, 3]}, "no number there", "without 0"),
+    ("eagle3", "sglang", "llama", {"feature_layers": [2, 3]}, "three layers of the target, not 2", "feature_layers"),
+    ("medusa", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
+    ("medusa", "medusa", "llama", {"lm_heads": "shared"}, "an LM head", "lm_heads=separate"),
+    ("draft_model", "vllm", "llama", {"draft_vocab_size": 20}, "all of it", "draft_vocab_size=null"),
+]
+
+
+def drafter_of(kind: str, model_type: str, options: dict[str, Any]) -> Drafter:
+    return tiny_drafter_of(kind, tiny_target(model_type, num_hidden_layers=4), **options)
+
+
+def exported(drafter: Drafter, to: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    (folder / "ours").mkdir()
+    export_drafter(drafter, to, folder / "theirs", "TARGET", folder / "ours")
+    (weights,) = (folder / "theirs").glob("*.safetensors")
+    return json.loads((folder / "theirs" / "config.json").read_text()), load_file(weights)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_every_pair_is_decided(kind: str, to: str) -> None:
+    assert ((kind, to) in WAYS) != ((kind, to) in REFUSED)
+
+
+@pytest.mark.parametrize(("kind", "to", "model_type", "options"), EXPRESSIBLE)
+def test_what_is_written_is_what_the_reader_asks_for(
+    kind: str, to: str, model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """`export_drafter` checks names, shapes, config and values, and raises where one is wrong."""
+    drafter = drafter_of(kind, model_type, options)
+    exported(drafter, to, tmp_path)
+    assert (tmp_path / "theirs" / EXPORT_FILE).is_file()
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(("kind", "to", "model_type", "options", "why", "line"), INEXPRESSIBLE)
+def test_what_cannot_be_expressed_is_refused_by_name(
+    kind: str, to: str, model_type: str, options: dict[str, Any], why: str, line: str, tmp_path: Path
+) -> None:
+    drafter = drafter_of(kind, model_type, options)
+    with pytest.raises(UserError, match=f"{re.escape(why)}.*train with .*{re.escape(line)}"):
+        export_drafter(drafter, to, tmp_path / "theirs", "TARGET", tmp_path)
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_eagle3_in_vllms_counting(tmp_path: Path) -> None:
+    drafter = drafter_of("eagle3", "llama", {"feature_layers": [0, 2, 3], "draft_vocab_size": 20})
+    config, tensors = exported(drafter, "vllm", tmp_path)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
+    assert (config["num_aux_hidden_states"], config["draft_vocab_size"], config["vocab_size"]) == (3, 20, VOCABULARY)
+    assert torch.equal(tensors["midlayer.self_attn.q_proj.weight"], drafter.layers[0].self_attn.q_proj.weight)
+    assert torch.equal(tensors["d2t"] + torch.arange(20), drafter.draft_ids)
+
+
+def test_eagle3_in_sglangs_counting(tmp_path: Path) -> None:
+    config, tensors = exported(drafter_of("eagle3", "llama", FEATURES), "sglang", tmp_path)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert "eagle_aux_hidden_state_layer_ids" not in config
+    assert config["draft_vocab_size"] is None
+    assert "lm_head.weight" not in tensors
+
+
+def test_sglangs_fc_has_a_bias_of_zeros(tmp_path: Path) -> None:
+    assert not exported(drafter_of("eagle", "llama", {}), "sglang", tmp_path)[1]["fc.bias"].any()
+
+
+def test_a_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> None:
+    drafter = drafter_of("parallel", "llama", PARD)
+    config, tensors = exported(drafter, "vllm", tmp_path)
+    embedding = drafter.attached.embedding.weight
+    assert config["pard_token"] == 0  # the tiny target's padding token
+    assert torch.equal(tensors["model.embed_tokens.weight"][0], drafter.masks[0])
+    assert torch.equal(tensors["model.embed_tokens.weight"][1:], embedding[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm", "said"),
+    [
+        ("eagle3", lambda t: t.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+        ("eagle3", lambda t: t.update({"midlayer.extra": t["fc.weight"]}), "midlayer.extra is not known to it"),
+        ("eagle", lambda t: t.update({"fc.bias": t["fc.weight"][0]}), "fc.bias is dropped without a word"),
+        ("eagle", lambda t: t.update({"fc.weight": t["fc.weight"][:, :32]}), r"fc.weight is \(32, 32\) where"),
+        ("eagle", lambda t: t["fc.weight"].add_(1e-6), "read back, fc.weight differ"),
+    ],
+)
+def test_a_wrong_tensor_is_found(kind: str, harm: Any, said: str, tmp_path: Path) -> None:
+    drafter = drafter_of(kind, "llama", {})
+    _, tensors = exported(drafter, "vllm", tmp_path)
+    harm(tensors)
+    tensors = {name: value.clone().contiguous() for name, value in tensors.items()}
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    with pytest.raises(RuntimeError, match=said):
+        check_written(tmp_path / "theirs", drafter, WAYS[kind, "vllm"])
+
+
+@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", 1e-5), ("head_dim", 16), ("max_position_embeddings", 64)])
+def test_a_config_that_is_not_the_targets_is_found(key: str, value: Any, tmp_path: Path) -> None:
+    drafter = drafter_of("eagle", "llama", {})
+    config, _ = exported(drafter, "vllm", tmp_path)
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(RuntimeError, match=rf"config: {key} is {value} where the target's layers have"):
+        check_written(tmp_path / "theirs", drafter, WAYS["eagle", "vllm"])
+
+
+def test_rope_of_the_target_is_written(tmp_path: Path) -> None:
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    drafter = tiny_drafter_of("eagle", tiny_target(rope_parameters=scaled))
+    config, _ = exported(drafter, "vllm", tmp_path)
+    assert config["rope_parameters"] == scaled
+    assert config["rope_theta"] == 5000.0
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_an_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    drafter = drafter_of("eagle", "llama", {})
+    exported(drafter, "vllm", tmp_path)
+    export_drafter(drafter, "sglang", tmp_path / "theirs", "TARGET", tmp_path / "ours")
+    assert "fc.bias" in load_file(tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("years")
+    with pytest.raises(UserError, match="is no export"):
+        export_drafter(drafter, "vllm", tmp_path / "thesis", "TARGET", tmp_path / "ours")
+    assert (tmp_path / "thesis" / "chapter").read_text() == "years"
+
+
+def test_a_path_that_vllm_takes_for_another_method(tmp_path: Path) -> None:
+    drafter = drafter_of("medusa", "llama", {})
+    with pytest.raises(UserError, match="`eagle-` in its path"):
+        export_drafter(drafter, "vllm", tmp_path / "eagle-or-medusa", "TARGET", tmp_path)
+
+
+def test_refusals_need_no_weights() -> None:
+    drafter = drafter_of("eagle", "qwen3", {})
+    refused = refusal(drafter.config, "vllm")
+    assert refused is not None
+    assert kind_of(drafter.config) == "eagle"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Of a finished run: the folder is written, and the printed command is what vLLM's server takes."""
+    save_target(tmp_path / "target")
+    recipe = recipe_in(tmp_path, drafter={"kind": "medusa", "options": {"num_heads": 3}})
+    drafter = tiny_drafter_of("medusa", tiny_target(num_hidden_layers=4), num_heads=3)
+    run = RunFolder(recipe)
+    drafter.save_pretrained(run.drafter)
+    hashes = weights_sha256(run.drafter)
+    (run.drafter / TRAINING_FILE).write_text(json.dumps({"steps": 1, "history": [], "weights_sha256": hashes}))
+    file = recipe_file(recipe)
+    result = CliRunner().invoke(app, ["export", file, "--to", "vllm"])
+    assert result.exit_code == 0, result.output
+    words = shlex.split(result.stdout.strip().splitlines()[-1])
+    assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "target")]
+    folder = run.root / "export" / "vllm"
+    asked = {"method": "medusa", "model": str(folder.absolute()), "num_speculative_tokens": 3}
+    assert (words[5], json.loads(words[6])) == ("--speculative-config", asked)
+    assert json.loads((folder / EXPORT_FILE).read_text())["drafter_sha256"] == hashes
+    refused = CliRunner().invoke(app, ["export", file, "--to", "sglang"])
+    assert refused.exit_code == 2
+    assert "SGLang has no Medusa: train with drafter.kind=eagle3" in refused.stderr
+    misspelt = CliRunner().invoke(app, ["export", file, "--to", "vlm"])
+    assert "did you mean `vllm`?" in misspelt.stderr
