@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
-from draftsmith.eval.bench.arms import load_models
+from draftsmith.eval.bench.arms import drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.decoding.loop import Round, generate
@@ -37,6 +37,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.base.published import is_published
 from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
@@ -133,13 +134,17 @@ def _on_curve(curve: list[tuple[int, float]], nodes: int) -> float:
 
 @dataclass
 class Tuned:
-    """What was found. `measured`: tokens per second of each finalist and of the default, medians over turns."""
+    """What was found.
+
+    measured: tokens per second of each finalist and of the default, medians over turns; kept: in the drafter's config.
+    """
 
     default: MethodRecipe
     chosen: MethodRecipe
     measured: list[tuple[MethodRecipe, float]]
     promised: list[Candidate]
     verify_curve: list[tuple[int, float]]
+    kept: bool = True
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -164,13 +169,23 @@ class Tuned:
             tau = "-" if found is None else f"{found.tau:.2f}"
             table.add_row(describe(method), tau, f"{speed:.0f}", f"{speed / base:.2f}x")
         console.print(table)
-        console.print(f"[bold]{describe(self.chosen)}[/bold] from now on for methods with `tree: tuned`")
+        if self.kept:
+            console.print(f"[bold]{describe(self.chosen)}[/bold] from now on for methods with `tree: tuned`")
+            return
+        shape = {key: value for key, value in shape_of(self.chosen).items() if value is not None}
+        console.print(
+            f"[bold]{describe(self.chosen)}[/bold]; nothing is written to a drafter of the Hub: put into the recipe"
+        )
+        console.print(json.dumps(shape), markup=False)
 
 
 @alone_in_its_run("tune")
 @torch.inference_mode()
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
     """Find the tree, and write it into the drafter's config.
+
+    The run's own drafter, unless all methods name others: then the first one's, to which nothing is written if it is
+    the Hub's.
 
     Args:
         questions: Traced and measured; spread over the recipe's questions.
@@ -180,9 +195,9 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     Raises:
         UserError: There is no trained drafter, or no question fits the target.
     """
-    default = next((m for m in recipe.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None), None)
-    default = default or MethodRecipe(name="chain")
-    folder = RunFolder(recipe).drafter
+    drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND] or [MethodRecipe(name="chain")]
+    default = next((method for method in drafted if method.drafter is None), drafted[0])
+    folder = drafter_folder(recipe, default)
     default = resolve_tuned(default, folder)
     only_own = recipe.eval.model_copy(update={"methods": [default]})
     target, tokenizer, drafters = load_models(recipe.model_copy(update={"eval": only_own}))
@@ -213,8 +228,10 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
                 finalists.append(candidate.method)
         measured = _measure(session, decoder, finalists, prompts, new_tokens, end_ids, turns)
     chosen = max(measured, key=lambda pair: pair[1])[0]
-    tuned = Tuned(default, chosen, measured, promised, curve)
-    write_tuned(folder, chosen)
+    kept = default.drafter is None or not is_published(default.drafter)
+    tuned = Tuned(default, chosen, measured, promised, curve, kept)
+    if kept:
+        write_tuned(folder, chosen)
     write_atomically(RunFolder(recipe).eval / "tuned.json", json.dumps(tuned.as_json(), indent=2) + "\n")
     return tuned
 

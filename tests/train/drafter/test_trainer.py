@@ -198,6 +198,7 @@ def test_collate_pads_on_the_right() -> None:
         ({"learning_rate": float("nan")}, "key `train.learning_rate`: input should be a finite number"),
         ({"lr_scheduler_type": "cosin"}, "train"),
         ({"remove_unused_columns": True}, "cannot be true"),
+        ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],
 )
 def test_wrong_train_keys(tmp_path: Path, values: dict[str, Any], message: str) -> None:
