@@ -1,5 +1,6 @@
 """What `eval` and `prove` found, on the model card of the run's own drafter; and that card in what `push` sends."""
 
+import shlex
 from typing import Any
 
 from draftsmith.data.sources.questions import questions_file
@@ -39,6 +40,7 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
     own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
     notes = recorded_notes(measured)
     machine = folder.provenance("eval").machine
+    recipe_file = shlex.quote((folder.root / "recipe.yaml").as_posix())  # which lies beside the card on the Hub
     records = measured_records(measured)
     timed = {(row["method"], row["temperature"]): row for row in summarize_timing(records)}
     rows = [
@@ -52,6 +54,6 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
         "rows": rows,
         "questions": f"{notes.questions} questions of `{questions_file(measured.eval.questions).name}`",
         "dataset": questions_file(measured.eval.questions).stem,
-        "command": portable(masked(notes.command)),
+        "command": portable(masked(str(notes.command).replace(recipe_file, "recipe.yaml"))),
         "machine": notes.device or f"{machine.processor}, {machine.cpu_count} CPUs",
     }

@@ -105,7 +105,8 @@ def test_the_card_says_what_was_measured(run: FinishedRun, hub: HubServer) -> No
     timing = json.loads((run.root / "eval" / "timing.json").read_text())
     (timed,) = [row for row in timing if row["method"] == "tuned"]
     assert f"- tuned at T = 0: {timed['acceptance_by_depth'][0]:.0%}" in card.text
-    assert "![eval/tau.png](eval/tau.png)" in card.text
+    assert "\n\n![eval/tau.png](eval/tau.png)\n\n" in card.text
+    assert "Command: `draftsmith run recipe.yaml`" in card.text
     assert 'load_drafter("me/mine", target)' in card.text
     assert "## Is it lossless?" in card.text
     assert "\n\n\n" not in card.text
