@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
-from draftsmith.models.base.options import DepthOptions, Init, ascending_layers
+from draftsmith.models.base.options import DepthOptions, FirstToken, Init, ascending_layers
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
@@ -41,6 +41,7 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
         "embeddings. By default EAGLE-3's low, middle and high one",
     )
     init: Init = "target"
+    first_token: FirstToken = True
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -114,6 +115,10 @@ class Eagle3Shape(GroupWiseDrafter):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(self.config.feature_layers)
+
+    @property
+    def reads_first_token(self) -> bool:
+        return self.config.first_token
 
     @property
     def own_heads(self) -> list[nn.Linear]:

@@ -52,6 +52,11 @@ class GroupWiseDrafter(DraftVocabulary):
         self._rotary = Rotary(target, self.layers_config)
         return super().attach(target)
 
+    @property
+    def reads_first_token(self) -> bool:
+        """Whether a sequence's first token, which no feature predicted, has a row."""
+        return True
+
     # ---- training ----
 
     def forward(
@@ -63,7 +68,7 @@ class GroupWiseDrafter(DraftVocabulary):
         teacher_features: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        rows = self.labelled_rows(labels_bgs)
+        rows = self.present_rows(self.labelled_rows(labels_bgs), position_ids)
         hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
         labels_n = labels_bgs.flatten()[rows.index_n]
         labelled = labels_n != IGNORED_LABEL
@@ -82,6 +87,14 @@ class GroupWiseDrafter(DraftVocabulary):
         """The rows to compute: those with a label, and what they attend to."""
         return GroupRows.that_matter(labels_bgs)
 
+    def present_rows(self, rows: GroupRows, position_ids: Tensor | None) -> GroupRows:
+        """Without the first tokens of documents, where these have no row."""
+        if self.reads_first_token:
+            return rows
+        if position_ids is None:
+            position_ids = torch.arange(rows.shape[2], device=rows.index_n.device)
+        return rows.without_starts(position_ids)
+
     def label_loss(
         self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
     ) -> DrafterOutput:
@@ -94,10 +107,11 @@ class GroupWiseDrafter(DraftVocabulary):
         """[N, D] of the present rows, before the final norm. Features are those AT each token."""
         real_bse = self.real_inputs(input_ids, previous_features(features, position_ids))
         hidden = self.rows_inputs(rows, real_bse[rows.batch_n, rows.position_n]).unsqueeze(0)
+        packed = position_ids is not None
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        else:
-            rows = rows.in_documents(position_ids)
+        if packed or not self.reads_first_token:
+            rows = rows.in_documents(position_ids, self.reads_first_token)
         positions_n = position_ids.expand_as(input_ids)[rows.batch_n, rows.position_n] + rows.stream_n
         rotary = self.rotary_of(hidden, positions_n.unsqueeze(0))
         return self.run_layers(hidden, rotary, group_rows=rows, group_backend=self.config.attention)[0]
@@ -107,10 +121,15 @@ class GroupWiseDrafter(DraftVocabulary):
         return newest_ne
 
     def stream_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[B, G, S, D] of all streams, before the final norm."""
+        """[B, G, S, D] of all streams, before the final norm; zeros where there is no row."""
         batch, length = input_ids.shape
-        rows = GroupRows.full(batch, self.config.num_depths, length, input_ids.device)
-        return self.rows_hidden(rows, input_ids, features, position_ids).unflatten(0, rows.shape)
+        every_row = GroupRows.full(batch, self.config.num_depths, length, input_ids.device)
+        rows = self.present_rows(every_row, position_ids)
+        hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
+        if len(hidden_nd) < len(every_row.index_n):
+            grid = hidden_nd.new_zeros(len(every_row.index_n), hidden_nd.shape[-1])
+            hidden_nd = grid.index_copy(0, rows.index_n, hidden_nd)
+        return hidden_nd.unflatten(0, rows.shape)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(self.stream_hidden(input_ids, features, position_ids)))

@@ -64,6 +64,13 @@ NumLayers = Annotated[int, Field(ge=1, description="decoder layers of the target
 MaskResidual = Annotated[
     bool, Field(description="add the newest token's input to each of its masks (not in the paper)")
 ]
+FirstToken = Annotated[
+    bool,
+    Field(
+        description="a row for the first token of a conversation, which no feature predicted; vLLM and SGLang have "
+        "none, so false for a drafter that they serve"
+    ),
+]
 Init = Annotated[
     Literal["target", "random"], Field(description="start the layers and the norm from the target's, or at random")
 ]

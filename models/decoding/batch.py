@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS
+from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS, first_rows
 from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, BatchAttention
 from draftsmith.models.decoding.token_columns import TokenColumns
 
@@ -91,9 +91,9 @@ class BatchParallelDecoder(BatchDecoder):
 
     def start(self, row: int, prompt_ids: Tensor, features: Tensor, position_offset: int) -> None:
         super().start(row, prompt_ids, features, position_offset)
-        self._cache.lengths[row], self._offsets[row] = 0, position_offset
-        previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
-        self._pending[row] = [(prompt_ids, previous)]
+        self._cache.lengths[row] = 0
+        self._pending[row], skipped = first_rows(self._drafter, prompt_ids, features)
+        self._offsets[row] = position_offset + skipped
 
     def observe(self, row: int, committed_ids: Tensor, features: Tensor) -> None:
         super().observe(row, committed_ids, features)

@@ -25,7 +25,8 @@ class CachedDecoder:
     """What both kinds share: one sequence at a time, its pending tokens, its cache and its positions.
 
     Args:
-        drafter: Has `layers_config`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as `GroupWiseDrafter` has.
+        drafter: Has `layers_config`, `reads_first_token`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as
+            `GroupWiseDrafter` has.
         max_length_tokens: Committed tokens that fit, the prompt included.
         extra_rows: Drafted rows that one forward, or one tree, may hold behind them.
     """
@@ -52,9 +53,8 @@ class CachedDecoder:
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
         self._cache.length = 0
-        self._position_offset = position_offset
-        previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
-        self._pending = [(prompt_ids, previous)]
+        self._pending, skipped = first_rows(self._drafter, prompt_ids, features)
+        self._position_offset = position_offset + skipped
         self._rotary_table = self._make_rotary_table()
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
@@ -106,6 +106,16 @@ class CachedDecoder:
             return cos[:, where], sin[:, where]
         places = torch.arange(where.start, where.stop, device=self._device) if isinstance(where, slice) else where
         return self._drafter.rotary_of(hidden, places.unsqueeze(0) + self._position_offset)
+
+
+def first_rows(drafter: Any, prompt_ids: Tensor, features: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """What a prompt begins with, ids [n] and features [n, F] before them, and how many of its tokens have no row.
+
+    A prompt of a single token keeps its row, since a draft may be asked for at once.
+    """
+    if not drafter.reads_first_token and len(prompt_ids) > 1:
+        return [(prompt_ids[1:], features[:-1])], 1
+    return [(prompt_ids, torch.cat([torch.zeros_like(features[:1]), features[:-1]]))], 0
 
 
 class ParallelDecoder(CachedDecoder):

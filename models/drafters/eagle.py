@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
-from draftsmith.models.base.options import DraftDepth
+from draftsmith.models.base.options import DraftDepth, FirstToken
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
@@ -42,6 +42,7 @@ class EagleLayerOptions(GroupWiseOptions):
     feature_noise: float = Field(
         0.1, ge=0, description="a of the uniform noise U(-a, a) on the features that are read in training"
     )
+    first_token: FirstToken = True
     fc_bias: bool = Field(False, description="a bias in `fc`, as the authors' Vicuna and Llama 2 drafters have")
 
 
@@ -67,6 +68,10 @@ class EagleLayer(GroupWiseDrafter):
     @property
     def needs_teacher(self) -> bool:
         return True
+
+    @property
+    def reads_first_token(self) -> bool:
+        return self.config.first_token
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """At random: the target's last layer, used to larger inputs, is no better start."""

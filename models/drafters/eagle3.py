@@ -82,7 +82,7 @@ class Eagle3Drafter(Eagle3Shape):
             token_n = input_ids[batch_n, (position_n + j).clamp_max(length - 1)]
             hidden = self.drafted_inputs(token_n, feedback_bsd[stream.index_n]).unsqueeze(0)
             rotary = self.rotary_of(hidden, (positions_bs[batch_n, position_n] + j).unsqueeze(0))
-            memory.begin_stream(stream.in_documents(positions_bs))
+            memory.begin_stream(stream.in_documents(positions_bs, self.reads_first_token))
             outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
             places.append(place_n)
             feedback_bsd = outputs[-1].new_zeros(feedback_bsd.shape).index_copy(0, stream.index_n, outputs[-1])

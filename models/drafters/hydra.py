@@ -71,6 +71,8 @@ class ResidualBlock(nn.Module):
 class PrefixAttention(nn.Module):
     """One decoder layer of the target's kind and a norm, over the features of a prefix."""
 
+    reads_first_token = True
+
     def __init__(self, target_config: dict[str, Any]) -> None:
         super().__init__()
         self.layers_config = layers_config(target_config, num_layers=1)

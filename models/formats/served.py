@@ -127,13 +127,18 @@ def drafted_tokens(config: DrafterConfig) -> int:
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
+def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
+    """vLLM's argument of that name, for this folder."""
+    way = WAYS[kind_of(config), "vllm"]
+    values = {"method": way.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
+    return {**values, "parallel_drafting": True} if way.parallel else values
+
+
 def serving_command(config: DrafterConfig, to: str, target: str, folder: str) -> str | None:
     """What starts a server with this folder, or None where the format has none."""
     way, tokens = WAYS[kind_of(config), to], drafted_tokens(config)
     if to == "vllm":
-        values: dict[str, Any] = {"method": way.method, "model": folder, "num_speculative_tokens": tokens}
-        if way.parallel and tokens > 1:
-            values["parallel_drafting"] = True
+        values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target]
         return shlex.join([*words, "--speculative-config", json.dumps(values)])
     if to == "sglang":

@@ -68,12 +68,27 @@ class GroupRows:
         batch, num_streams, length = labels_bgs.shape
         return GroupRows((batch, num_streams, length), present.flatten().nonzero().squeeze(1))
 
-    def in_documents(self, position_ids: Tensor) -> GroupRows:
-        """The same rows of packed sequences, in which position ids [B, S] count up and start anew at each document."""
+    def without_starts(self, position_ids: Tensor) -> GroupRows:
+        """Those that do not stand at a document's first token; one at least."""
+        batch, _, length = self.shape
+        kept_n = ~document_starts(position_ids.expand(batch, length))[self.batch_n, self.position_n]
+        index_n = self.index_n[kept_n]
+        return replace(self, index_n=index_n if len(index_n) else torch.ones_like(self.index_n[:1]))
+
+    def in_documents(self, position_ids: Tensor, first_token: bool = True) -> GroupRows:
+        """The same rows of packed sequences, in which position ids [B, S] count up and start anew at each document.
+
+        Args:
+            first_token: Whether documents have a row for their first token; else none of these rows may be there.
+        """
         batch, num_streams, length = self.shape
-        starts_bs = document_starts(position_ids.expand(batch, length))
+        starts_bs, skipped = document_starts(position_ids.expand(batch, length)), int(not first_token)
         if int(starts_bs.sum()) == batch:
-            return self
+            if first_token:
+                return self
+            index_n = (self.batch_n * num_streams + self.stream_n) * (length - 1) + self.position_n - 1
+            every_row = torch.arange(len(index_n), device=index_n.device)
+            return replace(self, documents=((every_row, GroupRows((batch, num_streams, length - 1), index_n)),))
         place_of_start_d = starts_bs.flatten().nonzero().squeeze(1)
         lengths = place_of_start_d.diff(append=place_of_start_d.new_tensor([batch * length])).tolist()
         place_n = self.batch_n * length + self.position_n
@@ -82,8 +97,11 @@ class GroupRows:
         counts = torch.bincount(document_n, minlength=len(lengths)).tolist()
         documents = []
         for rows_m, length_tokens in zip(document_n.sort(stable=True).indices.split(counts), lengths, strict=True):
-            index_m = self.stream_n[rows_m] * length_tokens + offset_n[rows_m]
-            documents.append((rows_m, GroupRows((1, num_streams, length_tokens), index_m)))
+            length_there = length_tokens - skipped
+            if length_there == 0:  # nothing is left of it
+                continue
+            index_m = self.stream_n[rows_m] * length_there + offset_n[rows_m] - skipped
+            documents.append((rows_m, GroupRows((1, num_streams, length_there), index_m)))
         return replace(self, documents=tuple(documents))
 
     @property

@@ -44,12 +44,17 @@ TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}, {"draft_vocab_size": 40}],
-    "eagle": [{"loss": "lk_lambda", "attention": "dense"}, {"fc_bias": True, "draft_vocab_size": 40}],
+    "eagle": [
+        {"loss": "lk_lambda", "attention": "dense"},
+        {"fc_bias": True, "draft_vocab_size": 40},
+        {"first_token": False},
+    ],
     "eagle_parallel": [
+        {"first_token": False},
         {"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce", "fc_bias": True},
         {"draft_vocab_size": 40},
     ],
-    "eagle3": [{"draft_vocab_size": 40, "feature_layers": [0, 3]}],
+    "eagle3": [{"draft_vocab_size": 40, "feature_layers": [0, 3]}, {"first_token": False}],
     "hydra": [
         {"prefix_attention": True, "draft_vocab_size": 40},
         {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40},
@@ -65,9 +70,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"inputs": "hidden", "mask_residual": True},
         {"feature_layers": [0, 2, -1]},
         {"draft_vocab_size": 40},
+        {"inputs": "embedding", "shared_mask": True},
     ],
     "pass_embeddings": [{"draft_vocab_size": 40}],
-    "peagle": [{"num_layers": 2}, {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce"}],
+    "peagle": [
+        {"num_layers": 2, "first_token": False},
+        {"num_layers": 2},
+        {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce"},
+    ],
 }
 # Two of three tokens, 40 in all, are in the data.
 FREQUENT = datasets.Dataset.from_dict(
