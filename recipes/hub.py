@@ -22,6 +22,8 @@ from huggingface_hub.errors import (
 from draftsmith.recipes.errors import UserError, what_the_system_refused
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+# What hf_xet, which is written in Rust, says in errors without a type of their own.
+_XET_STATUS, _XET_NETWORK = re.compile(r"HTTP status \w+ error \((\d{3})\b"), "error sending request"
 LONGEST_REASON = 300
 AGAIN = "run the same command again to go on"
 
@@ -79,15 +81,16 @@ def _sentence(error: BaseException, repo: str) -> str | None:
     if isinstance(error, RepositoryNotFoundError):
         return f"the Hub shows no repository {repo} to this token: check its name, or log in (`hf auth login`)"
     if isinstance(error, HfHubHTTPError):
-        return _status_sentence(error, repo, tokens)
-    if isinstance(error, httpx2.TransportError):
+        return _status_sentence(error.response.status_code, _reason(error), repo, tokens)
+    if status := _XET_STATUS.search(str(error)):
+        return _status_sentence(int(status[1]), _reason(error), repo, tokens)
+    if isinstance(error, httpx2.TransportError) or _XET_NETWORK in str(error):
         what = type(error).__name__
         return f"the connection to {constants.ENDPOINT} failed or broke off ({what}): {AGAIN}; no file is sent twice"
     return None
 
 
-def _status_sentence(error: HfHubHTTPError, repo: str, tokens: str) -> str:
-    status = error.response.status_code
+def _status_sentence(status: int, reason: str, repo: str, tokens: str) -> str:
     if status == 401:
         return f"the Hub refuses the token (HTTP 401): make a new one ({tokens}), then `hf auth login` or HF_TOKEN"
     if status == 403:
@@ -98,7 +101,7 @@ def _status_sentence(error: HfHubHTTPError, repo: str, tokens: str) -> str:
         return f"the Hub asks for a pause (HTTP 429): {AGAIN} in a few minutes"
     if status >= 500:
         return f"the Hub fails (HTTP {status}): {AGAIN} when it is back"
-    return f"the Hub refuses (HTTP {status}: {_reason(error)})"
+    return f"the Hub refuses (HTTP {status}: {reason})"
 
 
 def _reason(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """The Hub's API in a thread, as huggingface_hub calls it: git-like repositories in memory, LFS, and faults on demand.
 
-Bytes arrive as they would there: small text files in the commit, the rest by the LFS batch and a PUT. What has arrived
-once is not asked for again. `HF_HUB_DISABLE_XET` must be set: Xet's own servers are not imitated.
+Bytes arrive as they would there: small text files in the commit, the rest by the LFS batch and a PUT, or by Xet. What
+has arrived once is not asked for again. Downloads are plain ones.
 """
 
 import base64
@@ -21,10 +21,13 @@ from urllib.parse import unquote, urlsplit
 import huggingface_hub.constants
 import huggingface_hub.utils._http as hub_http
 import pytest
+from huggingface_hub.utils._xet import abort_xet_session
+from support.xet_store import ENVIRONMENT, XetStore
 
 from draftsmith.models.base import published
 
 TOKEN, USER = "hf_secretOfThisTest", "tester"
+XET_TOKEN, XET_TOKEN_S = "xet-of-this-test", 3600
 ATTRIBUTES = b"*.safetensors filter=lfs\n*.png filter=lfs\n"
 LFS_SUFFIXES = (".safetensors", ".png")
 
@@ -58,7 +61,8 @@ class HubServer:
     """Serves on `url`.
 
     counts: requests by `METHOD kind`: whoami, create, validate, preupload, lfs-batch, lfs, commit, branch, info, tree,
-    resolve. sent: SHA-256 of every file that came whole by LFS. read_only: names of owners whom TOKEN may not write to.
+    resolve; of Xet xet-write-token, chunks, xorbs, shards. sent: SHA-256 of every file that came whole by LFS or Xet.
+    read_only: names of owners whom TOKEN may not write to.
     """
 
     def __init__(self) -> None:
@@ -66,6 +70,7 @@ class HubServer:
         self.blobs: dict[str, bytes] = {}
         self.counts: Counter[str] = Counter()
         self.sent: list[str] = []
+        self.xet = XetStore()
         self.read_only: set[str] = set()
         self.script: Script = lambda kind, number: None
         self._lock = threading.Lock()
@@ -123,6 +128,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 answer = Answer({"error": "by the script"}, fault)
             elif kind.endswith(" lfs"):  # a signed address, without the token
                 answer = _take(hub, path.rpartition("/")[2], data)
+            elif path.startswith("v1/") and self.headers.get("Authorization") == f"Bearer {XET_TOKEN}":
+                answer = _take_xet(hub, kind, path.rpartition("/")[2], data)
             elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 answer = Answer({"error": "Invalid username or password."}, 401)
             else:
@@ -158,6 +165,8 @@ def _kind(path: str) -> str:
         return "lfs-batch"
     if parts[0] == "lfs":
         return "lfs"
+    if parts[0] == "v1":
+        return parts[1]
     if parts[2:3] == ["resolve"]:
         return "resolve"
     if parts[:2] == ["api", "models"]:
@@ -171,6 +180,17 @@ def _take(hub: HubServer, oid: str, data: bytes) -> Answer:
     hub.blobs[oid] = data
     hub.sent.append(oid)
     return Answer({})
+
+
+def _take_xet(hub: HubServer, kind: str, address: str, data: bytes) -> Answer:
+    if kind == "POST xorbs":
+        hub.xet.take_xorb(address, data)
+        return Answer({"was_inserted": True})
+    if kind == "POST shards":
+        for file in hub.xet.files(data):
+            _take(hub, hashlib.sha256(file).hexdigest(), file)
+        return Answer({"result": 1})
+    return Answer({"error": "no such chunk"}, 404)
 
 
 def _answer(hub: HubServer, kind: str, path: str, data: bytes) -> Answer:
@@ -187,6 +207,8 @@ def _answer(hub: HubServer, kind: str, path: str, data: bytes) -> Answer:
         return NO_REPO
     if name.split("/")[0] in hub.read_only and kind.split()[0] == "POST":
         return Answer({"error": "Forbidden"}, 403)
+    if kind == "GET xet-write-token":
+        return Answer({"casUrl": hub.url, "accessToken": XET_TOKEN, "exp": int(time.time()) + XET_TOKEN_S})
     if kind == "POST lfs-batch":
         return Answer({"transfer": "basic", "objects": [_action(hub, each) for each in json.loads(data)["objects"]]})
     if kind == "POST branch":
@@ -290,3 +312,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     server.stop()
     huggingface_hub.utils.close_session()
     published._fetched.cache_clear()
+
+
+@pytest.fixture
+def xet(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """The same with Xet, as huggingface_hub does wherever hf_xet is installed."""
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    for name, value in {**ENVIRONMENT, "HF_XET_CACHE": str(tmp_path / "xet-cache")}.items():
+        monkeypatch.setenv(name, value)
+    abort_xet_session()  # of other settings
+    yield hub
+    abort_xet_session()

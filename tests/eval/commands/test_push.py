@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import yaml
 from click.testing import Result
 from huggingface_hub import ModelCard
 from support.finished_run import FinishedRun, finished_run
-from support.hub_server import TOKEN, USER, HubServer, hub
+from support.hub_server import TOKEN, USER, HubServer, hub, xet
 
 from draftsmith.eval.commands import push as push_module
 from draftsmith.eval.commands.push import default_name
@@ -19,7 +22,7 @@ from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
-__all__ = ["hub"]  # the fixture
+__all__ = ["hub", "xet"]  # fixtures
 REPO = f"{USER}/target-parallelspec"
 
 
@@ -130,6 +133,51 @@ def test_bytes_arrive_and_are_not_sent_twice(run: FinishedRun, hub: HubServer) -
     pushed(run.call("push", "--license", "mit"))  # another card and nothing else
     assert len(hub.sent) == sent
     assert len(hub.repos[REPO].branches["main"]) == 3
+
+
+def test_by_xet(run: FinishedRun, xet: HubServer) -> None:
+    """As huggingface_hub uploads wherever hf_xet is installed; what is there as chunks is not sent again."""
+    pushed(run.call("push"))
+    assert xet.files(REPO) == staged(run)
+    assert xet.counts["POST lfs-batch"] == xet.counts["PUT lfs"] == 0
+    xorbs = xet.counts["POST xorbs"]
+    assert xorbs > 0
+    pushed(run.call("push", "--license", "mit"))
+    assert xet.counts["POST xorbs"] == xorbs
+    assert b"license: mit" in xet.files(REPO)["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "sentence"),
+    [
+        ("GET xet-write-token", 403, "the token may not do that in tester/target-parallelspec (HTTP 403)"),
+        ("POST xorbs", "hang up", "broke off"),
+        ("POST xorbs", 500, "the Hub fails (HTTP 500)"),
+        ("POST shards", "hang up", "broke off"),
+        ("POST commit", "hang up", "broke off"),
+    ],
+)
+def test_what_breaks_with_xet_is_one_sentence_too(
+    run: FinishedRun, xet: HubServer, kind: str, fault: int | str, sentence: str
+) -> None:
+    xet.script = lambda asked, number: fault if asked == kind else None
+    assert sentence in said(run.call("push"))
+    assert len(xet.repos[REPO].branches["main"]) == 1
+    xet.script = lambda asked, number: None
+    pushed(run.call("push"))
+    assert xet.files(REPO) == staged(run)
+
+
+def test_from_the_shell(run: FinishedRun, hub: HubServer) -> None:
+    """Nothing patched: HF_ENDPOINT and HF_TOKEN are all that a process is told."""
+    told = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "draftsmith.eval.commands.cli", "push", run.recipe],
+        env={**os.environ, **told}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert hub.files(REPO) == staged(run)
+    assert TOKEN not in result.stdout + result.stderr
 
 
 def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: HubServer) -> None:
