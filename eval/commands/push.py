@@ -3,14 +3,14 @@
 1. Everything that goes up is put together in `runs/<name>/hub/`, without a folder or secret of this machine.
 2. It becomes one commit, so that nobody ever reads half a drafter. What the repository has already is not sent again.
 
-`exports/<format>/` of the run go with it as they are.
+What `draftsmith export` wrote into the run's `export/` goes with it.
 """
 
 import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from draftsmith.eval.commands.drafter_card import card_figures, update_card
 from draftsmith.eval.commands.proof import recorded_proof
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
+from draftsmith.models.formats.export import EXPORT_FILE, Export
 from draftsmith.models.target.loading import EMBEDDED_TARGET
+from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
 from draftsmith.recipes.masking import masked
 from draftsmith.recipes.results import portable
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text
@@ -47,7 +49,8 @@ YOU = "YOU"  # in a name, before anybody asked the Hub who that is
 LONGEST_NAME = 96  # of a repository
 TEXTS = {".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".jinja"}
 # Of an earlier push, what is in this one no more: a shard too many would be weights that nobody trained.
-OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|exports)/.*")
+OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|export)/.*")
+DOWNLOADED = "drafter"  # where the card's commands put an export: no name that vLLM takes for a method
 LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
@@ -126,14 +129,39 @@ def stage(recipe: Recipe, repo: str, options: PushOptions) -> dict[str, Path]:
             pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
         write_atomically(folder / "eval" / "proof.json", json.dumps(masked(portable(proof)), indent=2) + "\n")
-    exports = sorted(part for part in (run.root / "exports").glob("*") if part.is_dir())
-    for file in (file for export in exports for file in sorted(export.rglob("*")) if file.is_file()):
-        _link(file, folder / file.relative_to(run.root))
-    names = [f"exports/{export.name}" for export in exports]
-    update_card(recipe, Publication(folder, repo, license_of(recipe, options), pictures, names))
+    exports = _stage_exports(recipe, folder)
+    update_card(recipe, Publication(folder, repo, license_of(recipe, options), pictures, exports))
     files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
     _refuse_private(recipe, files)
     return files
+
+
+def _stage_exports(recipe: Recipe, folder: Path) -> dict[str, str | None]:
+    """Those of these weights. Returns the command that serves each after a download, by its folder.
+
+    Raises:
+        UserError: One is of other weights.
+    """
+    run, commands = RunFolder(recipe), {}
+    target = public_recipe(recipe)["target"]["model"]
+    for noted in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
+        export, name = noted.parent, f"export/{noted.parent.name}"
+        made = read_json(noted, Export, f"delete {export}, and export again")
+        if made.drafter_sha256 != weights_sha256(run.drafter):
+            again = f"`draftsmith export --to {made.to}` makes it anew"
+            raise UserError(f"nothing was pushed: {export} was made of other weights: delete it, or {again}")
+        places = ((str(export.absolute()), f"{DOWNLOADED}/{name}"), (made.target, target))
+        for here, there in places if made.command else ():
+            made.command = str(made.command).replace(here, there)
+        made.target = target
+        for file in sorted(export.glob("*")):
+            if file.suffix == ".json" and file.name != EXPORT_FILE:
+                _write_public(file, folder / name / file.name)
+            elif file.is_file() and file.name != EXPORT_FILE:
+                _link(file, folder / name / file.name)
+        write_atomically(folder / name / EXPORT_FILE, json.dumps(portable(asdict(made)), indent=2) + "\n")
+        commands[name] = made.command
+    return commands
 
 
 def license_of(recipe: Recipe, options: PushOptions) -> dict[str, str]:

@@ -41,14 +41,15 @@ ARXIV_ID = re.compile(r"\b\d{4}\.\d{5}\b")
 class Publication:
     """A card in the folder that goes to the Hub as `repo`, which has more in it than the drafter.
 
-    license: `license` and what belongs to it in the Hub's metadata; pictures, exports: paths in the folder.
+    license: `license` and what belongs to it in the Hub's metadata; pictures: paths in the folder; exports: folders in
+    it, each with the command that serves it where there is one.
     """
 
     folder: Path
     repo: str
     license: dict[str, str] = field(default_factory=dict)
     pictures: list[str] = field(default_factory=list)
-    exports: list[str] = field(default_factory=list)
+    exports: dict[str, str | None] = field(default_factory=dict)
 
 
 def write_drafter_card(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -181,18 +182,28 @@ def test_from_the_shell(run: FinishedRun, hub: HubServer) -> None:
 
 
 def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: HubServer) -> None:
-    export = run.root / "exports" / "vllm"
-    export.mkdir(parents=True)
-    (export / "config.json").write_text("{}")
-    (export / "model.safetensors").write_bytes(b"exported")
-    (run.root / "drafter" / "old.safetensors.index.json").write_text("{}")
-    pushed(run.call("push"))
-    assert hub.files(REPO)["exports/vllm/model.safetensors"] == b"exported"
-    assert b"--include 'exports/vllm/*'" in hub.files(REPO)["README.md"]
+    """With the command that serves them after a download, if they are of these weights."""
+    servable = ["drafter.options={inputs: embedding, num_masks: 1}", "name=pard", "eval.methods=[]"]
+    for command in ("distill", "train", "export"):
+        pushed(run.call(command, *servable))
+    root = run.root.parent / "pard"
+    pushed(run.call("push", *servable))
+    files = hub.files(REPO)
+    export = root / "export" / "vllm"
+    assert files["export/vllm/model.safetensors"] == (export / "model.safetensors").read_bytes()
+    card = files["README.md"].decode()
+    assert f"hf download {REPO} --include 'export/vllm/*' --local-dir drafter\n" in card
+    (line,) = [line for line in card.splitlines() if line.startswith("python -m vllm")]
+    words = shlex.split(line)
+    assert words[words.index("--model") + 1] == "target"
+    assert json.loads(words[-1])["model"] == "drafter/export/vllm"
+    assert json.loads(files["export/vllm/export.json"])["command"] == line
+    noted = json.loads((export / "export.json").read_text())
+    (export / "export.json").write_text(json.dumps(noted | {"drafter_sha256": {"model.safetensors": "0"}}))
+    assert "was made of other weights: delete it" in said(run.call("push", *servable))
     shutil.rmtree(export)
-    (run.root / "drafter" / "old.safetensors.index.json").unlink()
-    pushed(run.call("push"))
-    assert hub.files(REPO) == staged(run)
+    pushed(run.call("push", *servable))
+    assert not [name for name in hub.files(REPO) if name.startswith("export/")]
 
 
 def test_a_revision_is_a_branch(run: FinishedRun, hub: HubServer) -> None:
