@@ -207,6 +207,7 @@ def push(
     license_id: Annotated[
         str | None, typer.Option("--license", help="As the Hub spells it: apache-2.0, ...; by default the target's.")
     ] = None,
+    exports: Annotated[str, typer.Option(help="Formats to export to first: vllm,sglang,...")] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write what would go up to runs/NAME/hub, and send nothing.")
     ] = False,
@@ -217,7 +218,8 @@ def push(
     from draftsmith.eval.commands.push import push as send
 
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    send(loaded, PushOptions(repo, revision, public, license_id, dry_run), console)
+    formats = tuple(filter(None, exports.split(",")))
+    send(loaded, PushOptions(repo, revision, public, license_id, formats, dry_run), console)
 
 
 @app.command()

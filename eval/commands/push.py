@@ -3,7 +3,7 @@
 1. Everything that goes up is put together in `runs/<name>/hub/`, without a folder or secret of this machine.
 2. It becomes one commit, so that nobody ever reads half a drafter. What the repository has already is not sent again.
 
-What `draftsmith export` wrote into the run's `export/` goes with it.
+What `draftsmith export` wrote into the run's `export/` goes with it, and so does what `--exports` names, made anew.
 """
 
 import json
@@ -32,6 +32,7 @@ from draftsmith.eval.commands.proof import recorded_proof
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.export import EXPORT_FILE, Export
+from draftsmith.models.formats.of_run import export_run
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
@@ -56,12 +57,13 @@ LICENSE_KEYS = ("license", "license_name", "license_link")
 
 @dataclass(frozen=True)
 class PushOptions:
-    """repo: `name` or `user/name`; license: as the Hub spells it, by default the target's."""
+    """repo: `name` or `user/name`; license: as the Hub spells it, by default the target's; exports: formats to make."""
 
     repo: str | None = None
     revision: str | None = None
     public: bool = False
     license: str | None = None
+    exports: tuple[str, ...] = ()
     dry_run: bool = False
 
 
@@ -82,7 +84,12 @@ def push(recipe: Recipe, options: PushOptions, console: Console) -> str | None:
         repo = repo if "/" in repo else f"{user}/{repo}"
     if hub_id(repo) is None or len(repo.rpartition("/")[2]) > LONGEST_NAME:
         raise UserError(f"option --repo: {repo} is no name of a repository: give name or user/name")
-    files = stage(recipe, repo, options)
+    for to in options.exports:
+        console.print(export_run(recipe, to, None).lines()[0], markup=False)
+    license_ = license_of(recipe, options)
+    if not license_:
+        console.print("The card names no licence, as the target's tells none: --license gives one", markup=False)
+    files = stage(recipe, repo, license_)
     console.print(f"{repo}: {len(files)} files, {bytes_text(sum(map(_size, files.values())))}", markup=False)
     for name, file in files.items():
         console.print(f"  {bytes_text(_size(file)):>10}  {name}", markup=False)
@@ -105,8 +112,11 @@ def default_name(recipe: Recipe) -> str:
     return f"{target}-{method}"
 
 
-def stage(recipe: Recipe, repo: str, options: PushOptions) -> dict[str, Path]:
+def stage(recipe: Recipe, repo: str, license_: dict[str, str]) -> dict[str, Path]:
     """Put together `runs/<name>/hub/`. Returns its files by their names in the repository.
+
+    Args:
+        license_: As `license_of` gives it.
 
     Raises:
         UserError: Something of this machine would go up.
@@ -130,7 +140,7 @@ def stage(recipe: Recipe, repo: str, options: PushOptions) -> dict[str, Path]:
     if proof := recorded_proof(recipe):
         write_atomically(folder / "eval" / "proof.json", json.dumps(masked(portable(proof)), indent=2) + "\n")
     exports = _stage_exports(recipe, folder)
-    update_card(recipe, Publication(folder, repo, license_of(recipe, options), pictures, exports))
+    update_card(recipe, Publication(folder, repo, license_, pictures, exports))
     files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
     _refuse_private(recipe, files)
     return files
@@ -179,9 +189,9 @@ def license_of(recipe: Recipe, options: PushOptions) -> dict[str, str]:
     except Exception:  # of any kind: no card, no network, no YAML; the drafter goes up without a license
         return {}
     found = {key: str(said[key]) for key in LICENSE_KEYS if said.get(key)}
-    link = found.get("license_link", "")
-    if link and "://" not in link:
-        found["license_link"] = f"{constants.ENDPOINT}/{model}/blob/main/{link}"
+    if "://" not in found.get("license_link", "://"):  # a file beside the target's card
+        link = found.pop("license_link")
+        found |= {} if folder.is_dir() else {"license_link": f"{constants.ENDPOINT}/{model}/blob/main/{link}"}
     return found
 
 

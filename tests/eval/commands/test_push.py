@@ -15,10 +15,10 @@ import yaml
 from click.testing import Result
 from huggingface_hub import ModelCard
 from support.finished_run import FinishedRun, finished_run
-from support.hub_server import TOKEN, USER, HubServer, hub, xet
+from support.hub_server import TOKEN, USER, HubServer, Repo, hub, xet
 
 from draftsmith.eval.commands import push as push_module
-from draftsmith.eval.commands.push import default_name
+from draftsmith.eval.commands.push import PushOptions, default_name, license_of
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
@@ -59,6 +59,7 @@ def pushed(result: Result) -> Result:
 
 def test_dry_run_sends_nothing_and_shows_all(run: FinishedRun, hub: HubServer) -> None:
     result = pushed(run.call("push", "--dry-run"))
+    assert "The card names no licence" in result.output
     assert not hub.counts
     files = staged(run)
     assert set(files) == {
@@ -117,6 +118,22 @@ def test_the_card_says_what_was_measured(run: FinishedRun, hub: HubServer) -> No
     recipe = load_recipe(run.root / "hub" / "recipe.yaml")
     assert recipe.drafter == load_recipe(run.recipe).drafter
     assert recipe.runs_dir == "runs"
+
+
+def test_the_licence_is_the_targets(run: FinishedRun, hub: HubServer) -> None:
+    """From the card beside its weights, without a link that leads nowhere; on the Hub the link leads there."""
+    front = "license: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]"
+    (run.folder / "target" / "README.md").write_text(f"---\n{front}\n---\n# It\n")
+    result = pushed(run.call("push", "--dry-run"))
+    assert "names no licence" not in result.output
+    values = ModelCard.load(run.root / "hub" / "README.md").data.to_dict()
+    assert {key: values[key] for key in ("license", "license_name")} == {"license": "other", "license_name": "mine"}
+    assert "license_link" not in values
+    hub.repos["org/llm"] = Repo(private=False)
+    hub.repos["org/llm"].commit("main", {"README.md": f"---\n{front}\n---\n".encode()})
+    recipe = load_recipe(run.recipe, ["target.model=org/llm"])
+    assert license_of(recipe, PushOptions())["license_link"] == f"{hub.url}/org/llm/blob/main/LICENSE"
+    assert license_of(recipe, PushOptions(license="mit")) == {"license": "mit"}
 
 
 def test_bytes_arrive_and_are_not_sent_twice(run: FinishedRun, hub: HubServer) -> None:
@@ -184,10 +201,13 @@ def test_from_the_shell(run: FinishedRun, hub: HubServer) -> None:
 def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: HubServer) -> None:
     """With the command that serves them after a download, if they are of these weights."""
     servable = ["drafter.options={inputs: embedding, num_masks: 1}", "name=pard", "eval.methods=[]"]
-    for command in ("distill", "train", "export"):
+    for command in ("distill", "train"):
         pushed(run.call(command, *servable))
     root = run.root.parent / "pard"
-    pushed(run.call("push", *servable))
+    assert "option --to sglan" in said(run.call("push", "--exports", "vllm,sglan", *servable))
+    assert "cannot go `--to sglang`" in said(run.call("push", "--exports", "sglang", *servable))
+    assert not hub.repos
+    pushed(run.call("push", "--exports", "vllm", *servable))
     files = hub.files(REPO)
     export = root / "export" / "vllm"
     assert files["export/vllm/model.safetensors"] == (export / "model.safetensors").read_bytes()
