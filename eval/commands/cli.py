@@ -4,27 +4,28 @@ It lives in the last subpackage because it calls all the others. A command impor
 read, so that `--help` and a mistyped recipe answer at once.
 """
 
-import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from draftsmith.eval.commands.stages import (
     console,
     heading,
+    json_place,
     make_drafter,
     run_distill,
     run_eval,
     run_features,
     run_train,
+    write_json,
 )
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.masking import masked
-from draftsmith.recipes.run_folder import RunFolder, check_writable, versions, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, versions
 from draftsmith.recipes.schema import Recipe, check_name
 
 
@@ -133,17 +134,18 @@ def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows of data to show, with what carries loss in colour.")] = 2,
+    serve: Annotated[str | None, typer.Option(help="Say too whether vllm, sglang, ... can serve it.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all findings to this file too.")] = None,
 ) -> None:
     """Check data, target and drafter before any training; exits with 1 on any defect."""
     loaded = load_recipe(recipe, overrides)
-    json_file = _json_place(json_file)
+    json_file = json_place(json_file)
     from draftsmith.eval.commands.doctor import examine
 
     heading("doctor", loaded.name)
-    diagnosis = examine(loaded)
+    diagnosis = examine(loaded, serve)
     diagnosis.show(console, rows)
-    _write_json(json_file, diagnosis.as_json())
+    write_json(json_file, diagnosis.as_json())
     if not diagnosis.healthy:
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
@@ -162,13 +164,13 @@ def tune(
 ) -> None:
     """Find the draft tree that pays best with this drafter on this machine; `tree: tuned` uses it afterwards."""
     loaded = load_recipe(recipe, overrides)
-    json_file = _json_place(json_file)
+    json_file = json_place(json_file)
     from draftsmith.eval.commands.tune import tune as find_tree
 
     heading("tune", f"{loaded.name}: {loaded.target.model}")
     tuned = find_tree(loaded, questions, new_tokens, turns)
     tuned.show(console)
-    _write_json(json_file, tuned.as_json())
+    write_json(json_file, tuned.as_json())
 
 
 @app.command()
@@ -183,13 +185,13 @@ def prove(
 ) -> None:
     """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
     loaded = load_recipe(recipe, overrides)
-    json_file = _json_place(json_file)
+    json_file = json_place(json_file)
     from draftsmith.eval.commands.prove import prove as collect_evidence
 
     heading("prove", f"{loaded.name}: {loaded.target.model}")
     proof = collect_evidence(loaded, prompts, samples, new_tokens)
     proof.show(console)
-    _write_json(json_file, proof.as_json())
+    write_json(json_file, proof.as_json())
     if not proof.holds:
         raise typer.Exit(1)
 
@@ -227,7 +229,7 @@ def push(
 def export(
     recipe: RecipePath,
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="vllm, sglang, eagle or medusa.")] = "vllm",
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, eagle, medusa.")] = "vllm",
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Where to; by default export/FORMAT in the run's folder.")
     ] = None,
@@ -239,6 +241,24 @@ def export(
     heading("export", f"{loaded.name}: --to {to}")
     for line in export_run(loaded, to, folder).lines():
         console.print(line, markup=False, soft_wrap=True)
+
+
+@app.command(name="import")
+@exit_with_one_sentence()
+def import_command(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, Medusa.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="By default the run's own drafter's folder.")] = None,
+) -> None:
+    """Make a published checkpoint for the recipe's target a drafter of ours, to be measured, proved and tuned."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.models.formats.of_run import import_run
+
+    heading("import", f"{checkpoint} for {loaded.target.model}")
+    console.print(import_run(loaded, checkpoint, to), markup=False)
 
 
 @app.command()
@@ -258,14 +278,14 @@ def plan(
 ) -> None:
     """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
     loaded = load_recipe(recipe, overrides)
-    json_file = _json_place(json_file)
+    json_file = json_place(json_file)
     from draftsmith.train.plan.plan import PlanOptions, make_plan
     from draftsmith.train.plan.table import show_plan
 
     heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share))
     show_plan(planned, console)
-    _write_json(json_file, asdict(planned))
+    write_json(json_file, asdict(planned))
     _next("doctor", recipe, overrides)
 
 
@@ -297,7 +317,7 @@ def compare(
     except ValueError as error:
         raise UserError(f"option --name: {error}, not {name!r}") from None
     loaded = [load_recipe(file, overrides) for file in files]
-    json_file = _json_place(json_file)
+    json_file = json_place(json_file)
     from draftsmith.eval.commands.compare import compare as measure_together
     from draftsmith.eval.commands.compare import expand_variants, with_seeds
 
@@ -308,7 +328,7 @@ def compare(
     words += [] if vary is None else ["--vary", vary]
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
     rows, measured = measure_together(loaded, name, masked(shlex.join(words)))
-    _write_json(json_file, rows)
+    write_json(json_file, rows)
     _where_to_go_next(*measured)
 
 
@@ -330,7 +350,7 @@ def search(
     if not files:
         raise UserError("search needs recipes: for example `draftsmith search embedded-parallel embedded-eagle`")
     loaded = [load_recipe(file, overrides) for file in files]
-    json_file = _json_place(json_file)
+    json_file = json_place(json_file)
     from draftsmith.eval.commands.search import SearchBudget, search_recipe, show_search
 
     found = []
@@ -338,7 +358,7 @@ def search(
         heading("search", f"{recipe.name}: {trials} trials of {steps} steps")
         found.append(search_recipe(recipe, SearchBudget(trials, steps, rows)))
         show_search(found[-1], console)
-        _write_json(json_file, [asdict(each) for each in found])
+        write_json(json_file, [asdict(each) for each in found])
 
 
 def _where_to_go_next(*measured: Recipe) -> None:
@@ -353,27 +373,6 @@ def _where_to_go_next(*measured: Recipe) -> None:
     if recipe.target.model == "embedded":
         console.print("\nNext: `draftsmith run embedded` trains longer on the same target; for your own target copy")
         console.print("recipes/llama3-8b-parallel.yaml, set target.model, then `draftsmith run yours.yaml`.")
-
-
-def _json_place(file: Path | None) -> Path | None:
-    """Where `--json` writes to, known to be possible before the work begins."""
-    if file is None:
-        return None
-    file = file.expanduser()
-    if file.is_dir():
-        raise UserError(f"option --json: {file} is a folder: name a file")
-    check_writable(file.parent)
-    return file
-
-
-def _write_json(file: Path | None, values: Any) -> None:
-    if file is None:
-        return
-    text = json.dumps(values, indent=2) + "\n"
-    if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout
-        file.write_text(text, encoding="utf-8")
-    else:
-        write_atomically(file, text)
 
 
 def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:

@@ -20,7 +20,9 @@ from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
-from draftsmith.models.target.loading import load_target
+from draftsmith.models.formats.of_run import check_format
+from draftsmith.models.formats.served import caveat, kind_of, refusal, serving_command
+from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
 from draftsmith.recipes.run_folder import RunFolder
@@ -75,12 +77,17 @@ class Diagnosis:
         return {"recipe": self.recipe_name, "healthy": self.healthy, "findings": findings}
 
 
-def examine(recipe: Recipe) -> Diagnosis:
+def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     """Look at data, target and drafter. Writes nothing.
 
+    Args:
+        serve: A format of `models/formats/served.py` that the drafter is to be served in.
+
     Raises:
-        UserError: The target cannot be loaded, so that nothing can be examined.
+        UserError: The target cannot be loaded, so that nothing can be examined, or there is no such format.
     """
+    if serve is not None:
+        check_format(serve)
     target, tokenizer = load_target(recipe.target)
     parts = _data(recipe, target, tokenizer)
     rows = rows_of(parts)
@@ -91,6 +98,8 @@ def examine(recipe: Recipe) -> Diagnosis:
             [_training_arguments(recipe), *_start(recipe, target), _drafter(recipe, target, rows)],
         )
     )
+    if serve is not None:
+        parts.append(Checked(f"served by {serve}", _served(recipe, target, serve)))
     return Diagnosis(recipe.name, parts, tokenizer)
 
 
@@ -167,6 +176,21 @@ def _start(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
         return [Finding(check, "ok", start_sentence(start_from(drafter, folder, init)))]
     except UserError as error:
         return [Finding(check, "defect", str(error))]
+
+
+def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
+    """Whether this drafter could be exported, before it is trained."""
+    try:
+        config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
+    except UserError as error:
+        return [Finding("export", "defect", str(error))]
+    refused, warned = refusal(config, to), caveat(config, to)
+    if refused is not None:
+        return [Finding("export", "defect", f"{kind_of(config)}: {refused.sentence()}")]
+    command = serving_command(config, to, target_location(recipe.target), "FOLDER")
+    found = [Finding("export", "ok", f"`draftsmith export --to {to}` can write it")]
+    found += [] if command is None else [Finding("command", "ok", command)]
+    return found if warned is None else [*found, Finding("first token", "warning", warned)]
 
 
 def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Finding:

@@ -3,9 +3,11 @@
 Each imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
 """
 
+import json
 import shutil
 import sys
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,7 +16,7 @@ from rich.prompt import Confirm
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
-from draftsmith.recipes.run_folder import RunFolder, check_writable
+from draftsmith.recipes.run_folder import RunFolder, check_writable, write_atomically
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -28,6 +30,28 @@ console = Console(highlight=False, soft_wrap=True)
 def heading(stage: str, what: str) -> None:
     """A rule across the terminal. `what` may hold names of the user's, which are no markup."""
     console.rule(f"[bold]{stage}[/bold]  {escape(what)}")
+
+
+def json_place(file: Path | None) -> Path | None:
+    """Where `--json` writes to, known to be possible before the work begins."""
+    if file is None:
+        return None
+    file = file.expanduser()
+    if file.is_dir():
+        raise UserError(f"option --json: {file} is a folder: name a file")
+    check_writable(file.parent)
+    return file
+
+
+def write_json(file: Path | None, values: Any) -> None:
+    """Write them there, if anywhere."""
+    if file is None:
+        return
+    text = json.dumps(values, indent=2) + "\n"
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout
+        file.write_text(text, encoding="utf-8")
+    else:
+        write_atomically(file, text)
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:

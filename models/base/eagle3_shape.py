@@ -42,6 +42,9 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
     )
     init: Init = "target"
     first_token: FirstToken = True
+    norm_before_residual: bool = Field(
+        False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
+    )
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -57,10 +60,12 @@ class Eagle3Layer(nn.Module):
     Args:
         layer: transformers' layer; its parts become this one's, under their own names.
         initializer_range: Standard deviation of the new projections.
+        norm_before_residual: Whether the attention is added to the normed feature.
     """
 
-    def __init__(self, layer: Any, initializer_range: float) -> None:
+    def __init__(self, layer: Any, initializer_range: float, norm_before_residual: bool = False) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.post_attention_layernorm = layer.post_attention_layernorm
         # Of kinds that norm the outputs of attention and MLP instead of their inputs (OLMo 2).
@@ -77,7 +82,10 @@ class Eagle3Layer(nn.Module):
     def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
         """[1, N, E] = [e(x_t); g_{t-1}] to [1, N, D]."""
         embedded, residual = hidden.chunk(2, dim=-1)
-        wide = torch.cat([self.input_layernorm(embedded), self.hidden_norm(residual)], dim=-1)
+        normed = self.hidden_norm(residual)
+        wide = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        if self.norm_before_residual:
+            residual = normed
         attended = self.self_attn(wide, position_embeddings=position_embeddings, attention_mask=None, **attention)[0]
         if self.post_feedforward_layernorm is not None:
             hidden = residual + self.post_attention_layernorm(attended)
@@ -106,7 +114,8 @@ class Eagle3Shape(GroupWiseDrafter):
         """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
         self.layers_config = layers_config(config.target_config, num_layers)
         built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
-        first = Eagle3Layer(built.layers[0], getattr(self.layers_config, "initializer_range", 0.02))
+        spread = getattr(self.layers_config, "initializer_range", 0.02)
+        first = Eagle3Layer(built.layers[0], spread, config.norm_before_residual)
         self.layers, self.norm = nn.ModuleList([first, *built.layers[1:]]), built.norm
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
         if config.draft_vocab_size is not None:

@@ -8,6 +8,7 @@ Shapes: W drafted tokens, V vocabulary.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ VLLM = LoaderRules(
     ),
     optional=(EMBEDDING, OWN_HEAD, T2D),
     traps={"mask_hidden": "is skipped with a warning where the config has no mask token"},
-    config={"tie_word_embeddings": False, "norm_before_residual": False},
+    config={"tie_word_embeddings": False},
 )
 SGLANG = LoaderRules(
     engine="SGLang 0.5.23 EAGLE3",
@@ -104,6 +105,9 @@ def _refuse_more_than_llama(config: DrafterConfig, reader: str) -> Refusal | Non
         return Refusal(f"{reader} drops q/k norms without a word", "drafter.kind=draft_model")
     if llama_config(config, 1, "")["attention_bias"]:
         return Refusal(f"{reader} has no biases in the attention", "drafter.kind=draft_model")
+    if config.norm_before_residual:
+        plain = "drafter.options.norm_before_residual=false"
+        return Refusal(f"{reader} adds the attention to the features as they are, before the norm", plain)
     if len(config.feature_layers) != 3:
         three = "three layers in drafter.options.feature_layers"
         return Refusal(f"{reader} fuses three layers of the target, not {len(config.feature_layers)}", three)
@@ -124,7 +128,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
     config = _config(drafter)
     config["eagle_aux_hidden_state_layer_ids"] = list(drafter.config.feature_layers)
     config["num_aux_hidden_states"] = len(drafter.config.feature_layers)
-    config["norm_before_residual"] = False
+    config["norm_before_residual"] = drafter.config.norm_before_residual
     if config["model_type"] == "qwen3":
         config["architectures"] = ["Eagle3Qwen3ForCausalLM"]
     if "mask_hidden" in drafter.state_dict():
@@ -148,11 +152,12 @@ def to_authors(drafter: Drafter) -> Checkpoint:
     }
     tensors = _tensors(drafter, config)
     if "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = _target_head(drafter)
+        tensors["lm_head.weight"] = target_head(drafter)
     return Checkpoint(config, tensors)
 
 
-def _target_head(drafter: Drafter) -> Tensor:
+def target_head(drafter: Drafter) -> Tensor:
+    """[V, H] in the drafter's dtype."""
     return cast(nn.Linear, drafter.attached.lm_head).weight.detach().to(drafter.dtype)
 
 
@@ -168,13 +173,15 @@ def _tensors(drafter: Drafter, config: Mapping[str, Any]) -> dict[str, Tensor]:
         "midlayer" + name.removeprefix("layers.0") if name.startswith("layers.0.") else name: value
         for name, value in drafter.state_dict().items()
     }
+    if drafter.config.draft_vocab_size == config["vocab_size"]:  # a head of its own for all tokens: no map
+        renamed = {name: value for name, value in renamed.items() if name not in ("d2t", "t2d")}
     return with_output_biases(renamed, config)
 
 
 # ---- theirs to ours ----
 
 # Variants of the layout that our layer does not have: what the key says where it is absent, and what it must say.
-VARIANTS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+VARIANTS = {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
@@ -195,7 +202,8 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
             )
     state = {name.replace("midlayer.", "layers.0.", 1): value for name, value in checkpoint.tensors.items()}
     state = without_zero_biases(state, target_config)
-    options: dict[str, Any] = {"feature_layers": _feature_layers(config, state), "loss": "kl"}
+    options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl"}
+    options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
     drafted, vocabulary = config.get("draft_vocab_size"), target_config["vocab_size"]
     if drafted is not None and drafted != vocabulary:
         options["draft_vocab_size"] = drafted
@@ -213,16 +221,29 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("peagle", options, state, borrowed)
 
 
-def _feature_layers(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> list[int]:
+def with_own_head(found: Parameters) -> Parameters:
+    """A checkpoint whose LM head has all tokens and is not the target's: a draft vocabulary of all tokens."""
+    head = found.borrowed["lm_head"]
+    all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
+    others = {name: value for name, value in found.borrowed.items() if name != "lm_head"}
+    options = {**found.options, "draft_vocab_size": len(head)}
+    return replace(found, options=options, state={**found.state, **all_tokens, "lm_head.weight": head}, borrowed=others)
+
+
+def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> list[int]:
+    """By default what engines and the authors' code read: 2, L/2 and L-3, where these are three layers."""
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None:
         return list(ids)
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if nested is not None:
         return [layer + 1 for layer in nested]
+    num_layers = target_config["num_hidden_layers"]
+    if 2 < num_layers // 2 < num_layers - 3:
+        return [2, num_layers // 2, num_layers - 3]
     raise UserError(
-        "the checkpoint's config names no eagle_aux_hidden_state_layer_ids, and engines fall back to different layers: "
-        "add the ones it was trained on to its config.json (k = after k layers of the target)"
+        "the checkpoint's config names no eagle_aux_hidden_state_layer_ids, and the usual ones are not in a target of "
+        f"{num_layers} layers: add those that it was trained on to its config.json (k = after k layers of the target)"
     )
 
 

@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, config_differences
+from draftsmith.models.formats.eagle3 import with_own_head
 from draftsmith.models.formats.served import WAYS, Way, drafted_tokens, kind_of, refusal, serving_command
+from draftsmith.models.formats.speculators import flattened
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import read_json, share_as_usual
@@ -104,9 +106,9 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path, weights_file: str = "
 
 
 def read_checkpoint(folder: Path, weights_file: str = "model.safetensors") -> Checkpoint:
-    """What `write_checkpoint` wrote."""
+    """What `write_checkpoint` wrote, in one flat config."""
     config = read_json(folder / "config.json", dict[str, Any], "export it again")
-    return Checkpoint(config, load_file(folder / weights_file))
+    return Checkpoint(flattened(config), load_file(folder / weights_file))
 
 
 def check_written(folder: Path, drafter: Drafter, way: Way) -> None:
@@ -131,6 +133,8 @@ def check_written(folder: Path, drafter: Drafter, way: Way) -> None:
 
 def _read_back_wrong(back: Parameters, drafter: Drafter) -> list[str]:
     """Where what is read back is not the drafter."""
+    if getattr(drafter.config, "draft_vocab_size", None) == drafter.config.target_config["vocab_size"]:
+        back = with_own_head(back)
     wrong = [] if back.kind == kind_of(drafter.config) else [f"it would be read as {back.kind}"]
     wrong += [
         f"option {key} would be read as {value!r}"

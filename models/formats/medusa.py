@@ -130,6 +130,6 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         for j in range(layers):
             weight = state[f"blocks.{i}.layers.{j}.weight"]
             state.setdefault(f"blocks.{i}.layers.{j}.bias", weight.new_zeros(len(weight)))
-    separate = "lm_heads.0.weight" in state
+    separate = any(name.startswith("lm_heads.") for name in state)
     options = {"num_heads": heads, "num_layers": layers, "lm_heads": "separate" if separate else "shared"}
     return Parameters("medusa", options, state, borrowed)

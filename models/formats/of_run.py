@@ -1,11 +1,12 @@
-"""What `draftsmith export` does: a run's drafter in the format of another program."""
+"""What `draftsmith export` and `draftsmith import` do: drafters to other programs, and from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats.export import Export, export_drafter, refuse_inexpressible
-from draftsmith.models.formats.served import FORMATS, WAYS, kind_of
+from draftsmith.models.formats.reading import import_drafter
+from draftsmith.models.formats.served import FORMATS, WAYS, caveat, kind_of
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, check_writable
@@ -18,11 +19,23 @@ class Exported:
 
     folder: Path
     made: Export
+    caveat: str | None
 
     def lines(self) -> list[str]:
         """For the terminal; the command stands alone on the last."""
         done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
-        return [done] if self.made.command is None else [done, "Serve it:", self.made.command]
+        warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
+        return [done, *warned] if self.made.command is None else [done, *warned, "Serve it:", self.made.command]
+
+
+def check_format(to: str) -> None:
+    """
+    Raises:
+        UserError: There is no such format.
+    """
+    if to not in FORMATS:
+        formats = ", ".join(FORMATS)
+        raise UserError(f"there is no format {to}: {did_you_mean(to, FORMATS, f'use one of {formats}')}")
 
 
 def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
@@ -31,9 +44,7 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     Raises:
         UserError: No such format, no trained drafter, or one that the format cannot express.
     """
-    if to not in FORMATS:
-        formats = ", ".join(FORMATS)
-        raise UserError(f"option --to {to}: {did_you_mean(to, FORMATS, f'use one of {formats}')}")
+    check_format(to)
     run = RunFolder(recipe)
     if not (run.drafter / TRAINING_FILE).is_file():
         raise UserError(f"{run.drafter} holds no trained drafter: run `draftsmith train {recipe.name}` first")
@@ -45,4 +56,21 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
     made = export_drafter(drafter.freeze(), to, folder, target_location(recipe.target), run.drafter)
-    return Exported(folder, made)
+    return Exported(folder, made, caveat(drafter.config, to))
+
+
+def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> str:
+    """Import a published checkpoint for the recipe's target, and say what to do with it.
+
+    Raises:
+        UserError: As `reading.import_drafter`, or no checkpoint is named.
+    """
+    if location is None:
+        raise UserError("import needs a checkpoint: --from FOLDER, or --from user/repo")
+    own = RunFolder(recipe).drafter
+    folder = own if folder is None else folder.expanduser()
+    check_writable(folder.parent)
+    target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))
+    made = import_drafter(location, target, folder)
+    measure = "`draftsmith eval` measures it" if folder == own else f"a method of eval.methods with `drafter: {folder}`"
+    return f"{made.kind} drafter: {folder} ({measure})"

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.formats import causal_lm, eagle, eagle3, medusa
+from draftsmith.models.formats import causal_lm, eagle, eagle3, medusa, speculators
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, Refusal
 from draftsmith.models.formats.loader_rules import LoaderRules
 
 FORMATS = {
     "vllm": "vLLM 0.32 (0.33 but for Medusa)",
     "sglang": "SGLang 0.5.23",
+    "speculators": "speculators, read by vLLM 0.32",
     "eagle": "SafeAILab/EAGLE",
     "medusa": "FasterDecoding/Medusa",
 }
@@ -45,8 +46,8 @@ class Way:
     needs_target: bool = False
 
 
-def _all_of_it(config: DrafterConfig) -> Refusal | None:
-    return None
+def _to_speculators(drafter: Drafter) -> Checkpoint:
+    return speculators.to_speculators(drafter, drafted_tokens(drafter.config))
 
 
 WAYS: dict[tuple[str, str], Way] = {
@@ -72,6 +73,13 @@ WAYS: dict[tuple[str, str], Way] = {
     ),
     ("draft_model", "sglang"): Way(
         None, causal_lm.refusal_draft_model, causal_lm.to_draft_model, causal_lm.parameters, "STANDALONE",
+        needs_target=True,
+    ),
+    ("eagle3", "speculators"): Way(
+        speculators.RULES, speculators.refusal, _to_speculators, eagle3.parameters, "eagle3", needs_target=True
+    ),
+    ("peagle", "speculators"): Way(
+        speculators.RULES, speculators.refusal, _to_speculators, eagle3.parameters, "eagle3", parallel=True,
         needs_target=True,
     ),
     ("eagle3", "eagle"): Way(
@@ -105,6 +113,10 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         for kind in ("peagle", "medusa", "hydra", "draft_model", "parallel")
     },
     **{
+        (kind, "speculators"): Refusal("of our kinds the library has EAGLE-3 and P-EAGLE", "drafter.kind=eagle3")
+        for kind in ("eagle", "medusa", "hydra", "draft_model", "parallel")
+    },
+    **{
         (kind, "medusa"): Refusal("this is the layout of Medusa's heads", "drafter.kind=medusa")
         for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel")
     },
@@ -127,6 +139,16 @@ def drafted_tokens(config: DrafterConfig) -> int:
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
+def caveat(config: DrafterConfig, to: str) -> str | None:
+    """What a server will do otherwise than training did, though it can serve the drafter."""
+    if to in ("vllm", "sglang", "speculators") and getattr(config, "first_token", False):
+        return (
+            "it has a row for a conversation's first token, which engines have not, so that a few drafts will differ: "
+            "drafter.options.first_token=false trains it as it is served"
+        )
+    return None
+
+
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     """vLLM's argument of that name, for this folder."""
     way = WAYS[kind_of(config), "vllm"]
@@ -137,7 +159,7 @@ def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
 def serving_command(config: DrafterConfig, to: str, target: str, folder: str) -> str | None:
     """What starts a server with this folder, or None where the format has none."""
     way, tokens = WAYS[kind_of(config), to], drafted_tokens(config)
-    if to == "vllm":
+    if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target]
         return shlex.join([*words, "--speculative-config", json.dumps(values)])

@@ -397,3 +397,38 @@ def test_a_target_that_cannot_be_loaded_is_no_diagnosis(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["doctor", str(tmp_path / "mine.yaml"), f"target.model={tmp_path}/gone"])
     assert result.exit_code == 2
     assert "gone is not a folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("to", "overrides", "severity", "said"),
+    [
+        (
+            "vllm",
+            ["drafter.kind=parallel"],
+            "defect",
+            "4 distinct masks, as this drafter has: train with drafter.options.",
+        ),
+        ("vllm", ["drafter.kind=eagle", "drafter.options.fc_bias=true"], "defect", "drafter.options.fc_bias=false"),
+        ("sglang", ["drafter.kind=peagle"], "defect", "SGLang has no P-EAGLE: train with drafter.kind=eagle3"),
+        ("vllm", ["drafter.kind=medusa"], "ok", "`draftsmith export --to vllm` can write it"),
+    ],
+)
+def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str], severity: str, said: str) -> None:
+    """By the rules of export, before anything is trained."""
+    code, findings, _ = clinic(tmp_path).examine("--serve", to, "drafter.options={}", *overrides)
+    finding = findings["served/export"]
+    assert (finding["severity"], said in finding["sentence"]) == (severity, True)
+    assert code == (severity == "defect")
+
+
+def test_how_it_would_be_served(tmp_path: Path) -> None:
+    """And what differs from training, until the recipe says otherwise."""
+    mine = clinic(tmp_path, num_hidden_layers=4)
+    _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={}")
+    asked = '{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 5, "parallel_drafting": true}'
+    assert asked in findings["served/command"]["sentence"]
+    assert "drafter.options.first_token=false" in findings["served/first token"]["sentence"]
+    _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={first_token: false}")
+    assert "served/first token" not in findings
+    result = CliRunner().invoke(cli.app, ["doctor", str(tmp_path / "mine.yaml"), "--serve", "vlm"])
+    assert (result.exit_code, "there is no format vlm: did you mean `vllm`?" in result.stderr) == (2, True)

@@ -54,7 +54,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce", "fc_bias": True},
         {"draft_vocab_size": 40},
     ],
-    "eagle3": [{"draft_vocab_size": 40, "feature_layers": [0, 3]}, {"first_token": False}],
+    "eagle3": [
+        {"draft_vocab_size": 40, "feature_layers": [0, 3]},
+        {"first_token": False, "norm_before_residual": True},
+    ],
     "hydra": [
         {"prefix_attention": True, "draft_vocab_size": 40},
         {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40},

@@ -43,6 +43,11 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "peagle": ("peagle", {"num_masks": 2, "first_token": False}),
     "peagle-two-layers": ("peagle", {"num_masks": 2, "num_layers": 2, "draft_vocab_size": 1000, "first_token": False}),
+    "speculators-eagle3": (
+        "eagle3",
+        {"ttt_steps": 3, "feature_layers": [2, 7], "first_token": False, "norm_before_residual": True},
+    ),
+    "speculators-peagle": ("peagle", {"num_masks": 2, "draft_vocab_size": 1000, "first_token": False}),
     "medusa": ("medusa", {"num_heads": 3}),
     "medusa-shared": ("medusa", {"num_heads": 3, "lm_heads": "shared", "num_layers": 2}),
     "draft_model": ("draft_model", {"draft_depth": 3, "num_layers": 1}),
@@ -161,7 +166,8 @@ def our_counts(drafter: Drafter, setup: Setup) -> tuple[int, list[int]]:
 def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
     kind, options = SERVED[name]
     drafter = trained(kind, options, setup)
-    made = export_drafter(drafter, "vllm", tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
+    to = "speculators" if name.startswith("speculators") else "vllm"
+    made = export_drafter(drafter, to, tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
     speculative = speculative_config(drafter.config, str(tmp_path / "served"))
     answers, counters = answered(setup.prompts, NEW_TOKENS, speculative)
     assert answers == [answer[:NEW_TOKENS] for answer in setup.answers]

@@ -1,0 +1,223 @@
+"""Published checkpoints as our drafters: a folder or a repository of the Hub in, a drafter's folder out.
+
+The layout is recognised by the config and the tensors' names. What our drafters borrow from the target must be the
+target's own in the checkpoint too; where it is not, that is said, and nothing is dropped. The folder that is written
+is like that of a training of no steps, so that everything that measures, proves, tunes or trains drafters takes it.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.formats import causal_lm, eagle, eagle3, medusa
+from draftsmith.models.formats.checkpoint import Checkpoint, Parameters
+from draftsmith.models.formats.speculators import flattened
+from draftsmith.models.weights import some_of, weights_sha256
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.hub import hub_id, told_in_one_sentence
+from draftsmith.recipes.run_folder import read_json, sha256_of, share_as_usual
+
+IMPORT_FILE = "import.json"
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# Kinds whose published checkpoints were trained without a row for the first token.
+WITHOUT_FIRST_TOKEN = ("eagle", "eagle3", "peagle")
+
+
+@dataclass
+class Imported:
+    """`import.json`: what was imported.
+
+    files_sha256: Of the checkpoint's weights.
+    """
+
+    source: str
+    kind: str
+    target: str
+    files_sha256: dict[str, str]
+
+
+def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Imported:
+    """Write `folder`, a drafter's, from a published checkpoint.
+
+    Args:
+        location: A folder, or `user/repo[@revision]`.
+        target: What it was made for, with its weights.
+
+    Raises:
+        UserError: It cannot be read, is in no layout that is known here, or does not fit the target.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already: name another place with --to")
+    source = _place(location)
+    checkpoint = read_published(source)
+    drafter = as_drafter(checkpoint, target)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        drafter.save_pretrained(partial)
+        share_as_usual(partial)
+        kind = drafter.config.model_type.removeprefix("draftsmith-")
+        files = {file.name: sha256_of(file) for file in _weights_files(source)}
+        made = Imported(location, kind, target.config._name_or_path, files)
+        (partial / IMPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
+        training = {
+            "steps": 0,
+            "history": [],
+            "settings": {"drafter.kind": kind},
+            "weights_sha256": weights_sha256(partial),
+        }
+        (partial / TRAINING_FILE).write_text(json.dumps(training, indent=1) + "\n", encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return made
+
+
+def as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
+    """In the checkpoint's dtype, attached.
+
+    Raises:
+        UserError: As `import_drafter`.
+    """
+    kind, read = layout_of(checkpoint)
+    found = _with_own_head_where_needed(read(checkpoint, target.config.to_dict()), target)
+    _refuse_other_borrowed(found, target)
+    options = dict(found.options)
+    if found.kind in WITHOUT_FIRST_TOKEN:
+        options["first_token"] = False
+    if "init" in load_drafter_class(found.kind).config_class.Options.model_fields:
+        options["init"] = "random"
+    drafter = load_drafter_class(found.kind).from_target(target, options)
+    wanted = drafter.state_dict()
+    wrong = {
+        "missing": sorted(wanted.keys() - found.state.keys()),
+        f"not in a {found.kind} drafter": sorted(found.state.keys() - wanted.keys()),
+        "of another shape": sorted(
+            name for name in wanted.keys() & found.state.keys() if wanted[name].shape != found.state[name].shape
+        ),
+    }
+    said = [f"{some_of(names)} {what}" for what, names in wrong.items() if names]
+    if said:
+        raise UserError(
+            f"the checkpoint is in {kind}'s layout, but its tensors are not those of a {found.kind} drafter for this "
+            f"target ({'; '.join(said)}): import one that was made for this target"
+        )
+    dtypes = {value.dtype for value in found.state.values() if value.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    drafter = drafter.to(dtype)
+    drafter.config.dtype = dtype
+    drafter.load_state_dict(
+        {
+            name: value.to(wanted[name].dtype) if not value.is_floating_point() else value
+            for name, value in found.state.items()
+        }
+    )
+    return drafter.attach(target).freeze()
+
+
+def read_published(folder: Path) -> Checkpoint:
+    """A flat config, and all tensors of all weights files.
+
+    Raises:
+        UserError: There are none, or they are damaged.
+    """
+    config, files = folder / "config.json", _weights_files(folder)
+    if not config.is_file() or not files:
+        raise UserError(f"{folder} holds no checkpoint: config.json and weights in *.safetensors, *.bin or *.pt")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            # No code is run: of a pickle, tensors only.
+            one = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except Exception as error:
+            raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:200]}): fetch it again") from None
+        tensors |= one
+    return Checkpoint(flattened(read_json(config, dict[str, Any], "fetch it again")), tensors)
+
+
+def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
+    """Its name, and what reads it.
+
+    Raises:
+        UserError: None that is known here.
+    """
+    names, config = checkpoint.tensors.keys(), checkpoint.config
+    fused = checkpoint.tensors.get("fc.weight")
+    if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
+        return "Medusa", medusa.parameters
+    if fused is not None and ("midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names):
+        return "EAGLE-3", eagle3.parameters
+    if fused is not None and fused.shape[1] == 2 * fused.shape[0]:
+        return "EAGLE", eagle.parameters
+    if "model.norm.weight" in names and "num_hidden_layers" in config:
+        return "transformers", causal_lm.parameters
+    raise UserError(
+        f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
+        "Medusa, or a causal language model with the target's embedding"
+    )
+
+
+def _with_own_head_where_needed(found: Parameters, target: PreTrainedModel) -> Parameters:
+    head = found.borrowed.get("lm_head")
+    if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings()):
+        return eagle3.with_own_head(found)
+    return found
+
+
+def _refuse_other_borrowed(found: Parameters, target: PreTrainedModel) -> None:
+    """
+    Raises:
+        UserError: The checkpoint has another embedding or LM head than the target.
+    """
+    sources = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+    for name, theirs in found.borrowed.items():
+        if name == "embed_tokens" and found.other_row is not None:
+            theirs = theirs.clone()
+            theirs[found.other_row] = target.get_input_embeddings().weight[found.other_row].to(theirs.dtype)
+        if not _is(theirs, sources[name]):
+            raise UserError(
+                f"the checkpoint's {name} is not the target's, and {found.kind} drafters here have none of their own: "
+                "import one that was made for this target, or, if it is a whole model, name it as the model of a "
+                "`kind: draft_model` in eval.methods"
+            )
+
+
+def _is(theirs: Tensor, module: nn.Module) -> bool:
+    """Whether a tensor is the target's, but for the dtype that one of them was rounded to."""
+    ours = next(module.parameters())
+    if theirs.shape != ours.shape:
+        return False
+    return torch.equal(theirs.to(ours.dtype), ours) or torch.equal(theirs, ours.to(theirs.dtype))
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """Safetensors, where there are any."""
+    found = [sorted(folder.glob(pattern)) for pattern in WEIGHTS]
+    pickles = [file for file in (*found[1], *found[2]) if file.name not in ("training_args.bin", "optimizer.pt")]
+    return found[0] or pickles
+
+
+def _place(location: str) -> Path:
+    folder, published = Path(location).expanduser(), hub_id(location)
+    if folder.is_dir():
+        return folder
+    if published is None:
+        raise UserError(f"{location} is no folder, and no `user/repo` of the Hub: name a checkpoint")
+    with told_in_one_sentence(f"{location} cannot be imported (it is no folder here, so a Hub id)", published[0]):
+        patterns = ["config.json", *WEIGHTS]
+        return Path(snapshot_download(published[0], revision=published[1], allow_patterns=patterns))

@@ -1,0 +1,294 @@
+"""Published layouts with random weights become drafters that compute what the papers say, and go back as they came."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.layout_reference import LayoutReference
+from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
+from support.tiny_runs import recipe_file, recipe_in, save_target
+from torch import Tensor
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands.cli import app
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.formats import eagle, eagle3, medusa, speculators
+from draftsmith.models.formats.checkpoint import Checkpoint
+from draftsmith.models.formats.export import export_drafter
+from draftsmith.models.formats.loader_rules import LoaderRules
+from draftsmith.models.formats.reading import IMPORT_FILE, import_drafter
+from draftsmith.models.target.features import target_features
+from draftsmith.recipes.errors import UserError
+
+DRAFTED = 20
+TARGET = tiny_target(num_hidden_layers=4)
+IDS = torch.tensor([[5, 9, 33, 17, 40, 8, 21, 55]])
+NEWEST = 5  # the token that was committed last
+LAYERS: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "vocab_size": VOCABULARY, "num_hidden_layers": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+# As their authors write them: config, rules that name the tensors, the file, and the format to go back in.
+EAGLE_AUTHORS = {**LAYERS, "bias": True, "architectures": ["LlamaForCausalLM"]}
+SPECFORGE = {
+    **LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
+}  # fmt: skip
+VLLM = {
+    **LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCABULARY,
+    "eagle_aux_hidden_state_layer_ids": [0, 2, 3], "num_aux_hidden_states": 3,
+}  # fmt: skip
+PEAGLE = {**VLLM, "pard_token": 7}
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": DRAFTED,
+    "transformer_layer_config": LAYERS, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": "x/y"}},
+}  # fmt: skip
+MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
+LAYOUTS: dict[str, tuple[dict[str, Any], LoaderRules, str, str]] = {
+    "eagle": (EAGLE_AUTHORS, eagle.AUTHORS, "pytorch_model.bin", "eagle"),
+    "specforge": (SPECFORGE, eagle3.AUTHORS, "model.safetensors", "eagle"),
+    "vllm": (VLLM, eagle3.VLLM, "model.safetensors", "vllm"),
+    "peagle": (PEAGLE, eagle3.VLLM, "model.safetensors", "vllm"),
+    "speculators": (SPECULATORS, speculators.RULES, "model.safetensors", "speculators"),
+    "medusa": (MEDUSA, medusa.FASTER_DECODING, "medusa_lm_head.pt", "medusa"),
+}
+
+
+def random_tensors(config: dict[str, Any], rules: LoaderRules) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = {
+        name: shape for rule in rules.tensors for name, shape in rule.expand(speculators.flattened(config)).items()
+    }
+    tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in sorted(shapes.items())}
+    for name in tensors:
+        if "norm" in name:
+            tensors[name] += 1.0
+    if "d2t" in tensors:
+        chosen = torch.arange(DRAFTED) * 3 + 1
+        tensors["d2t"], tensors["t2d"] = chosen - torch.arange(DRAFTED), torch.zeros(VOCABULARY, dtype=torch.bool)
+        tensors["t2d"][chosen] = True
+    return tensors
+
+
+def published(folder: Path, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Write a checkpoint as it would be published."""
+    config, rules, file, _ = LAYOUTS[layout]
+    tensors = random_tensors(config, rules)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(tensors, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return config, tensors
+
+
+def imported(folder: Path, layout: str) -> tuple[Drafter, dict[str, Tensor]]:
+    _, tensors = published(folder / "theirs", layout)
+    import_drafter(str(folder / "theirs"), TARGET, folder / "ours")
+    return load_drafter(folder / "ours", TARGET), tensors
+
+
+def reference(tensors: dict[str, Tensor]) -> LayoutReference:
+    return LayoutReference(tensors, TARGET.get_input_embeddings().weight, TARGET.get_output_embeddings().weight)
+
+
+def started(drafter: Drafter) -> tuple[Any, Tensor]:
+    """A decoder that has seen tokens 0..NEWEST, and the target's features at all of them."""
+    features = target_features(TARGET, IDS, layers=drafter.feature_layers)[0]
+    decoder = drafter.decoder(IDS.shape[1])
+    decoder.start(IDS[0, :3], features[:3])
+    decoder.observe(IDS[0, 3 : NEWEST + 1], features[2:NEWEST])
+    return decoder, features
+
+
+def drafted(decoder: Any, depths: int) -> Tensor:
+    """[depths, V'] of a chain along the true tokens."""
+    if hasattr(decoder, "draft"):
+        return decoder.draft()[:depths]
+    rows = [decoder.begin()[0]]
+    for depth in range(1, depths):
+        rows.append(decoder.expand([int(IDS[0, NEWEST + depth])], [depth - 1])[0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: Path) -> None:
+    drafter, tensors = imported(tmp_path, layout)
+    export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
+    (file,) = (tmp_path / "back").glob("*.safetensors")
+    back = load_file(file)
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_eagle(tmp_path: Path) -> None:
+    drafter, tensors = imported(tmp_path, "eagle")
+    theirs, (decoder, features) = reference(tensors), started(drafter)
+    tokens, read = IDS[0, 1 : NEWEST + 1].tolist(), features[:NEWEST]
+    expected = []
+    for depth in range(3):
+        out = theirs.eagle_slots(tokens, read, list(range(len(tokens))))[-1]
+        expected.append(out @ theirs.head.T)
+        tokens, read = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([read, out[None]])
+    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "normed"),
+    [("specforge", (1, 2, 3), False), ("vllm", (0, 2, 3), False), ("speculators", (1, 2, 3), True)],
+)
+def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, tmp_path: Path) -> None:
+    """SpecForge numbers the layers that it reads one lower; speculators adds the attention to the normed feature."""
+    drafter, tensors = imported(tmp_path, layout)
+    assert drafter.feature_layers == layers
+    theirs, (decoder, features) = reference(tensors), started(drafter)
+    tokens, g = IDS[0, 1 : NEWEST + 1].tolist(), theirs.product("fc", features[:NEWEST])
+    expected = []
+    for depth in range(3):
+        out = theirs.eagle3_slots(tokens, g, list(range(len(tokens))), normed)[-1]
+        expected.append(theirs.eagle3_logits(out))
+        tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, out[None]])
+    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    if "d2t" in tensors:
+        assert drafter.columns.tokens([0, 1, 19]) == [1, 4, 58]
+
+
+def test_peagle(tmp_path: Path) -> None:
+    drafter, tensors = imported(tmp_path, "peagle")
+    theirs, (decoder, features) = reference(tensors), started(drafter)
+    tokens = [*IDS[0, 1 : NEWEST + 1].tolist(), 7, 7]
+    g = theirs.product("fc", torch.cat([features[:NEWEST], tensors["mask_hidden"], tensors["mask_hidden"]]))
+    out = theirs.eagle3_slots(tokens, g, list(range(len(tokens))), False)
+    torch.testing.assert_close(drafted(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
+
+
+def test_medusa(tmp_path: Path) -> None:
+    drafter, tensors = imported(tmp_path, "medusa")
+    theirs, (decoder, features) = reference(tensors), started(drafter)
+    expected = []
+    for head in range(3):
+        hidden = features[NEWEST - 1]
+        for block in range(2):
+            hidden = hidden + torch.nn.functional.silu(theirs.product(f"{head}.{block}.linear", hidden))
+        expected.append(theirs.product(f"{head}.2", hidden))
+    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_of_its_own_for_all_tokens(tmp_path: Path) -> None:
+    """As EAGLE-3 for Vicuna has: 32,000 tokens of 32,000. It is no copy of the target's, and is kept."""
+    config, tensors = published(tmp_path / "theirs", "vllm")
+    tensors["lm_head.weight"] = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(8))
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+    drafter = load_drafter(tmp_path / "ours", TARGET)
+    assert torch.equal(drafter.lm_head.weight, tensors["lm_head.weight"])
+    export_drafter(drafter, "vllm", tmp_path / "back", "TARGET", tmp_path / "ours")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    assert config["draft_vocab_size"] == VOCABULARY
+
+
+def test_the_targets_own_embedding_may_be_there_and_no_other(tmp_path: Path) -> None:
+    _, tensors = published(tmp_path / "theirs", "eagle")
+    tensors["embed_tokens.weight"] = TARGET.get_input_embeddings().weight.clone()
+    torch.save(tensors, tmp_path / "theirs" / "pytorch_model.bin")
+    import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+    tensors["embed_tokens.weight"][3, 3] += 1.0
+    torch.save(tensors, tmp_path / "theirs" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="embed_tokens is not the target's, and eagle drafters here have none"):
+        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "said"),
+    [
+        (
+            "vllm",
+            lambda c, t: c.update(rms_norm_eps=1e-5),
+            "rms_norm_eps is 1e-05 where the target's layers have 1e-06",
+        ),
+        ("vllm", lambda c, t: c.update(intermediate_size=64), "intermediate_size is 64 where"),
+        ("vllm", lambda c, t: c.update(vocab_size=99), "vocab_size is 99 where the target has 61"),
+        ("vllm", lambda c, t: c.update(norm_output=True), "config says norm_output: true, a variant"),
+        ("vllm", lambda c, t: c.pop("eagle_aux_hidden_state_layer_ids"), "names no eagle_aux_hidden_state_layer_ids"),
+        ("vllm", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight missing"),
+        ("vllm", lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight not in a"),
+        ("eagle", lambda c, t: t.pop("fc.weight"), "no layout that is known here"),
+        ("medusa", lambda c, t: t.pop("0.2.weight"), "missing"),
+    ],
+)
+def test_what_does_not_fit_is_named(layout: str, change: Change, said: str, tmp_path: Path) -> None:
+    config, tensors = published(tmp_path / "theirs", layout)
+    config = dict(config)
+    change(config, tensors)
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "theirs" / LAYOUTS[layout][2]
+    save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
+    with pytest.raises(UserError, match=said):
+        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_an_export_comes_back(tmp_path: Path) -> None:
+    """Draft models and PARD's shape, whose embedding and head are the target's, but for the mask's row."""
+    for kind, options in (("draft_model", {}), ("parallel", {"inputs": "embedding", "shared_mask": True})):
+        drafter = tiny_drafter_of(kind, TARGET, **options)
+        export_drafter(drafter, "vllm", tmp_path / f"out-{kind}", "TARGET", tmp_path)
+        import_drafter(str(tmp_path / f"out-{kind}"), TARGET, tmp_path / kind)
+        back = load_drafter(tmp_path / kind, TARGET).state_dict()
+        assert all(torch.equal(back[name], value) for name, value in drafter.state_dict().items())
+
+
+def test_the_command(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    _, tensors = published(tmp_path / "theirs", "medusa")
+    recipe = recipe_in(tmp_path, drafter={"kind": "medusa", "options": {"num_heads": 3, "num_layers": 2}})
+    file = recipe_file(recipe)
+    result = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "runs" / "run" / "drafter"
+    assert json.loads((folder / IMPORT_FILE).read_text())["kind"] == "medusa"
+    assert torch.equal(load_file(folder / "model.safetensors")["lm_heads.1.weight"], tensors["1.2.weight"])
+    again = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
+    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+    nothing = CliRunner().invoke(app, ["import", file])
+    assert (nothing.exit_code, "--from FOLDER" in nothing.stderr) == (2, True)
+
+
+def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "harmed",))
+
+    published(tmp_path / "theirs", "medusa")
+    torch.save({"0.0.linear.weight": Harm()}, tmp_path / "theirs" / "medusa_lm_head.pt")
+    with pytest.raises(UserError, match="cannot be read"):
+        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_a_flat_config_is_left_alone() -> None:
+    assert speculators.flattened(VLLM) is VLLM
+    assert Checkpoint(VLLM, {}).config is VLLM
+
+
+@pytest.mark.parametrize(("num_layers", "expected"), [(32, [2, 16, 29]), (12, [2, 6, 9])])
+def test_layers_that_no_config_names(num_layers: int, expected: list[int]) -> None:
+    """All engines and the authors' code read the same ones, where the target has enough of them."""
+    config = {key: value for key, value in VLLM.items() if key != "eagle_aux_hidden_state_layer_ids"}
+    checkpoint = Checkpoint(config, random_tensors(config, eagle3.VLLM))
+    target_config = {**TARGET.config.to_dict(), "num_hidden_layers": num_layers}
+    assert eagle3.parameters(checkpoint, target_config).options["feature_layers"] == expected
