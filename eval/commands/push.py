@@ -128,12 +128,13 @@ def stage(recipe: Recipe, repo: str, license_: dict[str, str]) -> dict[str, Path
     for file in sorted(run.drafter.glob("*.safetensors*")):
         _link(file, folder / file.name)
     for name in ("config.json", TRAINING_FILE):
-        _write_public(run.drafter / name, folder / name)
+        _write_public(run.drafter / name, folder / name, "restore it, or train again")
     shown = yaml.safe_dump(public_recipe(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(folder / "recipe.yaml", shown)
     pictures = []
     if card_figures(recipe) is not None:
-        _write_public(run.eval / "result.json", folder / "eval" / "result.json")
+        if (run.eval / "result.json").is_file():  # earlier versions wrote none
+            _write_public(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
         for file in sorted(run.eval.glob("*.png")):
             _link(file, folder / "eval" / file.name)
             pictures.append(f"eval/{file.name}")
@@ -166,7 +167,7 @@ def _stage_exports(recipe: Recipe, folder: Path) -> dict[str, str | None]:
         made.target = target
         for file in sorted(export.glob("*")):
             if file.suffix == ".json" and file.name != EXPORT_FILE:
-                _write_public(file, folder / name / file.name)
+                _write_public(file, folder / name / file.name, f"delete {export}, and export again")
             elif file.is_file() and file.name != EXPORT_FILE:
                 _link(file, folder / name / file.name)
         write_atomically(folder / name / EXPORT_FILE, json.dumps(portable(asdict(made)), indent=2) + "\n")
@@ -207,8 +208,8 @@ def _check_trained(recipe: Recipe) -> None:
             raise UserError(f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: give its own recipe")
 
 
-def _write_public(source: Path, copy: Path) -> None:
-    values: Any = json.loads(source.read_text(encoding="utf-8"))
+def _write_public(source: Path, copy: Path, way_out: str) -> None:
+    values = read_json(source, dict[str, Any], way_out)
     write_atomically(copy, json.dumps(masked(portable(values)), indent=2) + "\n")
 
 

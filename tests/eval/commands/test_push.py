@@ -346,6 +346,20 @@ def test_only_what_was_trained_is_pushed(run: FinishedRun, hub: HubServer) -> No
     assert not hub.counts
 
 
+def test_runs_of_earlier_versions_and_damaged_ones(run: FinishedRun, hub: HubServer) -> None:
+    result = run.root / "eval" / "result.json"
+    result.write_text('{"figures": ')
+    assert "result.json is damaged or of another version: run `draftsmith report` again" in said(run.call("push"))
+    result.unlink()
+    pushed(run.call("push"))
+    assert "eval/result.json" not in hub.files(REPO)
+    shutil.rmtree(run.root / "eval")
+    pushed(run.call("push"))
+    assert hub.files(REPO) == staged(run)
+    assert not [name for name in hub.files(REPO) if name.startswith("eval/")]
+    assert b"model-index" not in hub.files(REPO)["README.md"]
+
+
 def test_names_are_those_that_engines_look_for() -> None:
     """vLLM takes `eagle-` for EAGLE and `eagle3` for EAGLE-3 (vllm/config/speculative.py)."""
     names = {
