@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.served_drafters import SERVED
 from support.vllm_server import ENVIRONMENT
 
 from draftsmith.data.sources.conversation import Turn
@@ -34,25 +35,6 @@ pytestmark = [
 ]
 QUESTIONS, NEW_TOKENS, LONGEST_DRAFT = 12, 48, 3
 TRAINING_STEPS = 60
-SERVED: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle": ("eagle", {"draft_depth": 3, "first_token": False}),
-    "eagle3": ("eagle3", {"ttt_steps": 3, "first_token": False}),
-    "eagle3-reduced": (
-        "eagle3",
-        {"ttt_steps": 3, "draft_vocab_size": 1000, "feature_layers": [0, 3, 6, 7], "first_token": False},
-    ),
-    "peagle": ("peagle", {"num_masks": 2, "first_token": False}),
-    "peagle-two-layers": ("peagle", {"num_masks": 2, "num_layers": 2, "draft_vocab_size": 1000, "first_token": False}),
-    "speculators-eagle3": (
-        "eagle3",
-        {"ttt_steps": 3, "feature_layers": [2, 7], "first_token": False, "norm_before_residual": True},
-    ),
-    "speculators-peagle": ("peagle", {"num_masks": 2, "draft_vocab_size": 1000, "first_token": False}),
-    "medusa": ("medusa", {"num_heads": 3}),
-    "medusa-shared": ("medusa", {"num_heads": 3, "lm_heads": "shared", "num_layers": 2}),
-    "draft_model": ("draft_model", {"draft_depth": 3, "num_layers": 1}),
-    "pard": ("parallel", {"num_masks": 2, "inputs": "embedding", "shared_mask": True}),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,9 +146,8 @@ def our_counts(drafter: Drafter, setup: Setup) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
-    kind, options = SERVED[name]
+    kind, to, options = SERVED[name]
     drafter = trained(kind, options, setup)
-    to = "speculators" if name.startswith("speculators") else "vllm"
     made = export_drafter(drafter, to, tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
     speculative = speculative_config(drafter.config, str(tmp_path / "served"))
     answers, counters = answered(setup.prompts, NEW_TOKENS, speculative)
