@@ -206,6 +206,7 @@ def push(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, made if it is not there; by default main.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Open to everybody; by default it is private.")] = False,
+    base_model: Annotated[str | None, typer.Option(help="The target's Hub id, if the recipe names a folder.")] = None,
     license_id: Annotated[
         str | None, typer.Option("--license", help="As the Hub spells it: apache-2.0, ...; by default the target's.")
     ] = None,
@@ -221,7 +222,7 @@ def push(
 
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     formats = tuple(filter(None, exports.split(",")))
-    send(loaded, PushOptions(repo, revision, public, license_id, formats, dry_run), console)
+    send(loaded, PushOptions(repo, revision, public, base_model, license_id, formats, dry_run), console)
 
 
 @app.command()

@@ -57,11 +57,13 @@ LICENSE_KEYS = ("license", "license_name", "license_link")
 
 @dataclass(frozen=True)
 class PushOptions:
-    """repo: `name` or `user/name`; license: as the Hub spells it, by default the target's; exports: formats to make."""
+    """repo: `name` or `user/name`; base_model: the target's id on the Hub, where the recipe names its folder; license:
+    as the Hub spells it, by default the target's; exports: formats to make."""
 
     repo: str | None = None
     revision: str | None = None
     public: bool = False
+    base_model: str | None = None
     license: str | None = None
     exports: tuple[str, ...] = ()
     dry_run: bool = False
@@ -75,7 +77,9 @@ def push(recipe: Recipe, options: PushOptions, console: Console) -> str | None:
         UserError: There is no trained drafter, something of this machine would go up, or the Hub refuses.
     """
     _check_trained(recipe)
-    api, repo = HfApi(), options.repo or default_name(recipe)
+    if options.base_model is not None and hub_id(options.base_model) is None:
+        raise UserError(f"option --base-model: {options.base_model} is no id of the Hub: give owner/name")
+    api, repo = HfApi(), options.repo or default_name(recipe, options.base_model)
     if options.dry_run:
         repo = repo if "/" in repo else f"{YOU}/{repo}"
     else:
@@ -86,10 +90,10 @@ def push(recipe: Recipe, options: PushOptions, console: Console) -> str | None:
         raise UserError(f"option --repo: {repo} is no name of a repository: give name or user/name")
     for to in options.exports:
         console.print(export_run(recipe, to, None).lines()[0], markup=False)
-    license_ = license_of(recipe, options)
-    if not license_:
+    card = Publication(RunFolder(recipe).root / STAGED, repo, options.base_model, license_of(recipe, options))
+    if not card.license:
         console.print("The card names no licence, as the target's tells none: --license gives one", markup=False)
-    files = stage(recipe, repo, license_)
+    files = stage(recipe, card)
     console.print(f"{repo}: {len(files)} files, {bytes_text(sum(map(_size, files.values())))}", markup=False)
     for name, file in files.items():
         console.print(f"  {bytes_text(_size(file)):>10}  {name}", markup=False)
@@ -103,26 +107,26 @@ def push(recipe: Recipe, options: PushOptions, console: Console) -> str | None:
     return address
 
 
-def default_name(recipe: Recipe) -> str:
+def default_name(recipe: Recipe, base_model: str | None = None) -> str:
     """`{target}-{method}`, the method spelled as engines detect it."""
-    target = recipe.target.gguf_file or recipe.target.model.rstrip("/").rpartition("/")[2]
+    target = (base_model or recipe.target.gguf_file or recipe.target.model).rstrip("/").rpartition("/")[2]
     kind = recipe.drafter.kind
     method = load_drafter_class(kind).published_as or kind.replace("_", "-")
     target = re.sub(r"[^\w.-]+", "-", target.removesuffix(".gguf"))[: LONGEST_NAME - len(method) - 1]
     return f"{target}-{method}"
 
 
-def stage(recipe: Recipe, repo: str, license_: dict[str, str]) -> dict[str, Path]:
-    """Put together `runs/<name>/hub/`. Returns its files by their names in the repository.
+def stage(recipe: Recipe, card: Publication) -> dict[str, Path]:
+    """Put together what goes up in the card's folder. Returns its files by their names in the repository.
 
     Args:
-        license_: As `license_of` gives it.
+        card: Gets its pictures and exports here.
 
     Raises:
         UserError: Something of this machine would go up.
     """
     run = RunFolder(recipe)
-    folder = run.root / STAGED
+    folder = card.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in sorted(run.drafter.glob("*.safetensors*")):
@@ -131,30 +135,29 @@ def stage(recipe: Recipe, repo: str, license_: dict[str, str]) -> dict[str, Path
         _write_public(run.drafter / name, folder / name, "restore it, or train again")
     shown = yaml.safe_dump(public_recipe(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(folder / "recipe.yaml", shown)
-    pictures = []
     if card_figures(recipe) is not None:
         if (run.eval / "result.json").is_file():  # earlier versions wrote none
             _write_public(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
         for file in sorted(run.eval.glob("*.png")):
             _link(file, folder / "eval" / file.name)
-            pictures.append(f"eval/{file.name}")
+            card.pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
         write_atomically(folder / "eval" / "proof.json", json.dumps(masked(portable(proof)), indent=2) + "\n")
-    exports = _stage_exports(recipe, folder)
-    update_card(recipe, Publication(folder, repo, license_, pictures, exports))
+    card.exports = _stage_exports(recipe, card)
+    update_card(recipe, card)
     files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
     _refuse_private(recipe, files)
     return files
 
 
-def _stage_exports(recipe: Recipe, folder: Path) -> dict[str, str | None]:
+def _stage_exports(recipe: Recipe, card: Publication) -> dict[str, str | None]:
     """Those of these weights. Returns the command that serves each after a download, by its folder.
 
     Raises:
         UserError: One is of other weights.
     """
     run, commands = RunFolder(recipe), {}
-    target = public_recipe(recipe)["target"]["model"]
+    folder, target = card.folder, card.base_model or public_recipe(recipe)["target"]["model"]
     for noted in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
         export, name = noted.parent, f"export/{noted.parent.name}"
         made = read_json(noted, Export, f"delete {export}, and export again")
@@ -179,13 +182,12 @@ def license_of(recipe: Recipe, options: PushOptions) -> dict[str, str]:
     """The one that was asked for, else the target's own; nothing where its card tells none."""
     if options.license is not None:
         return {"license": options.license}
-    model = recipe.target.model
+    model = options.base_model or recipe.target.model
     folder = EMBEDDED_TARGET if model == "embedded" else Path(model)
     try:
         card = folder / CARD_FILE
         if not folder.is_dir():
-            revision, known = recipe.target.revision, options.dry_run
-            card = Path(hf_hub_download(model, CARD_FILE, revision=revision, local_files_only=known))
+            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=options.dry_run))
         said = ModelCard.load(card).data.to_dict()
     except Exception:  # of any kind: no card, no network, no YAML; the drafter goes up without a license
         return {}

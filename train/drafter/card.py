@@ -41,12 +41,14 @@ ARXIV_ID = re.compile(r"\b\d{4}\.\d{5}\b")
 class Publication:
     """A card in the folder that goes to the Hub as `repo`, which has more in it than the drafter.
 
-    license: `license` and what belongs to it in the Hub's metadata; pictures: paths in the folder; exports: folders in
-    it, each with the command that serves it where there is one.
+    base_model: the target's Hub id, where the recipe names its folder; license: `license` and what belongs to it in the
+    Hub's metadata; pictures: paths in the folder; exports: folders in it, each with the command that serves it where
+    there is one.
     """
 
     folder: Path
     repo: str
+    base_model: str | None = None
     license: dict[str, str] = field(default_factory=dict)
     pictures: list[str] = field(default_factory=list)
     exports: dict[str, str | None] = field(default_factory=dict)
@@ -74,7 +76,8 @@ def write_drafter_card(
         shutil.copyfile(file, publication.folder / CARD_FILE)
     if by_hand:
         return None
-    target = _public(recipe.target.model)
+    named = None if publication is None else publication.base_model
+    target = named or _public(recipe.target.model)
     training = TrainReport.read(folder) if (folder / TRAINING_FILE).is_file() else None
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
@@ -85,6 +88,7 @@ def write_drafter_card(
         mark=MARK,
         recipe=recipe,
         target=target,
+        of_target={} if named else recipe.target.model_dump(include={"revision", "gguf_file"}, exclude_none=True),
         source=", ".join(_public(source.source) for source in recipe.data.conversations.sources),
         what=_what_it_is(recipe.drafter.kind),
         recipe_yaml=_shown_recipe(recipe),
@@ -107,7 +111,9 @@ def front_matter(
     """The Hub's metadata: ids of the target and the conversations only where they are the Hub's."""
     values: dict[str, Any] = {"library_name": "draftsmith", "pipeline_tag": "text-generation"}
     values |= {} if publication is None else publication.license
-    if _is_hub_id(recipe.target.model):
+    if publication is not None and publication.base_model is not None:
+        values["base_model"] = publication.base_model
+    elif _is_hub_id(recipe.target.model):
         values["base_model"] = recipe.target.model
     datasets = [source.source for source in recipe.data.conversations.sources if _is_hub_id(source.source)]
     if datasets:

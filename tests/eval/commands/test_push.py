@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -136,6 +137,16 @@ def test_the_licence_is_the_targets(run: FinishedRun, hub: HubServer) -> None:
     assert license_of(recipe, PushOptions(license="mit")) == {"license": "mit"}
 
 
+def test_a_target_in_a_folder_has_a_name_on_the_hub(run: FinishedRun, hub: HubServer) -> None:
+    result = pushed(run.call("push", "--dry-run", "--base-model", "org/T-8B"))
+    assert "YOU/T-8B-parallelspec" in result.output
+    card = ModelCard.load(run.root / "hub" / "README.md")
+    assert card.data.to_dict()["base_model"] == "org/T-8B"
+    assert "a drafter for org/T-8B" in card.text
+    assert 'TargetRecipe(model="org/T-8B")' in card.text
+    assert "--base-model: 8B is no id of the Hub" in said(run.call("push", "--base-model", "8B"))
+
+
 def test_bytes_arrive_and_are_not_sent_twice(run: FinishedRun, hub: HubServer) -> None:
     result = pushed(run.call("push"))
     assert f"Pushed    {hub.url}/{REPO}/commit/" in result.output
@@ -187,15 +198,24 @@ def test_what_breaks_with_xet_is_one_sentence_too(
 
 
 def test_from_the_shell(run: FinishedRun, hub: HubServer) -> None:
-    """Nothing patched: HF_ENDPOINT and HF_TOKEN are all that a process is told."""
+    """Nothing patched: HF_ENDPOINT and HF_TOKEN are all that a process is told. Ctrl-C in the middle, and again."""
     told = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "draftsmith.eval.commands.cli", "push", run.recipe],
-        env={**os.environ, **told}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "push", run.recipe]
+    started: list[subprocess.Popen[str]] = []
+
+    def interrupt(asked: str, number: int) -> None:
+        if asked == "POST preupload" and number == 1:
+            started[0].send_signal(signal.SIGINT)
+
+    hub.script = interrupt
+    for code in (130, 0):
+        pipe = subprocess.PIPE
+        started.insert(0, subprocess.Popen(command, env={**os.environ, **told}, stdout=pipe, stderr=pipe, text=True))
+        out, err = started[0].communicate()
+        assert started[0].returncode == code, err
+        assert TOKEN not in out + err
+        assert ("interrupted: run the same command again" in err) == (code == 130)
     assert hub.files(REPO) == staged(run)
-    assert TOKEN not in result.stdout + result.stderr
 
 
 def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: HubServer) -> None:
@@ -204,7 +224,7 @@ def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: H
     for command in ("distill", "train"):
         pushed(run.call(command, *servable))
     root = run.root.parent / "pard"
-    assert "option --to sglan" in said(run.call("push", "--exports", "vllm,sglan", *servable))
+    assert "did you mean `sglang`?" in said(run.call("push", "--exports", "vllm,sglan", *servable))
     assert "cannot go `--to sglang`" in said(run.call("push", "--exports", "sglang", *servable))
     assert not hub.repos
     pushed(run.call("push", "--exports", "vllm", *servable))
