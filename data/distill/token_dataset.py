@@ -42,8 +42,8 @@ class TokenReport(TokenCounts):
         extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
         return (
             f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; of "
-            f"{self.conversations} conversations {self.shortened} shortened by whole turns, {self.too_long} too long, "
-            f"{self.refused} refused by the chat template"
+            f"{self.conversations} conversations {self.shortened} shortened by whole turns, {self.answers_cut} cut in "
+            f"their first answer, {self.too_long} too long, {self.refused} refused by the chat template"
         )
 
 
@@ -57,10 +57,11 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
     """
     view, max_length_tokens = LedgerView(folder.data), recipe.data.max_length_tokens
+    cut_answers = recipe.data.distill.cut_answers == "keep"
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share a folder end at the same time.
     with FileLock(folder.data / "tokens.lock"):
-        fingerprint = _fingerprint(view, tokenizer, max_length_tokens)
+        fingerprint = _fingerprint(view, tokenizer, max_length_tokens, cut_answers)
         recorded = read_token_report(final)
         if recorded is not None and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
@@ -74,6 +75,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
                 building / "rows.arrow",
                 recipe.data.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
                 bar,
+                cut_answers,
             )
         if counts.rows == 0:
             shutil.rmtree(building)
@@ -87,7 +89,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         return report
 
 
-def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> str:
+def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int, cut_answers: bool) -> str:
     digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -97,6 +99,7 @@ def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int) -> st
         vocabulary,
         str(tokenizer.chat_template),
         str(max_length_tokens),
+        *(["cut answers"] if cut_answers else []),
     ):
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()

@@ -46,6 +46,11 @@ class TokenizedConversation:
         runs = groupby(zip(self.loss_mask, self.input_ids, strict=True), key=itemgetter(0))
         return [[token_id for _, token_id in run] for carries_loss, run in runs if carries_loss]
 
+    def cut_to(self, length_tokens: int) -> "TokenizedConversation":
+        """The first tokens; no label is behind them."""
+        ends = tuple(end for end in self.answer_ends_tokens if end <= length_tokens)
+        return TokenizedConversation(self.input_ids[:length_tokens], self.loss_mask[:length_tokens], (), ends)
+
     def with_last_answer_only(self) -> "TokenizedConversation":
         """The same tokens with loss on the last run of ones alone."""
         end = len(self.loss_mask) - self.loss_mask[::-1].index(1)

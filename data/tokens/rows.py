@@ -43,6 +43,7 @@ class TokenCounts:
     """What became of conversations when they were tokenised.
 
     shortened: conversations that lost trailing turns to the length; too_long: that did not fit at all.
+    answers_cut: first answers that were cut at the length, beyond which nothing of them is left.
     extra_rows: of answers that the rows they belong to do not hold.
     """
 
@@ -53,6 +54,7 @@ class TokenCounts:
     shortened: int = 0
     too_long: int = 0
     refused: int = 0
+    answers_cut: int = 0
     extra_rows: int = 0
 
     def add(self, other: "TokenCounts") -> None:
@@ -75,6 +77,7 @@ class _ChunkTokenizer:
 
     tokenizer: Any
     max_length_tokens: int
+    cut_answers: bool
 
     def tokenize(self, conversations: list[Answered]) -> _Chunk:
         chunk = _Chunk()
@@ -85,6 +88,9 @@ class _ChunkTokenizer:
             except TemplateProblem:
                 chunk.counts.refused += 1
                 continue
+            if not rows and self.cut_answers:
+                rows = cut_first_answer(self.tokenizer, conversation, self.max_length_tokens, answer_ids)
+                chunk.counts.answers_cut += len(rows)
             chunk.counts.too_long += not rows
             chunk.counts.shortened += shortened
             chunk.counts.extra_rows += max(0, len(rows) - 1)
@@ -117,8 +123,25 @@ def tokenize_rows(
     return rows, dropped > 0
 
 
+def cut_first_answer(
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
+) -> list[TokenizedConversation]:
+    """The first exchange to the length, if that lies in its answer and the answer's ids are known: one row or none."""
+    if not answer_ids or answer_ids[0] is None:
+        return []
+    end = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
+    cut = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids)).cut_to(max_length_tokens)
+    return [cut] if any(cut.loss_mask) else []
+
+
 def write_token_rows(
-    conversations: Iterable[Answered], tokenizer: Any, max_length_tokens: int, file: Path, processes: int, bar: Any
+    conversations: Iterable[Answered],
+    tokenizer: Any,
+    max_length_tokens: int,
+    file: Path,
+    processes: int,
+    bar: Any,
+    cut_answers: bool = False,
 ) -> TokenCounts:
     """Tokenise to an Arrow file, with the columns of `FEATURES`.
 
@@ -129,12 +152,13 @@ def write_token_rows(
         file: Is written anew.
         processes: With 1 all is done in this one.
         bar: A tqdm bar of conversations.
+        cut_answers: Keep of a first exchange that is too long what fits, if it ends in the answer.
 
     Raises:
         UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
     """
     counts, waiting = TokenCounts(), _Chunk()
-    work = _ChunkTokenizer(tokenizer, max_length_tokens)
+    work = _ChunkTokenizer(tokenizer, max_length_tokens, cut_answers)
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
         for chunk in _tokenized_chunks(iter(conversations), work, processes):
             counts.add(chunk.counts)

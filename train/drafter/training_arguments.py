@@ -20,13 +20,16 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
     """
     fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     hints = typing.get_type_hints(TrainingArguments)
+    use_cpu = (
+        use_cpu or not torch.accelerator.is_available()
+    )  # transformers refuses bf16 on a CPU that is not asked for
     checked = {key: _checked(key, value, fields, hints) for key, value in values.items()}
     defaults = {
         "output_dir": str(output_dir),
         "seed": seed,
         "report_to": "none",
         "use_cpu": use_cpu,
-        "dataloader_pin_memory": not use_cpu and torch.accelerator.is_available(),
+        "dataloader_pin_memory": not use_cpu,
     }
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")

@@ -56,6 +56,23 @@ def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(rows["length"]) == [len(row.input_ids) for row in expected]
 
 
+def test_a_first_answer_is_cut_at_the_length(tmp_path: Path) -> None:
+    """The prompt and the first tokens of the answer, all of these with loss; not without ids, nor a prompt alone."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    long = Conversation("long", (Turn("user", "a"), Turn("assistant", "x")))
+    said = [5 + n % 7 for n in range(90)]
+    unasked = Conversation("unasked", (Turn("user", "a " * 200), Turn("assistant", "x")))
+    answered: list[Answered] = [(long, [said]), (long, None), (unasked, [[5, 6]]), (conversation(3), [[5, 6, 7]])]
+    answered[1] = (Conversation("no ids", (Turn("user", "a"), Turn("assistant", "b " * 90))), None)
+    with tqdm(disable=True) as bar:
+        counts = write_token_rows(iter(answered), tokenizer, 60, tmp_path / "x", 1, bar, cut_answers=True)
+    assert (counts.rows, counts.answers_cut, counts.too_long, counts.shortened) == (2, 1, 2, 0)
+    row = datasets.Dataset.from_file(str(tmp_path / "x"))[0]
+    prompt = prompt_token_ids(tokenizer, long.turns[:1])
+    assert row["input_ids"] == prompt + said[: 60 - len(prompt)]
+    assert row["loss_mask"] == [0] * len(prompt) + [1] * (60 - len(prompt))
+
+
 @pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_conversations_are_read_no_further_than_the_work_ahead(
