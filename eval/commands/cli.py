@@ -230,7 +230,7 @@ def push(
 def export(
     recipe: RecipePath,
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, eagle, medusa.")] = "vllm",
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, eagle, medusa, hydra.")] = "vllm",
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Where to; by default export/FORMAT in the run's folder.")
     ] = None,
@@ -250,7 +250,7 @@ def import_command(
     recipe: RecipePath,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, Medusa.")
+        str | None, typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, Medusa, Hydra.")
     ] = None,
     to: Annotated[Path | None, typer.Option("--to", help="By default the run's own drafter's folder.")] = None,
 ) -> None:

@@ -45,7 +45,10 @@ class HeadsDrafter(DraftVocabulary):
         if config.lm_heads == "separate":
             hidden_size, vocabulary = (config.target_config[key] for key in ("hidden_size", "vocab_size"))
             rows = config.draft_vocab_size or vocabulary
-            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, rows, bias=False) for _ in range(config.num_heads))
+            bias = getattr(config, "lm_head_bias", False)
+            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, rows, bias=bias) for _ in range(config.num_heads))
+            for head in self.own_heads if bias else []:
+                head.bias.requires_grad_(False).zero_()
 
     @property
     def own_heads(self) -> list[nn.Linear]:

@@ -44,6 +44,9 @@ class HydraConfig(DrafterConfig):
 
         prefix_attention: bool = Field(False, description="Hydra++'s decoder layer over the prefix")
         embedding_norm: bool = Field(True, description="normalise the embeddings that the heads read")
+        lm_head_bias: bool = Field(
+            False, description="biases of the LM heads, which stay as they are, as imported ones of the authors' have"
+        )
         attention: Attention = "folded"
         depth_weights: DepthWeights = 1.0
 

@@ -101,14 +101,19 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path, weights_file: str = "
     (folder / "config.json").write_text(text, encoding="utf-8")
     # Copies: safetensors refuses tensors that share memory.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in checkpoint.tensors.items()}
-    save_file(tensors, folder / weights_file, {"format": "pt"})
+    if weights_file.endswith(".safetensors"):
+        save_file(tensors, folder / weights_file, {"format": "pt"})
+    else:
+        torch.save(tensors, folder / weights_file)
     share_as_usual(folder)
 
 
 def read_checkpoint(folder: Path, weights_file: str = "model.safetensors") -> Checkpoint:
     """What `write_checkpoint` wrote, in one flat config."""
     config = read_json(folder / "config.json", dict[str, Any], "export it again")
-    return Checkpoint(flattened(config), load_file(folder / weights_file))
+    file = folder / weights_file
+    tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    return Checkpoint(flattened(config), tensors)
 
 
 def check_written(folder: Path, drafter: Drafter, way: Way) -> None:

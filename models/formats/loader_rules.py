@@ -23,7 +23,7 @@ class TensorRule:
 
     Args:
         name: With `{i}`, `{j}` for numbers.
-        shape: Dimensions, as the module's docstring names them; a number before one multiplies it.
+        shape: Dimensions, as the module's docstring names them, `i+2` with the first number, or products of these.
         ranges: First and one past the last of each number: numbers, or names of counts.
         when: A fact about the config that must hold, or must not if it begins with `not `.
     """
@@ -40,10 +40,13 @@ class TensorRule:
             if facts(config)[fact] == self.when.startswith("not "):
                 return {}
         sizes = dimensions(config)
-        shape = tuple(_size(dimension, sizes) for dimension in self.shape)
         counts = [range(*(_size(str(end), sizes) for end in ends)) for ends in self.ranges]
-        numbers = itertools.product(*counts)
-        return {self.name.format(**dict(zip("ij", chosen, strict=False))): shape for chosen in numbers}
+        found = {}
+        for chosen in itertools.product(*counts):
+            numbers = dict(zip("ij", chosen, strict=False))
+            known = {**sizes, "i+2": numbers.get("i", 0) + 2}
+            found[self.name.format(**numbers)] = tuple(_size(dimension, known) for dimension in self.shape)
+        return found
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
-from draftsmith.models.formats import causal_lm, eagle, eagle3, medusa
+from draftsmith.models.formats import causal_lm, eagle, eagle3, hydra, medusa
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters
 from draftsmith.models.formats.speculators import flattened
 from draftsmith.models.weights import some_of, weights_sha256
@@ -160,6 +160,8 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappin
     fused = checkpoint.tensors.get("fc.weight")
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
         return "Medusa", medusa.parameters
+    if "hydra_mlp.0.0.linear.weight" in names:
+        return "Hydra", hydra.parameters
     if fused is not None and ("midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names):
         return "EAGLE-3", eagle3.parameters
     if fused is not None and fused.shape[1] == 2 * fused.shape[0]:
@@ -168,7 +170,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappin
         return "transformers", causal_lm.parameters
     raise UserError(
         f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
-        "Medusa, or a causal language model with the target's embedding"
+        "Medusa, Hydra, or a causal language model with the target's embedding"
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.formats import causal_lm, eagle, eagle3, medusa, speculators
+from draftsmith.models.formats import causal_lm, eagle, eagle3, hydra, medusa, speculators
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, Refusal
 from draftsmith.models.formats.loader_rules import LoaderRules
 
@@ -21,6 +21,7 @@ FORMATS = {
     "speculators": "speculators, read by vLLM 0.32",
     "eagle": "SafeAILab/EAGLE",
     "medusa": "FasterDecoding/Medusa",
+    "hydra": "zankner/Hydra",
 }
 
 
@@ -91,6 +92,7 @@ WAYS: dict[tuple[str, str], Way] = {
     ("medusa", "medusa"): Way(
         medusa.FASTER_DECODING, medusa.refusal_faster_decoding, medusa.to_faster_decoding, medusa.parameters
     ),
+    ("hydra", "hydra"): Way(hydra.RULES, hydra.refusal, hydra.to_hydra, hydra.parameters),
 }  # fmt: skip
 
 # Of these, what real vLLM loads and accepts in `tests/models/formats/test_vllm_serves.py`.
@@ -122,6 +124,10 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         (kind, "medusa"): Refusal("this is the layout of Medusa's heads", "drafter.kind=medusa")
         for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel")
     },
+}
+REFUSED |= {
+    (kind, "hydra"): Refusal("this is the layout of Hydra's heads", "drafter.kind=hydra")
+    for kind in ("peagle", "eagle", "eagle3", "medusa", "draft_model", "parallel")
 }
 
 

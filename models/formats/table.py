@@ -28,6 +28,9 @@ CONDITIONS: list[tuple[str, str, dict[str, Any], str]] = [
     ("parallel", "llama", {"shared_mask": True, "inputs": "embedding", "mask_residual": True}, "`mask_residual: true`"),
     ("medusa", "llama", {"draft_vocab_size": 100}, "a draft vocabulary"),
     ("medusa", "llama", {"lm_heads": "shared"}, "`lm_heads: shared`"),
+    ("hydra", "llama", {}, "`embedding_norm: true`"),
+    ("hydra", "llama", {"prefix_attention": True}, "`prefix_attention: true`"),
+    ("hydra", "llama", {"embedding_norm": False, "num_layers": 4}, "more than two blocks a head"),
     ("draft_model", "llama", {"draft_vocab_size": 100}, "a draft vocabulary"),
 ]
 HEAD = """# Where a drafter can go

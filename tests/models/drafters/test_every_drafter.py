@@ -61,6 +61,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "hydra": [
         {"prefix_attention": True, "draft_vocab_size": 40},
         {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40},
+        {"lm_head_bias": True, "embedding_norm": False},
     ],
     "medusa": [
         {"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda"},

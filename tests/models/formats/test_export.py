@@ -55,6 +55,8 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle", "eagle", "llama", {"fc_bias": True}),
     ("eagle", "eagle", "mistral", {}),
     ("medusa", "medusa", "llama", {"num_layers": 2}),
+    ("hydra", "hydra", "llama", {"embedding_norm": False, "num_layers": 2}),
+    ("hydra", "hydra", "qwen3", {"embedding_norm": False, "num_heads": 3}),
 ]
 INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("parallel", "vllm", "llama", {}, "4 distinct masks", "drafter.kind=peagle"),
@@ -79,6 +81,8 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ),
     ("medusa", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
     ("medusa", "medusa", "llama", {"lm_heads": "shared"}, "an LM head", "lm_heads=separate"),
+    ("hydra", "hydra", "llama", {}, "embeddings as they are", "embedding_norm=false"),
+    ("hydra", "hydra", "llama", {"prefix_attention": True}, "prefix attention", "prefix_attention=false"),
     ("draft_model", "vllm", "llama", {"draft_vocab_size": 20}, "all of it", "draft_vocab_size=null"),
 ]
 
@@ -90,8 +94,9 @@ def drafter_of(kind: str, model_type: str, options: dict[str, Any]) -> Drafter:
 def exported(drafter: Drafter, to: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     (folder / "ours").mkdir()
     export_drafter(drafter, to, folder / "theirs", "TARGET", folder / "ours")
-    (weights,) = (folder / "theirs").glob("*.safetensors")
-    return json.loads((folder / "theirs" / "config.json").read_text()), load_file(weights)
+    read = json.loads((folder / "theirs" / "config.json").read_text())
+    weights = list((folder / "theirs").glob("*.safetensors"))
+    return read, load_file(weights[0]) if weights else {}
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.formats import eagle, eagle3, medusa, speculators
+from draftsmith.models.formats import eagle, eagle3, hydra, medusa, speculators
 from draftsmith.models.formats.checkpoint import Checkpoint
-from draftsmith.models.formats.export import export_drafter
+from draftsmith.models.formats.export import export_drafter, read_checkpoint
 from draftsmith.models.formats.loader_rules import LoaderRules
 from draftsmith.models.formats.reading import IMPORT_FILE, import_drafter
+from draftsmith.models.formats.served import WAYS, kind_of
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -51,12 +52,17 @@ SPECULATORS = {
     "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": "x/y"}},
 }  # fmt: skip
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
+HYDRA = {
+    "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
+    "hidden_state_offset": 0, "hidden_size": 32, "vocab_size": VOCABULARY,
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[dict[str, Any], LoaderRules, str, str]] = {
     "eagle": (EAGLE_AUTHORS, eagle.AUTHORS, "pytorch_model.bin", "eagle"),
     "specforge": (SPECFORGE, eagle3.AUTHORS, "model.safetensors", "eagle"),
     "vllm": (VLLM, eagle3.VLLM, "model.safetensors", "vllm"),
     "peagle": (PEAGLE, eagle3.VLLM, "model.safetensors", "vllm"),
     "speculators": (SPECULATORS, speculators.RULES, "model.safetensors", "speculators"),
+    "hydra": (HYDRA, hydra.RULES, "hydra_lm_head.pt", "hydra"),
     "medusa": (MEDUSA, medusa.FASTER_DECODING, "medusa_lm_head.pt", "medusa"),
 }
 
@@ -123,8 +129,8 @@ def drafted(decoder: Any, depths: int) -> Tensor:
 def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: Path) -> None:
     drafter, tensors = imported(tmp_path, layout)
     export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
-    (file,) = (tmp_path / "back").glob("*.safetensors")
-    back = load_file(file)
+    way = WAYS[kind_of(drafter.config), LAYOUTS[layout][3]]
+    back = read_checkpoint(tmp_path / "back", way.rules.weights_file if way.rules else "model.safetensors").tensors
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
 
@@ -182,6 +188,21 @@ def test_medusa(tmp_path: Path) -> None:
     torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
+def test_hydra(tmp_path: Path) -> None:
+    """Head i reads the feature and i + 1 embeddings; its second block is the first's size."""
+    drafter, tensors = imported(tmp_path, "hydra")
+    theirs, (decoder, features) = reference(tensors), started(drafter)
+    read, expected = features[NEWEST - 1], []
+    for head in range(3):
+        read = torch.cat([read, theirs.embedding[IDS[0, NEWEST + head]]])
+        first = f"hydra_mlp.{head}.0"
+        hidden = theirs.product(f"{first}.res_connection", read)
+        hidden = hidden + torch.nn.functional.silu(theirs.product(f"{first}.linear", read))
+        hidden = hidden + torch.nn.functional.silu(theirs.product(f"hydra_mlp.{head}.1.linear", hidden))
+        expected.append(theirs.product(f"hydra_lm_head.{head}", hidden))
+    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
 def test_a_head_of_its_own_for_all_tokens(tmp_path: Path) -> None:
     """As EAGLE-3 for Vicuna has: 32,000 tokens of 32,000. It is no copy of the target's, and is kept."""
     config, tensors = published(tmp_path / "theirs", "vllm")
@@ -228,6 +249,8 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ("vllm", lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight not in a"),
         ("eagle", lambda c, t: t.pop("fc.weight"), "no layout that is known here"),
         ("medusa", lambda c, t: t.pop("0.2.weight"), "missing"),
+        ("hydra", lambda c, t: c.update(hydra_head_arch="prefix-mlp"), "hydra_head_arch: prefix-mlp"),
+        ("hydra", lambda c, t: c.pop("grounded_heads"), "grounded_heads: False"),
     ],
 )
 def test_what_does_not_fit_is_named(layout: str, change: Change, said: str, tmp_path: Path) -> None:
