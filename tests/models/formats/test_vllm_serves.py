@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
 QUESTIONS, NEW_TOKENS, LONGEST_DRAFT = 12, 48, 3
-TRAINING_STEPS = 60
+TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks learn slowly
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +93,7 @@ def trained(kind: str, options: dict[str, Any], setup: Setup) -> Drafter:
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     drafter.train()
     rows = [torch.tensor([prompt + answer]) for prompt, answer in zip(setup.prompts, setup.answers, strict=True)]
-    for step in range(TRAINING_STEPS):
+    for step in range(STEPS_WITH_MASKS if "num_masks" in options else TRAINING_STEPS):
         ids = rows[step % len(rows)]
         loss_mask = torch.zeros_like(ids)
         loss_mask[:, len(setup.prompts[step % len(rows)]) :] = 1
@@ -155,5 +155,5 @@ def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> No
     rounds, accepted = our_counts(drafter, setup)
     print(name, "vLLM:", counters, "ours:", rounds, accepted)
     assert made.num_speculative_tokens == len(accepted) == 3
-    assert accepted[0] > 0
+    assert min(accepted) > 0
     assert (counters["drafts"], list(counters["accepted_tokens_per_pos"])) == (rounds, accepted)
