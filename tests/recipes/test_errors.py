@@ -13,6 +13,7 @@ from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
+from draftsmith.eval.commands.stages import write_json
 from draftsmith.recipes.errors import exit_with_one_sentence, what_the_system_refused
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -157,10 +158,10 @@ def test_json_to_a_device_does_not_replace_it(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "real").write_text("old")
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
-    cli._write_json(link, [1])
+    write_json(link, [1])
     assert link.is_symlink()
     assert (tmp_path / "real").read_text() == "[\n  1\n]\n"
-    cli._write_json(Path("/dev/null"), [1])
+    write_json(Path("/dev/null"), [1])
     assert Path("/dev/null").is_char_device()
 
 

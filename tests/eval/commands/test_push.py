@@ -200,7 +200,10 @@ def test_what_breaks_with_xet_is_one_sentence_too(
 def test_from_the_shell(run: FinishedRun, hub: HubServer) -> None:
     """Nothing patched: HF_ENDPOINT and HF_TOKEN are all that a process is told. Ctrl-C in the middle, and again."""
     told = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "push", run.recipe]
+    # What starts a process in the background, as shells do, leaves SIGINT ignored in it.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    main = "from draftsmith.eval.commands.cli import main; main()"
+    command = [sys.executable, "-c", f"{heeds}; {main}", "push", run.recipe]
     started: list[subprocess.Popen[str]] = []
 
     def interrupt(asked: str, number: int) -> None:

@@ -1,5 +1,6 @@
 """`draftsmith plan`: its figures are those of real steps, of hand counts, or the exact sums that it says they are."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list
 def traced_peak_bytes(trainer: DrafterTrainer) -> int:
     target, drafter = trainer._target, trainer._drafter
     weights = {*target.parameters(), *drafter.parameters(), *drafter.buffers()}
+    gc.collect()  # what an earlier test left would be freed in between, and counted as if it had been of this one
     with torch.profiler.profile(profile_memory=True) as profile:
         trainer.train()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
