@@ -193,7 +193,7 @@ class DistillRecipe(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(512, ge=1)
     cut_answers: Literal["keep", "drop"] = Field(
-        "keep",
+        "drop",
         description="an answer that hits max_new_tokens ends its conversation; `keep`: what was said until then is "
         "trained on, without an end token",
     )

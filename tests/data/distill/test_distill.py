@@ -240,7 +240,7 @@ def test_answers_cut_short_and_dropped(source: Path, tmp_path: Path) -> None:
 def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:
     """Loss is on what was said, to the cut and not behind it: no end token, no later turn."""
     tokenizer = tiny_tokenizer(templates.CHATML)
-    report = run(make_recipe(source), tmp_path / "out", CutEngine(tokenizer))
+    report = run(make_recipe(source, cut_answers="keep"), tmp_path / "out", CutEngine(tokenizer))
     assert report.answers_cut_short == 2
     assert not report.failed
     assert dict(report.shortened) == {"answer cut short by max_new_tokens": 2}
@@ -262,7 +262,8 @@ def test_a_cut_text_without_ids_is_dropped(source: Path, tmp_path: Path) -> None
             assert isinstance(whole, Completion)
             return Completion(None, whole.finish_reason, self.tokenizer.decode(whole.token_ids))
 
-    report = run(make_recipe(source), tmp_path / "out", TextEngine(tiny_tokenizer(templates.CHATML)))
+    recipe = make_recipe(source, cut_answers="keep")
+    report = run(recipe, tmp_path / "out", TextEngine(tiny_tokenizer(templates.CHATML)))
     assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
     assert "alone" not in kept(tmp_path / "out")
 
