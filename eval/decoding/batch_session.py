@@ -63,24 +63,15 @@ class BatchSession(Session):
 
     def add(self, prompt_ids: list[int]) -> TargetStep:
         """Read a prompt into a new row, the last. Logits [1, V] of its last token, features [P, F]."""
-        self.check_room(prompt_ids)
-        with self._cache.one_row(len(self._cache.lengths), len(prompt_ids)):
-            ids = torch.tensor([prompt_ids], device=self.device)
-            step = self._run(ids, self._columns[None, : len(prompt_ids)], None, **self._prefill_options)
-        return TargetStep(step.logits[0, -1:], step.features[0])
+        return self._read(len(self._cache.lengths), 0, prompt_ids, None)
 
     def extend(self, row: int, prompt_ids: list[int]) -> TargetStep:
         """Read on in a row whose committed tokens are the prompt's first. As `add`, features of what was read now."""
-        self.check_room(prompt_ids)
-        start, new_ids = self._cache.lengths[row], prompt_ids[self._cache.lengths[row] :]
+        start = self._cache.lengths[row]
         columns = self._columns[: len(prompt_ids)]
         hidden = columns > columns[start:, None]
         mask = torch.zeros(hidden.shape, dtype=self._target.dtype, device=self.device)
-        mask = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[None, None]
-        with self._cache.one_row(row, len(new_ids)):
-            ids = torch.tensor([new_ids], device=self.device)
-            step = self._run(ids, columns[None, start:], mask, **self._prefill_options)
-        return TargetStep(step.logits[0, -1:], step.features[0])
+        return self._read(row, start, prompt_ids, mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[None, None])
 
     def drop(self, row: int) -> None:
         """Forget a row; the last one takes its place."""
@@ -105,6 +96,15 @@ class BatchSession(Session):
         """Keep the accepted nodes (root first) of each row's tree in the last `forward_trees`."""
         with torch.inference_mode():
             self._cache.keep_rows(paths)
+
+    def _read(self, row: int, start: int, prompt_ids: list[int], mask: Tensor | None) -> TargetStep:
+        """The prompt from `start` on into one row. mask: additive, [1, 1, P - start, P]."""
+        self.check_room(prompt_ids)
+        places = self._columns[None, start : len(prompt_ids)]
+        with self._cache.one_row(row, len(prompt_ids) - start):
+            ids = torch.tensor([prompt_ids[start:]], device=self.device)
+            step = self._run(ids, places, mask, **self._prefill_options)
+        return TargetStep(step.logits[0, -1:], step.features[0])
 
     def _mask(self, trees: list[DraftTree], nodes: int) -> Tensor | None:
         """[A, 1, N, longest + N] additive: a row's own tokens, then its tree's ancestors."""

@@ -34,6 +34,17 @@ class Layout(Protocol):
     def product(self, rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Plain:
+    """The weight as it is: what the others are measured against."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def product(self, rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(rows, weight, bias)
+
+
 # torch's own compiler packs weights with these operations; they have no public name.
 @dataclass(frozen=True)
 class OneDnn:
@@ -155,15 +166,14 @@ def _packings(layers: list[nn.Linear], of: tuple[Layout, ...]) -> dict[torch.Siz
         if size < MEASURED_BYTES or all(layer.weight.shape != weight.shape for weight in measured):
             measured.append(layer.weight)
             size += 4 * layer.weight.numel()
-    best = {("plain", *key): spent for key, spent in _nanoseconds(measured, None).items()} | {
-        (layout, *key): spent for layout in of for key, spent in _nanoseconds(measured, layout).items()
-    }
+    plain = Plain()
+    best = {(layout, *key): spent for layout in (plain, *of) for key, spent in _nanoseconds(measured, layout).items()}
     packings: dict[torch.Size, Packing] = {}
     for shape in {weight.shape for weight in measured}:
         fastest = min(of, key=lambda layout, at=shape: sum(best[layout, at, n] for n in ROWS[1:]), default=None)  # type: ignore[misc]
         if fastest is not None:
             gains = takewhile(
-                lambda n, by=fastest, at=shape: LEAST_GAIN * best[by, at, n] < best["plain", at, n],  # type: ignore[misc]
+                lambda n, by=fastest, at=shape: LEAST_GAIN * best[by, at, n] < best[plain, at, n],  # type: ignore[misc]
                 reversed(ROWS),
             )
             from_rows = min(gains, default=None)
@@ -172,18 +182,15 @@ def _packings(layers: list[nn.Linear], of: tuple[Layout, ...]) -> dict[torch.Siz
     return packings
 
 
-def _nanoseconds(weights: list[Tensor], layout: Layout | None) -> dict[tuple[torch.Size, int], int]:
-    """The shortest of a few trials, by shape and number of rows; of the plain product without a layout."""
-    packed = [None if layout is None else layout.pack(weight) for weight in weights]
+def _nanoseconds(weights: list[Tensor], layout: Layout) -> dict[tuple[torch.Size, int], int]:
+    """The shortest of a few trials, by shape and number of rows."""
+    packed = [layout.pack(weight) for weight in weights]
     trials: list[Counter[tuple[torch.Size, int]]] = [Counter() for _ in range(TRIALS)]
     with torch.inference_mode():
         for spent_ns, rows in product(trials, ROWS):
             for weight, copy in zip(weights, packed, strict=True):
                 x = torch.zeros(rows, weight.shape[1])
                 began = time.perf_counter_ns()
-                if layout is None or copy is None:
-                    F.linear(x, weight)
-                else:
-                    layout.product(x, copy, weight, None)
+                layout.product(x, copy, weight, None)
                 spent_ns[weight.shape, rows] += time.perf_counter_ns() - began
     return {key: min(spent_ns[key] for spent_ns in trials) for key in trials[0]}

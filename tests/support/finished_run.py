@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import Result
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
@@ -102,3 +103,8 @@ def finished_run(parent: Path) -> FinishedRun:
 
 def write_lines(file: Path, records: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return finished_run(tmp_path_factory.mktemp("finished"))

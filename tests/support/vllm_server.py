@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 
@@ -18,6 +21,16 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_environment() -> Iterator[None]:
+    """Of a module that imports it."""
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 class VllmServer:

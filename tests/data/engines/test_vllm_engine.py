@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.greedy_reference import check_greedy
-from support.vllm_server import ENVIRONMENT, VllmServer
+from support.vllm_server import VllmServer, vllm_environment
 
 from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger_view import read_distilled
@@ -33,6 +32,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
+__all__ = ["vllm_environment"]  # fixture
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
@@ -41,15 +41,6 @@ TARGET = TargetRecipe(model="embedded", dtype="float32")
 TOKENIZER = load_tokenizer(TARGET)
 END_IDS = tuple(answer_end_ids(load_generation_config(TARGET), TOKENIZER))
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "max_model_len": 512, "concurrency": 16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +70,8 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def setting(engine: str, **options: Any) -> EngineSetting:
-    distill_section = {"engine": engine, "options": options}
+    # As many tokens as `questions` asks for: the target in this process answers by its recipe's settings.
+    distill_section = {"engine": engine, "options": options, "max_new_tokens": 96}
     recipe = Recipe.model_validate(
         {"name": "x", "target": {"model": "embedded", "dtype": "float32"}, "data": {"distill": distill_section}}
     )

@@ -16,21 +16,17 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from support.finished_run import FinishedRun, finished_run
+from support.finished_run import FinishedRun, finished
 
 from draftsmith.eval.commands import evaluate
 
+__all__ = ["finished"]  # fixture
 SEED, TIMES = (int(part) for part in os.environ.get("DRAFTSMITH_FUZZ", "1 1").split())
 ODD: list[Any] = [
     None, -1, 0, 1.5, 10**30, float("nan"), float("inf"), True, "", "x", "\0", "é\ud800", "../../x", [], [[]], {},
     ["a", None], {"a": 1},
 ]  # fmt: skip
 GONE = object()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    return finished_run(tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.finished_run import FinishedRun, finished_run
+from support.finished_run import FinishedRun, finished
 from support.hub_server import USER, HubServer, hub
 from support.tiny_disk import tiny_disk
 from support.tiny_runs import recipe_file
@@ -17,13 +17,8 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
-__all__ = ["hub", "tiny_disk"]  # fixtures
+__all__ = ["finished", "hub", "tiny_disk"]  # fixtures
 REPO = f"{USER}/target-parallelspec"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    return finished_run(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

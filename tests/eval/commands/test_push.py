@@ -15,7 +15,7 @@ import pytest
 import yaml
 from click.testing import Result
 from huggingface_hub import ModelCard
-from support.finished_run import FinishedRun, finished_run
+from support.finished_run import FinishedRun, finished
 from support.hub_server import TOKEN, USER, HubServer, Repo, hub, xet
 
 from draftsmith.eval.commands import push as push_module
@@ -24,13 +24,8 @@ from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
-__all__ = ["hub", "xet"]  # fixtures
+__all__ = ["finished", "hub", "xet"]  # fixtures
 REPO = f"{USER}/target-parallelspec"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    return finished_run(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

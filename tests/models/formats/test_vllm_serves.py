@@ -6,8 +6,6 @@ now and then.
 
 import gc
 import importlib.util
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.served_drafters import SERVED
-from support.vllm_server import ENVIRONMENT
+from support.vllm_server import vllm_environment
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
@@ -29,21 +27,13 @@ from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.schema import TargetRecipe
 from draftsmith.train.features.online import training_features
 
+__all__ = ["vllm_environment"]  # fixture
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
 QUESTIONS, NEW_TOKENS, LONGEST_DRAFT = 12, 48, 3
 TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks learn slowly
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @dataclass

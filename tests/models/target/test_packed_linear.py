@@ -140,7 +140,7 @@ def test_a_measurement_decides_by_shape(monkeypatch: pytest.MonkeyPatch) -> None
     one = Timed(now, {8: {1: 120}, 16: {1: 120, 6: 50}, 32: {1: 95}})
     other = Timed(now, {8: {1: 130, 12: 60}, 16: {1: 80}, 32: {1: 99}})
     monkeypatch.setattr(packed_linear, "layouts", lambda: (one, other))
-    monkeypatch.setattr(packed_linear.F, "linear", lambda x, weight: plain.product(x, weight, weight, None))
+    monkeypatch.setattr(packed_linear, "Plain", lambda: plain)
     monkeypatch.setattr(packed_linear.time, "perf_counter_ns", lambda: now[0])
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 16), nn.Linear(4, 32)).requires_grad_(False)
     pack_linears(model)
