@@ -35,7 +35,8 @@ Answers = list[list[int]]
 
 def by_the_engine(target: Any, prompts: Answers, settings: GenerationSettings, end_ids: Any, batch: int) -> Answers:
     """In the order of the prompts."""
-    engine = TransformersEngine(TargetDecoder(target, batch, max(map(len, prompts)), settings, end_ids), batch)
+    longest = max(map(len, prompts))
+    engine = TransformersEngine(TargetDecoder(target, batch, longest, settings.max_new_tokens, end_ids), batch)
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), prompt, [], settings, 0))
     answers: dict[str, list[int]] = {}

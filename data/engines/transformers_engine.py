@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from pydantic import Field
 
-from draftsmith.data.engines.engine import BatchDecoder, EngineSetting, Outcome, Request
+from draftsmith.data.engines.engine import BatchDecoder, EngineSetting, Failure, Outcome, Request
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -36,6 +36,7 @@ class TransformersEngine:
         self.concurrency = self._batch_size = batch_size
         self.max_length_tokens: int | None = decoder.max_length_tokens
         self._waiting: deque[Request] = deque()
+        self._refused: list[tuple[str, Outcome]] = []
 
     @classmethod
     def make(cls, options: Options, setting: EngineSetting) -> TransformersEngine:
@@ -44,16 +45,21 @@ class TransformersEngine:
             return cls(setting.load_decoder(options.batch_size), options.batch_size)
 
     def submit(self, request: Request) -> None:
-        self._waiting.append(request)
+        longest = self._decoder.max_length_tokens
+        if len(request.prompt_ids) + request.settings.max_new_tokens > longest:
+            self._refused.append((request.key, Failure(f"prompt and answer longer than {longest} tokens")))
+        else:
+            self._waiting.append(request)
 
     def collect(self) -> list[tuple[str, Outcome]]:
         """Rounds of all rows until an answer has ended."""
+        ended, self._refused = self._refused, []
         with _memory_told(self._batch_size):
             while self._waiting and self._decoder.has_room:
                 self._decoder.begin(self._waiting.popleft())
-            while not (ended := self._decoder.advance()):
-                pass
-        return list(ended)
+            while not ended:
+                ended += self._decoder.advance()
+        return ended
 
     def close(self) -> None:
         self._waiting.clear()

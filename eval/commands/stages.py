@@ -59,7 +59,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     from draftsmith.data.card.card import CARD, write_card_of_run
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.token_dataset import build_token_dataset
-    from draftsmith.data.engines.engine import EngineSetting, GenerationSettings, open_engine
+    from draftsmith.data.engines.engine import EngineSetting, open_engine
     from draftsmith.data.tokens.end_ids import answer_end_ids
     from draftsmith.eval.commands.target_decoder import TargetDecoder
     from draftsmith.models.target.loading import (
@@ -84,8 +84,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
         def load_decoder(batch_size: int) -> TargetDecoder:
             target, _ = load_target(recipe.target)
             pack_linears(target)
-            longest = recipe.data.max_length_tokens
-            return TargetDecoder(target, batch_size, longest, GenerationSettings.of(recipe.data.distill), end_ids)
+            longest, answer = recipe.data.max_length_tokens, recipe.data.distill.max_new_tokens
+            return TargetDecoder(target, batch_size, longest, answer, end_ids)
 
         return open_engine(EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, load_decoder))
 

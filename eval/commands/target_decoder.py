@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.engines.engine import Completion, GenerationSettings, Request
+from draftsmith.data.engines.engine import Completion, Request
 from draftsmith.eval.decoding.batch_loop import BatchLoop
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import OpenAnswer
@@ -22,9 +22,8 @@ class TargetDecoder:
     Args:
         target: The model, in eval mode.
         batch_size: Rows.
-        longest_prompt_tokens: Memory for such a prompt and its answer is kept for each row, or as far as the target's
-            positions go.
-        settings: Of every request.
+        longest_prompt_tokens, longest_answer_tokens: Memory for both together is kept for each row, or as far as the
+            target's positions go.
         end_ids: Tokens that end an answer.
 
     Raises:
@@ -36,18 +35,16 @@ class TargetDecoder:
         target: Any,
         batch_size: int,
         longest_prompt_tokens: int,
-        settings: GenerationSettings,
+        longest_answer_tokens: int,
         end_ids: Collection[int],
     ) -> None:
         limit = longest_sequence_tokens(target)
-        wanted = longest_prompt_tokens + settings.max_new_tokens
+        wanted = longest_prompt_tokens + longest_answer_tokens
         self.max_length_tokens = wanted if limit is None else min(limit, wanted)
         self._end_ids = end_ids
         self._loop = BatchLoop(
             BatchSession(target, self.max_length_tokens, batch_size),
             [Autoregressive() for _ in range(batch_size)],
-            Sampling(settings.temperature, settings.top_k, settings.top_p),
-            settings.max_new_tokens,
             end_ids,
             [torch.Generator(target.device) for _ in range(batch_size)],
         )
@@ -59,13 +56,17 @@ class TargetDecoder:
         return self._loop.has_room
 
     def begin(self, request: Request) -> None:
-        """A conversation's next turn goes on in the row of its last, if that holds what the prompt begins with."""
+        """By the request's own settings. A conversation's next turn goes on in the row of its last, if that holds what
+        the prompt begins with."""
+        settings = request.settings
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+        wanted = (request.prompt_ids, sampling, settings.max_new_tokens, request.seed)
         held, last = self._told.pop(request.key, ([], None))
         begins_with = len(request.prompt_ids) > len(held) and request.prompt_ids[: len(held)] == held
         if last is not None and begins_with and self._loop.has_row_of(last):
-            answer = self._loop.go_on(last, request.prompt_ids, request.seed)
+            answer = self._loop.go_on(last, *wanted)
         else:
-            answer = self._loop.begin(request.prompt_ids, request.seed)
+            answer = self._loop.begin(*wanted)
         self._open[answer] = request
 
     def advance(self) -> list[tuple[str, Completion]]:

@@ -54,12 +54,13 @@ def generate_batch(
     """
     for prompt_ids in prompts:
         session.check_room(prompt_ids, max_new_tokens)
-    loop = BatchLoop(session, methods, sampling, max_new_tokens, end_ids, generators, stop)
+    loop = BatchLoop(session, methods, end_ids, generators, stop)
     answers: list[OpenAnswer] = []
     while loop.is_busy or len(answers) < len(prompts):
         while loop.has_room and len(answers) < len(prompts):
             number = len(answers)
-            answers.append(loop.begin(prompts[number], None if seeds is None else seeds[number]))
+            seed = None if seeds is None else seeds[number]
+            answers.append(loop.begin(prompts[number], sampling, max_new_tokens, seed))
         loop.advance()
     session.reset()
     return [answer.record for answer in answers]
@@ -67,6 +68,8 @@ def generate_batch(
 
 class BatchLoop:
     """Rows at work: `begin` a prompt while one is free, `advance` all by a round. As `generate_batch`, step by step.
+
+    Each answer has its own sampling and limit; prompt and answer must fit into the session.
 
     Raises:
         ValueError: More methods than rows, or not one generator a method.
@@ -76,8 +79,6 @@ class BatchLoop:
         self,
         session: BatchSession,
         methods: Sequence[Method],
-        sampling: Sampling,
-        max_new_tokens: int,
         end_ids: Collection[int] = (),
         generators: Sequence[torch.Generator] | None = None,
         stop: StopStrings | None = None,
@@ -89,8 +90,7 @@ class BatchLoop:
         self._free = list(zip(methods, of_rows, strict=True))[::-1]
         self._rows: list[OpenAnswer] = []  # in the session's order
         self._told: list[OpenAnswer] = []  # of these: they have ended, and `advance` has said so
-        self._session, self._sampling = session, sampling
-        self._max_new_tokens, self._end_ids, self._stop = max_new_tokens, end_ids, stop
+        self._session, self._end_ids, self._stop = session, end_ids, stop
 
     @property
     def has_room(self) -> bool:
@@ -102,29 +102,39 @@ class BatchLoop:
         return len(self._rows) > len(self._told)
 
     @torch.inference_mode()
-    def begin(self, prompt_ids: list[int], seed: int | None = None) -> OpenAnswer:
+    def begin(
+        self, prompt_ids: list[int], sampling: Sampling, max_new_tokens: int, seed: int | None = None
+    ) -> OpenAnswer:
         """Read a prompt into a free row. `seed`: what the row's generator is started with."""
         if not self._free:
             self._leave(self._told.pop())
         method, generator = self._free.pop()
-        return self._open(method, generator, self._session.add, prompt_ids, seed)
+        answer = OpenAnswer(method, generator, sampling, max_new_tokens, self._end_ids, self._stop)
+        return self._open(answer, self._session.add, prompt_ids, seed)
 
     def has_row_of(self, answer: OpenAnswer) -> bool:
         """Whether `go_on` is possible behind it."""
         return answer in self._told
 
     @torch.inference_mode()
-    def go_on(self, answer: OpenAnswer, prompt_ids: list[int], seed: int | None = None) -> OpenAnswer:
+    def go_on(
+        self,
+        last: OpenAnswer,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        max_new_tokens: int,
+        seed: int | None = None,
+    ) -> OpenAnswer:
         """Read on behind an answer that `advance` gave last, whose row has the prompt's first tokens: the next turn.
 
         Its method learns the features of what is read now, not of the whole prompt.
         """
-        row = self._rows.index(answer)
-        self._told.remove(answer)
-        prefill = partial(self._session.extend, row)
-        opened = self._open(answer.method, answer.generator, prefill, prompt_ids, seed)
+        row = self._rows.index(last)
+        self._told.remove(last)
+        answer = OpenAnswer(last.method, last.generator, sampling, max_new_tokens, self._end_ids, self._stop)
+        self._open(answer, partial(self._session.extend, row), prompt_ids, seed)
         self._rows[row] = self._rows.pop()
-        return opened
+        return answer
 
     @torch.inference_mode()
     def advance(self) -> list[OpenAnswer]:
@@ -135,7 +145,7 @@ class BatchLoop:
         while self._told:
             self._leave(self._told.pop())
         if self._rows and not any(row.ended for row in self._rows):
-            _round(self._session, self._rows, self._sampling)
+            _round(self._session, self._rows)
         self._told = [row for row in self._rows if row.ended]
         for row in self._told:
             row.record.wall_time_s = time.perf_counter() - row.began_s
@@ -143,16 +153,14 @@ class BatchLoop:
 
     def _open(
         self,
-        method: Method,
-        generator: torch.Generator | None,
+        answer: OpenAnswer,
         prefill: Callable[[list[int]], TargetStep],
         prompt_ids: list[int],
         seed: int | None,
     ) -> OpenAnswer:
-        if seed is not None and generator is not None:
-            generator.manual_seed(seed)
-        answer = OpenAnswer(method, generator, self._max_new_tokens, self._end_ids, self._stop)
-        answer.begin(prefill, prompt_ids, self._sampling)
+        if seed is not None and answer.generator is not None:
+            answer.generator.manual_seed(seed)
+        answer.begin(prefill, prompt_ids)
         self._rows.append(answer)
         return answer
 
@@ -165,7 +173,7 @@ class BatchLoop:
         self._free.append((answer.method, answer.generator))
 
 
-def _round(session: BatchSession, rows: list[OpenAnswer], sampling: Sampling) -> None:
+def _round(session: BatchSession, rows: list[OpenAnswer]) -> None:
     """One round of all rows, in the steps of `generate`."""
     clock = time.perf_counter
     started = clock()
@@ -175,12 +183,12 @@ def _round(session: BatchSession, rows: list[OpenAnswer], sampling: Sampling) ->
     session.synchronize()
     verified = clock()
     logits = [step.logits[index, : len(tree)] for index, tree in enumerate(trees)]
-    if sampling.greedy:
-        argmax_ids = step.logits.argmax(-1).tolist()  # the device is waited for once, not once a row
-        verdicts = [verify_greedy(tree, ids) for tree, ids in zip(trees, argmax_ids, strict=True)]
-    else:
-        of_rows = zip(trees, logits, rows, strict=True)
-        verdicts = [verify(tree, at_nodes, sampling, row.generator) for tree, at_nodes, row in of_rows]
+    # The device is waited for once, not once a greedy row.
+    argmax_ids = step.logits.argmax(-1).tolist() if any(row.sampling.greedy for row in rows) else [[]] * len(rows)
+    verdicts = [
+        verify_greedy(tree, ids) if row.sampling.greedy else verify(tree, at_nodes, row.sampling, row.generator)
+        for row, tree, at_nodes, ids in zip(rows, trees, logits, argmax_ids, strict=True)
+    ]
     for row, tree, at_nodes in zip(rows, trees, logits, strict=True):
         row.show_logits(tree, at_nodes)
     chosen = clock()

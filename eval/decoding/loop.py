@@ -62,8 +62,8 @@ def generate(
     """
     session.check_room(prompt_ids, max_new_tokens)
     clock = time.perf_counter
-    answer = OpenAnswer(method, generator, max_new_tokens, end_ids, stop)
-    answer.begin(session.prefill, prompt_ids, sampling)
+    answer = OpenAnswer(method, generator, sampling, max_new_tokens, end_ids, stop)
+    answer.begin(session.prefill, prompt_ids)
     out = answer.record
     done = clock()
     while not answer.ended:
@@ -101,11 +101,12 @@ class OpenAnswer:
         self,
         method: Method,
         generator: torch.Generator | None,
+        sampling: Sampling,
         max_new_tokens: int,
         end_ids: Collection[int],
         stop: StopStrings | None,
     ) -> None:
-        self.method, self.generator = method, generator
+        self.method, self.generator, self.sampling = method, generator, sampling
         self.record = AnswerRecord()
         self.ended = False
         self._reader = method if isinstance(method, ReadsLogits) else None
@@ -115,11 +116,11 @@ class OpenAnswer:
         self._max_new_tokens, self._end_ids = max_new_tokens, end_ids
         self._matcher = None if stop is None else stop.matcher()
 
-    def begin(self, prefill: Callable[[list[int]], TargetStep], prompt_ids: list[int], sampling: Sampling) -> None:
+    def begin(self, prefill: Callable[[list[int]], TargetStep], prompt_ids: list[int]) -> None:
         """Read the prompt; its first token comes from the target alone."""
         self.began_s = time.perf_counter()
         step = prefill(prompt_ids)
-        first = first_token(step.logits[-1], sampling, self.generator)
+        first = first_token(step.logits[-1], self.sampling, self.generator)
         self.record.first_token_s = time.perf_counter() - self.began_s
         self.method.start(prompt_ids, step.features)
         self.method.observe([first], step.features[-1:])

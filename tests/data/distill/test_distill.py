@@ -19,7 +19,7 @@ from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
 from draftsmith.data.distill.report import DistillReport
 from draftsmith.data.distill.settings import distill_settings
-from draftsmith.data.engines.engine import Completion, Failure, GenerationSettings, Outcome, Request
+from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
@@ -434,8 +434,7 @@ def test_distils_end_to_end(source: Path, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(templates.CHATML)
     recipe = make_recipe(source, max_new_tokens=24, options={"batch_size": 4})
     end_ids = list(range(0, 340, 8))  # a random model seldom says <|im_end|>
-    settings = GenerationSettings.of(recipe.data.distill)
-    engine = TransformersEngine(TargetDecoder(tiny_chat_llama(), 4, 200, settings, end_ids), 4)
+    engine = TransformersEngine(TargetDecoder(tiny_chat_llama(), 4, 200, 24, end_ids), 4)
     engine.tokenizer = tokenizer  # type: ignore[attr-defined]
     report = run(recipe, tmp_path / "out", engine, weights="a")
     assert report.kept > 0

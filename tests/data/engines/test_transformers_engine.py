@@ -10,7 +10,7 @@ import torch
 from support.tiny_models import tiny_chat_llama
 from transformers import LlamaForCausalLM
 
-from draftsmith.data.engines.engine import Completion, EngineSetting, GenerationSettings, Request, open_engine
+from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Request, open_engine
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.eval.commands.target_decoder import TargetDecoder
 from draftsmith.recipes.errors import UserError
@@ -27,10 +27,8 @@ PROMPTS = [[5, 9, 30], [7], [100, 200, 300, 40, 50, 60, 70], [8, 8], [33, 44, 55
 GREEDY, SAMPLED = GenerationSettings(max_new_tokens=24), GenerationSettings(1.2, 50, 0.95, 24)
 
 
-def engine_of(
-    target: Any, batch_size: int, settings: GenerationSettings, end_ids: Collection[int] = END_IDS
-) -> TransformersEngine:
-    return TransformersEngine(TargetDecoder(target, batch_size, 60, settings, end_ids), batch_size)
+def engine_of(target: Any, batch_size: int, end_ids: Collection[int] = END_IDS) -> TransformersEngine:
+    return TransformersEngine(TargetDecoder(target, batch_size, 60, 24, end_ids), batch_size)
 
 
 def answers_of(engine: TransformersEngine, settings: GenerationSettings, seed: int = 3) -> list[Completion]:
@@ -45,7 +43,7 @@ def answers_of(engine: TransformersEngine, settings: GenerationSettings, seed: i
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
 def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, settings: GenerationSettings) -> None:
     """Greedy, and sampled too, since each row has its own generator."""
-    one_by_one, batched = (engine_of(tiny_llama, size, settings) for size in (1, 3))
+    one_by_one, batched = (engine_of(tiny_llama, size) for size in (1, 3))
     expected = answers_of(one_by_one, settings)
     assert answers_of(batched, settings) == expected
     assert len({tuple(completion.token_ids or []) for completion in expected}) == len(PROMPTS)
@@ -55,13 +53,13 @@ def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, settings: Genera
 
 def test_a_row_that_ends_is_filled_before_the_next_round(tiny_llama: LlamaForCausalLM) -> None:
     """Of two rows one gives twelve tokens and the other four times three: as many forwards as the longer one has."""
-    forwards = []
+    forwards, settings = [], GenerationSettings(max_new_tokens=12)
     hook = tiny_llama.register_forward_hook(lambda *_, **__: forwards.append(1), with_kwargs=True)
-    free = answers_of(engine_of(tiny_llama, 1, GenerationSettings(max_new_tokens=12)), GREEDY)
+    free = answers_of(engine_of(tiny_llama, 1), settings)
     ends = {completion.token_ids[2] for completion in free[1:]}  # type: ignore[index]
-    alone = answers_of(engine_of(tiny_llama, 1, GenerationSettings(max_new_tokens=12), ends), GREEDY)
+    alone = answers_of(engine_of(tiny_llama, 1, ends), settings)
     forwards.clear()
-    together = answers_of(engine_of(tiny_llama, 2, GenerationSettings(max_new_tokens=12), ends), GREEDY)
+    together = answers_of(engine_of(tiny_llama, 2, ends), settings)
     hook.remove()
     assert together == alone
     lengths = [len(completion.token_ids or []) for completion in alone]
@@ -83,7 +81,7 @@ def test_a_next_turn_goes_on_in_its_row(tiny_llama: LlamaForCausalLM, settings: 
     """Only what is new is read, whichever rows end meanwhile; the answers are those of a whole prompt."""
     ends = [t for t in range(340) if t % 6 == 1]
     settings = dataclasses.replace(settings, max_new_tokens=6)
-    engine, asked = engine_of(tiny_llama, len(PROMPTS), settings, ends), {}
+    engine, asked = engine_of(tiny_llama, len(PROMPTS), ends), {}
     read: list[int] = []
     hook = tiny_llama.register_forward_pre_hook(
         lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -104,7 +102,7 @@ def test_a_next_turn_goes_on_in_its_row(tiny_llama: LlamaForCausalLM, settings: 
     hook.remove()
     # A first turn is read whole, a later one from its answer's last token on: that and two tokens.
     assert sorted(n for n in read if n > 1) == sorted([len(p) for p in PROMPTS if len(p) > 1] + [3] * 10)
-    alone = engine_of(tiny_llama, 1, settings, ends)
+    alone = engine_of(tiny_llama, 1, ends)
     for (prompt, seed), outcome in asked.items():
         alone.submit(Request("x", list(prompt), [], settings, seed))
         assert alone.collect() == [("x", outcome)]
@@ -114,7 +112,7 @@ def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama:
     """A repetition penalty in generation_config.json would have us distil another distribution than p."""
     tiny_llama.generation_config.repetition_penalty = 5.0
     try:
-        engine = engine_of(tiny_llama, 2, GenerationSettings(max_new_tokens=12))
+        engine = engine_of(tiny_llama, 2)
         engine.submit(Request("0", [5, 9, 30], [], GREEDY, 0))
         completion = engine.collect()[0][1]
         assert isinstance(completion, Completion)
@@ -127,9 +125,9 @@ def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama:
 
 
 def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -> None:
-    free = answers_of(engine_of(tiny_llama, 4, GREEDY), GREEDY)
+    free = answers_of(engine_of(tiny_llama, 4), GREEDY)
     end_ids = sorted({free[0].token_ids[3], 1})  # type: ignore[index]  # the first row stops early, the others go on
-    stopped = answers_of(engine_of(tiny_llama, 4, GREEDY, end_ids), GREEDY)
+    stopped = answers_of(engine_of(tiny_llama, 4, end_ids), GREEDY)
     for before, after in zip(free, stopped, strict=True):
         assert before.token_ids is not None
         ends = [t for t, token_id in enumerate(before.token_ids) if token_id in end_ids]
@@ -141,13 +139,43 @@ def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -
 
 def test_prompt_and_answer_fit_into_the_targets_positions(tiny_llama: LlamaForCausalLM) -> None:
     """The distillation asks no longer question than the engine says."""
-    settings = GenerationSettings(max_new_tokens=24)
-    assert TransformersEngine(TargetDecoder(tiny_llama, 1, 60, settings, END_IDS), 1).max_length_tokens == 84
-    assert TransformersEngine(TargetDecoder(tiny_llama, 1, 1000, settings, END_IDS), 1).max_length_tokens == 128
+    assert TransformersEngine(TargetDecoder(tiny_llama, 1, 60, 24, END_IDS), 1).max_length_tokens == 84
+    assert TransformersEngine(TargetDecoder(tiny_llama, 1, 1000, 24, END_IDS), 1).max_length_tokens == 128
+
+
+def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
+    """Greedy and sampled rows side by side, of several lengths, and in the rows of other settings' answers."""
+    every = [GREEDY, SAMPLED, GenerationSettings(1.2, 1, 1.0, 9), GenerationSettings(max_new_tokens=5)]
+    alone = [answers_of(engine_of(tiny_llama, 1, ()), settings) for settings in every]
+    engine, outcomes = engine_of(tiny_llama, 3, ()), {}
+    for number, settings in enumerate(every):
+        for key, prompt in enumerate(PROMPTS):
+            engine.submit(Request(f"{number}.{key}", prompt, [], settings, 3 + key))
+    while len(outcomes) < len(every) * len(PROMPTS):
+        outcomes |= dict(engine.collect())
+    for number, settings in enumerate(every):
+        answers = [outcomes[f"{number}.{key}"] for key in range(len(PROMPTS))]
+        assert answers == alone[number]
+        assert {len(answer.token_ids) for answer in answers} == {settings.max_new_tokens}
+    # Of the most likely token alone nothing can be drawn but it.
+    for greedy, sampled, top_1, short in zip(*alone, strict=True):
+        assert greedy.token_ids[:9] == top_1.token_ids
+        assert greedy.token_ids[:5] == short.token_ids
+        assert greedy.token_ids != sampled.token_ids
+
+
+def test_what_does_not_fit_is_refused_alone(tiny_llama: LlamaForCausalLM) -> None:
+    engine = engine_of(tiny_llama, 1)  # 60 and 24 tokens
+    for prompt_tokens, answer_tokens in ((80, 4), (80, 5), (3, 82), (3, 81)):
+        settings = GenerationSettings(max_new_tokens=answer_tokens)
+        engine.submit(Request(f"{prompt_tokens}+{answer_tokens}", [7] * prompt_tokens, [], settings, 0))
+    too_long = Failure("prompt and answer longer than 84 tokens")
+    assert engine.collect() == [("80+5", too_long), ("3+82", too_long)]
+    assert [key for _ in range(2) for key, _ in engine.collect()] == ["80+4", "3+81"]
 
 
 def test_a_full_gpu_is_told(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(tiny_llama, 3, GREEDY)
+    engine = engine_of(tiny_llama, 3)
 
     def full(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")

@@ -70,15 +70,17 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def setting(engine: str, **options: Any) -> EngineSetting:
-    # As many tokens as `questions` asks for: the target in this process answers by its recipe's settings.
-    distill_section = {"engine": engine, "options": options, "max_new_tokens": 96}
     recipe = Recipe.model_validate(
-        {"name": "x", "target": {"model": "embedded", "dtype": "float32"}, "data": {"distill": distill_section}}
+        {
+            "name": "x",
+            "target": {"model": "embedded", "dtype": "float32"},
+            "data": {"distill": {"engine": engine, "options": options}},
+        }
     )
 
     def load_decoder(batch_size: int) -> TargetDecoder:
-        target, settings = load_target(TARGET)[0], GenerationSettings.of(recipe.data.distill)
-        return TargetDecoder(target, batch_size, recipe.data.max_length_tokens, settings, END_IDS)
+        longest, answer = recipe.data.max_length_tokens, recipe.data.distill.max_new_tokens
+        return TargetDecoder(load_target(TARGET)[0], batch_size, longest, answer, END_IDS)
 
     return EngineSetting(recipe, TOKENIZER, target_location(TARGET), END_IDS, load_decoder)
 
