@@ -22,11 +22,11 @@ import torch
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.tuned_tree import resolve_tuned
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Autoregressive, Method
+from draftsmith.eval.kept.tuned_tree import resolve_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from draftsmith.eval.commands import leaving
+from draftsmith.eval.commands.arguments import Overrides, RecipePath
 from draftsmith.eval.commands.stages import (
     console,
     heading,
@@ -50,14 +52,6 @@ def common(
     ] = False,
 ) -> None:
     pass
-
-
-RecipePath = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
-]
 
 
 @app.command()
@@ -196,70 +190,9 @@ def prove(
         raise typer.Exit(1)
 
 
-@app.command()
-@exit_with_one_sentence()
-def push(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    repo: Annotated[
-        str | None, typer.Option(help="name or user/name; by default the target's name and the method's.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="A branch, made if it is not there; by default main.")] = None,
-    public: Annotated[bool, typer.Option("--public", help="Open to everybody; by default it is private.")] = False,
-    base_model: Annotated[str | None, typer.Option(help="The target's Hub id, if the recipe names a folder.")] = None,
-    license_id: Annotated[
-        str | None, typer.Option("--license", help="As the Hub spells it: apache-2.0, ...; by default the target's.")
-    ] = None,
-    exports: Annotated[str, typer.Option(help="Formats to export to first: vllm,sglang,...")] = "",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write what would go up to runs/NAME/hub, and send nothing.")
-    ] = False,
-) -> None:
-    """Publish the drafter on the Hub, with its recipe, figures, proof and model card."""
-    loaded = load_recipe(recipe, overrides)
-    from draftsmith.eval.commands.push import PushOptions
-    from draftsmith.eval.commands.push import push as send
-
-    heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    formats = tuple(filter(None, exports.split(",")))
-    send(loaded, PushOptions(repo, revision, public, base_model, license_id, formats, dry_run), console)
-
-
-@app.command()
-@exit_with_one_sentence()
-def export(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, eagle, medusa, hydra.")] = "vllm",
-    folder: Annotated[
-        Path | None, typer.Option("--folder", help="Where to; by default export/FORMAT in the run's folder.")
-    ] = None,
-) -> None:
-    """Write the trained drafter as another program loads it, check it, and print the command that serves it."""
-    loaded = load_recipe(recipe, overrides)
-    from draftsmith.models.formats.of_run import export_run
-
-    heading("export", f"{loaded.name}: --to {to}")
-    for line in export_run(loaded, to, folder).lines():
-        console.print(line, markup=False, soft_wrap=True)
-
-
-@app.command(name="import")
-@exit_with_one_sentence()
-def import_command(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    checkpoint: Annotated[
-        str | None, typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, Medusa, Hydra.")
-    ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="By default the run's own drafter's folder.")] = None,
-) -> None:
-    """Make a published checkpoint for the recipe's target a drafter of ours, to be measured, proved and tuned."""
-    loaded = load_recipe(recipe, overrides)
-    from draftsmith.models.formats.of_run import import_run
-
-    heading("import", f"{checkpoint} for {loaded.target.model}")
-    console.print(import_run(loaded, checkpoint, to), markup=False)
+app.command()(leaving.push)
+app.command()(leaving.export)
+app.command(name="import")(leaving.import_command)
 
 
 @app.command()

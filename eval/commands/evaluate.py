@@ -13,8 +13,8 @@ from draftsmith.eval.bench.arms import drafter_folders, load_models, make_arms
 from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.commands.drafter_card import update_card
-from draftsmith.eval.commands.measurement import (
+from draftsmith.eval.kept.drafter_card import update_card
+from draftsmith.eval.kept.measurement import (
     NOTES,
     RECORDS,
     SETTINGS,
@@ -27,8 +27,8 @@ from draftsmith.eval.commands.measurement import (
     recorded_notes,
     untimed_figures,
 )
-from draftsmith.eval.commands.proof import recorded_proof
-from draftsmith.eval.commands.tuned_tree import with_tuned_trees
+from draftsmith.eval.kept.proof import recorded_proof
+from draftsmith.eval.kept.tuned_tree import with_tuned_trees
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.report import print_table, write_report
 from draftsmith.eval.report.result import evaluation_figures

@@ -28,13 +28,13 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import Arm, load_models, make_arms
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.drafter_card import update_card
-from draftsmith.eval.commands.measurement import drafter_weights
-from draftsmith.eval.commands.proof import BINS, PROOF, DistributionProof, Divergence, GreedyProof, Proof
-from draftsmith.eval.commands.tuned_tree import with_tuned_trees
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.kept.drafter_card import update_card
+from draftsmith.eval.kept.measurement import drafter_weights
+from draftsmith.eval.kept.proof import BINS, PROOF, DistributionProof, Divergence, GreedyProof, Proof
+from draftsmith.eval.kept.tuned_tree import with_tuned_trees
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import root_only

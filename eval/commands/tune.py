@@ -30,9 +30,9 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftsmith.eval.commands import stages
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.commands.tuned_tree import write_tuned
+from draftsmith.eval.kept.tuned_tree import write_tuned
 from draftsmith.recipes.schema import MethodRecipe
 
 LONGEST_S = 30.0  # of a command; a run here takes a second or two

@@ -13,13 +13,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from draftsmith.eval.commands.drafter_card import update_card
 from draftsmith.eval.commands.evaluate import evaluate, report_again
-from draftsmith.eval.commands.measurement import WEIGHTS
-from draftsmith.eval.commands.proof import PROOF, Proof
 from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import Tuned, tune
-from draftsmith.eval.commands.tuned_tree import write_tuned
+from draftsmith.eval.kept.drafter_card import update_card
+from draftsmith.eval.kept.measurement import WEIGHTS
+from draftsmith.eval.kept.proof import PROOF, Proof
+from draftsmith.eval.kept.tuned_tree import write_tuned
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.errors import UserError

@@ -9,7 +9,6 @@ from support.tiny_models import tiny_target
 from torch import Tensor
 
 from draftsmith.eval.bench.arms import Arm
-from draftsmith.eval.commands.proof import DistributionProof, Divergence, GreedyProof, Proof
 from draftsmith.eval.commands.prove import (
     _compare,
     _test,
@@ -20,6 +19,7 @@ from draftsmith.eval.commands.prove import (
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.kept.proof import DistributionProof, Divergence, GreedyProof, Proof
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape

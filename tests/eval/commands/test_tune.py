@@ -15,9 +15,9 @@ from draftsmith.eval.commands.tune import (
     expected_tau,
     traced_path,
 )
-from draftsmith.eval.commands.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.eval.commands.measurement import measurement_settings
+from draftsmith.eval.kept.measurement import measurement_settings
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe
 

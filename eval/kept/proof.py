@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval.commands.measurement import drafter_weights
+from draftsmith.eval.kept.measurement import drafter_weights
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 

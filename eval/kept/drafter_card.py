@@ -4,7 +4,7 @@ import shlex
 from typing import Any
 
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.eval.commands.measurement import (
+from draftsmith.eval.kept.measurement import (
     NOTES,
     as_measured,
     drafter_weights,
@@ -13,7 +13,7 @@ from draftsmith.eval.commands.measurement import (
     recorded_notes,
     recorded_settings,
 )
-from draftsmith.eval.commands.proof import recorded_proof
+from draftsmith.eval.kept.proof import recorded_proof
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.report.summary import OVERALL, summarize_timing
 from draftsmith.recipes.masking import masked
