@@ -14,7 +14,7 @@ import pytest
 from support.places import ROOT
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands import cli
+from draftsmith.eval.commands import cli, leaving
 from draftsmith.recipes.errors import exit_with_one_sentence
 
 RUNNER = CliRunner()
@@ -53,7 +53,8 @@ def test_sigterm_ends_every_command_as_ctrl_c_does(command: str, monkeypatch: py
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    monkeypatch.setattr(cli, "load_recipe", terminated)
+    for module in (cli, leaving):
+        monkeypatch.setattr(module, "load_recipe", terminated)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     result = RUNNER.invoke(cli.app, [command, "quickstart"])
     assert result.exit_code == 130
