@@ -258,7 +258,7 @@ class _HeadLoss(torch.autograd.Function):
             rows = slice(begin, begin + chunk)
             hidden, labels = hidden_nd[rows].to(dtype), labels_n[rows]
             logits = F.linear(hidden, head_vd, head_bias_v).to(losses_n.dtype)
-            correct_n[rows] = logits.argmax(-1) == labels
+            correct_n[rows] = _is_argmax(logits, labels)
             if loss == "ce":
                 losses, grad_logits = _cross_entropy(logits, labels, wants_hidden or wants_weight)
                 cross_entropy_n[rows] = losses
@@ -293,6 +293,16 @@ class _HeadLoss(torch.autograd.Function):
         if grad_vd is not None:
             grad_vd = torch.mul(grad_vd, unit * scale, out=grad_vd.new_empty(0, dtype=ctx.dtypes[1]))
         return grad_nd, grad_vd, None, None, None, None, None, None
+
+
+def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
+    """[N] bool. An argmax costs several maxima on a CPU: it is taken only where the label is one of them."""
+    if logits.device.type != "cpu":  # where choosing rows would wait for the device
+        return logits.argmax(-1) == labels
+    correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
+    may_be = correct.nonzero().squeeze(1)
+    correct[may_be] = logits[may_be].argmax(-1) == labels[may_be]
+    return correct
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:

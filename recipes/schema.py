@@ -208,7 +208,8 @@ class FeaturesRecipe(Section):
     engine: Literal["transformers", "vllm"] = Field("transformers", description="what runs the target offline")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="on disk")
     autocast: bool = Field(
-        False, description="online: with `train.bf16` the target's products are in bf16 too, its residual stream is not"
+        False,
+        description="the target's products in bf16, its residual stream not; online only where `train.bf16` is on too",
     )
     batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline; of engine transformers")
 

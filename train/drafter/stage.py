@@ -171,7 +171,7 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         chosen = recipe.data.features
         settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
         settings["data.features.dtype"] = chosen.dtype
-    elif recipe.data.features.autocast:
+    if recipe.data.features.autocast:
         settings["data.features.autocast"] = True
     settings["data (its tokens)"] = tokens_hash(tokens)
     if recipe.data.eval_rows_frac:

@@ -29,10 +29,13 @@ class TransformersFeatures:
         target: Any.
         layers: Ids of `draftsmith.models.target.features.FeatureTap`.
         batch_size: B; rows of like length share a forward.
+        autocast: Its products in bf16, its residual stream not.
     """
 
-    def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], batch_size: int) -> None:
-        self._target, self._layers, self._batch_size = target, layers, batch_size
+    def __init__(
+        self, target: PreTrainedModel, layers: tuple[int, ...], batch_size: int, autocast: bool = False
+    ) -> None:
+        self._target, self._layers, self._batch_size, self._autocast = target, layers, batch_size, autocast
 
     def features(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
         """The longest rows first, so that a batch that is too large fails at once.
@@ -40,13 +43,15 @@ class TransformersFeatures:
         Raises:
             UserError: The device's memory does not hold a batch.
         """
+        device = self._target.device
         by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         for begin in range(0, len(rows), self._batch_size):
             numbers = by_length[begin : begin + self._batch_size]
             # On the right, where causal order keeps padding out of every real token.
             ids_bs = pad_sequence([torch.as_tensor(rows[row]) for row in numbers], batch_first=True)
             try:
-                features_bsf = target_features(self._target, ids_bs.to(self._target.device), layers=self._layers)
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._autocast):
+                    features_bsf = target_features(self._target, ids_bs.to(device), layers=self._layers)
             except torch.OutOfMemoryError:
                 raise UserError(
                     f"{len(numbers)} rows of {ids_bs.shape[1]} tokens do not fit into the device's memory: lower "

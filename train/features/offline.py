@@ -31,16 +31,18 @@ def refuse_obstacle(recipe: Recipe) -> None:
 
 def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
     """What the features depend on, by recipe key."""
-    return {
+    chosen = recipe.data.features
+    settings = {
         "target.model": recipe.target.model,
         "target.revision": recipe.target.revision,
         "target.gguf_file": recipe.target.gguf_file,
         "target.dtype": recipe.target.dtype,
         "the target's weights (hash)": weights_hash(recipe.target),
-        "data.features.engine": recipe.data.features.engine,
-        "data.features.dtype": recipe.data.features.dtype,
+        "data.features.engine": chosen.engine,
+        "data.features.dtype": chosen.dtype,
         "data (its tokens)": tokens_hash,
     }
+    return settings | ({"data.features.autocast": True} if chosen.autocast else {})
 
 
 def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> FeatureCache:

@@ -146,7 +146,8 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
 
 def _engine(recipe: Recipe, target: PreTrainedModel, index: FeatureIndex, folder: Path) -> FeatureEngine:
     if recipe.data.features.engine == "transformers":
-        return TransformersFeatures(target, index.layers, recipe.data.features.batch_size)
+        chosen = recipe.data.features
+        return TransformersFeatures(target, index.layers, chosen.batch_size, chosen.autocast)
     longest = max(end - begin for shard in index.shards for begin, end in pairwise(shard.offsets))
     return VllmFeatures(recipe.target, target, index.layers, longest, folder)
 

@@ -15,8 +15,11 @@ from support.tiny_runs import LENGTHS, recipe_file, save_target, tiny_run, token
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.commands import cli, stages
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -26,6 +29,7 @@ from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features import online as online_features
 from draftsmith.train.features import write as features
+from draftsmith.train.features.cache import FeatureIndex
 from draftsmith.train.features.engine import TransformersFeatures
 from draftsmith.train.features.write import project_features, write_features
 
@@ -338,3 +342,25 @@ def test_run_asks_for_the_size_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stages, "run_distill", lambda _: None)
     with pytest.raises(UserError, match="accept its size with `draftsmith features"):
         stages.make_drafter(tiny_run(tmp_path, data=OFFLINE))
+
+
+def test_autocast_is_that_of_online_training_and_a_setting(tmp_path: Path) -> None:
+    recipe = tiny_run(
+        tmp_path,
+        "half",
+        data={"features": {"source": "offline", "dtype": "float32", "autocast": True, "batch_size": 1}},
+    )
+    folder = write(recipe)
+    target, _ = load_target(recipe.target)
+    [row] = load_tokens(RunFolder(recipe), recipe.name).select([0])["input_ids"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = target_features(target, torch.tensor([row]))[0]
+    index = FeatureIndex.read(folder)
+    assert index is not None
+    found = torch.empty_like(expected)
+    feature_cache.FeatureCache(folder, index, (-1,)).read([0], found)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert (found - target_features(target, torch.tensor([row]))[0]).abs().max() > 1e-3
+    plain = tiny_run(tmp_path, "half", data=OFFLINE)
+    with pytest.raises(UserError, match=r"data\.features\.autocast = True"):
+        project_features(plain)
