@@ -39,11 +39,12 @@ from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.stage import train_drafter
 
 LEARNING_RATE_RANGE = (0.25, 4.0)  # times the recipe's
-# Options of drafters that weigh losses, where a kind has them.
-CHOICES: dict[str, tuple[float, ...]] = {
+# Options of drafters that weigh losses or say where weights begin, where a kind has them.
+CHOICES: dict[str, tuple[float | str, ...]] = {
     "class_weight": (0.1, 0.3, 1.0),
     "depth_weights": (0.5, 0.8, 1.0),
     "depth_ramp": (0.0, 0.3, 0.6),
+    "init": ("target", "random"),
 }
 EVAL_ROWS_FRAC = 0.05  # where the recipe keeps none out
 
@@ -62,7 +63,7 @@ class Trial:
     """What was tried, and what came of it: tau by method, and their mean."""
 
     number: int
-    values: dict[str, float]
+    values: dict[str, float | str]
     taus: dict[str, float]
     score: float
     last_loss: float
@@ -78,7 +79,7 @@ class Search:
     kind: str
     budget: SearchBudget
     trials: list[Trial]
-    chosen: dict[str, float]
+    chosen: dict[str, float | str]
 
 
 def search_recipe(recipe: Recipe, budget: SearchBudget) -> Search:
@@ -114,14 +115,14 @@ def search_recipe(recipe: Recipe, budget: SearchBudget) -> Search:
     return Search(recipe.name, recipe.drafter.kind, budget, trials, best.values)
 
 
-def trial_values(recipe: Recipe, number: int) -> dict[str, float]:
+def trial_values(recipe: Recipe, number: int) -> dict[str, float | str]:
     """Of the keys that are tuned, by recipe key; none for the recipe itself, number 0."""
     if number == 0:
         return {}
     low, high = LEARNING_RATE_RANGE
     place = _van_der_corput(number)
     learning_rate = recipe.train.get("learning_rate", 5e-5) * low ** (1 - place) * high**place
-    values = {"train.learning_rate": float(f"{learning_rate:.3g}")}
+    values: dict[str, float | str] = {"train.learning_rate": float(f"{learning_rate:.3g}")}
     generator = random.Random(number)
     known = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
     for key, choices in CHOICES.items():
@@ -131,7 +132,7 @@ def trial_values(recipe: Recipe, number: int) -> dict[str, float]:
     return values
 
 
-def trial_recipe(recipe: Recipe, number: int, values: dict[str, float], steps: int) -> Recipe:
+def trial_recipe(recipe: Recipe, number: int, values: dict[str, float | str], steps: int) -> Recipe:
     """The recipe of a trial: other values, fewer steps, rows kept out, a folder of its own."""
     options, train = dict(recipe.drafter.options), {**recipe.train, "max_steps": steps}
     for key, value in values.items():
@@ -196,11 +197,12 @@ def _scored_methods(recipe: Recipe) -> list[Any]:
 
 
 def _share_data(trial: Recipe, recipe: Recipe) -> None:
-    """All trials read the recipe's own data."""
-    link, data = RunFolder(trial).data, RunFolder(recipe).data
-    if not link.exists():
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(Path(data).resolve(), target_is_directory=True)
+    """All trials read the recipe's own data, and its features if they are on disk."""
+    own, shared = RunFolder(trial), RunFolder(recipe)
+    for link, folder in ((own.data, shared.data), (own.features, shared.features)):
+        if folder.exists() and not link.exists():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(Path(folder).resolve(), target_is_directory=True)
 
 
 def _van_der_corput(number: int) -> float:
@@ -212,5 +214,7 @@ def _van_der_corput(number: int) -> float:
     return place
 
 
-def _text(values: dict[str, float]) -> str:
-    return " ".join(f"{key}={value:g}" for key, value in values.items())
+def _text(values: dict[str, float | str]) -> str:
+    return " ".join(
+        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
+    )

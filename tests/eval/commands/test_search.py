@@ -13,6 +13,7 @@ from draftsmith.eval.commands.search import trial_recipe, trial_values
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.drafter.report import TrainReport
+from draftsmith.train.features.write import project_features, write_features
 
 
 def test_trials_are_the_same_for_every_kind_and_never_change() -> None:
@@ -27,6 +28,9 @@ def test_trials_are_the_same_for_every_kind_and_never_change() -> None:
         assert of_eagle.items() <= of_parallel.items()
     drawn = [trial_values(parallel, number)["drafter.options.depth_weights"] for number in range(1, 9)]
     assert len(set(drawn)) == 3
+    flagship = load_recipe("embedded-parallel")
+    begun = [trial_values(flagship, number)["drafter.options.init"] for number in range(1, 9)]
+    assert set(begun) == {"target", "random"}
 
 
 def test_a_trial_is_the_recipe_with_other_values() -> None:
@@ -83,6 +87,17 @@ def test_a_whole_search_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypa
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0
     assert (tmp_path / "found.json").read_text() == json.dumps([found], indent=2) + "\n"
+
+
+def test_trials_read_the_features_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "run_distill", lambda recipe: None)
+    data = {"eval_rows_frac": 0.4, "features": {"source": "offline"}}
+    recipe = tiny_run(tmp_path, "mine", data=data, eval={"methods": [{"name": "chain"}]})
+    write_features(recipe, project_features(recipe), progress=False)
+    search = search_module.search_recipe(recipe, search_module.SearchBudget(trials=2, steps=2, rows=4))
+    assert len(search.trials) == 2
+    trial = tmp_path / "runs" / "mine-trial-1-of-2-steps"
+    assert (trial / "features").resolve() == (tmp_path / "runs" / "mine" / "features").resolve()
 
 
 def test_what_cannot_be_searched() -> None:
