@@ -21,7 +21,7 @@ from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats.of_run import check_format
-from draftsmith.models.formats.served import caveat, kind_of, refusal, serving_command
+from draftsmith.models.formats.served import caveat, kind_of, loading_words, refusal, serving_command
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
@@ -187,7 +187,8 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     refused, warned = refusal(config, to), caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{kind_of(config)}: {refused.sentence()}")]
-    command = serving_command(config, to, target_location(recipe.target), "FOLDER")
+    target_is = target_location(recipe.target)
+    command = serving_command(config, to, target_is, "FOLDER", loading_words(recipe.target))
     found = [Finding("export", "ok", f"`draftsmith export --to {to}` can write it")]
     found += [] if command is None else [Finding("command", "ok", command)]
     return found if warned is None else [*found, Finding("first token", "warning", warned)]

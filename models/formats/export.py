@@ -7,6 +7,7 @@ config), the target's config (RoPE, norms, vocabulary, positions), and, read bac
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,16 @@ def refuse_inexpressible(drafter: Drafter, to: str) -> None:
         raise UserError(f"this {kind_of(drafter.config)} drafter cannot go `--to {to}`: {refused.sentence()}")
 
 
-def export_drafter(drafter: Drafter, to: str, folder: Path, target: str, drafter_folder: Path) -> Export:
+def export_drafter(
+    drafter: Drafter, to: str, folder: Path, target: str, drafter_folder: Path, loading: Sequence[str] = ()
+) -> Export:
     """Write `folder` in this format.
 
     Args:
         drafter: Attached to its target, where the way asks for it (`needs_target`).
         target: Where the target is, for the command.
         drafter_folder: Where it was read from.
+        loading: How the target is loaded, for the command: of `served.loading_words`.
 
     Raises:
         UserError: The format cannot express it, or the folder holds something else.
@@ -76,7 +80,7 @@ def export_drafter(drafter: Drafter, to: str, folder: Path, target: str, drafter
         kind=kind_of(config),
         target=target,
         num_speculative_tokens=drafted_tokens(config),
-        command=serving_command(config, to, target, str(folder.absolute())),
+        command=serving_command(config, to, target, str(folder.absolute()), loading),
         drafter_sha256=weights_sha256(drafter_folder),
     )
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats.export import Export, export_drafter, refuse_inexpressible
 from draftsmith.models.formats.reading import import_drafter
-from draftsmith.models.formats.served import FORMATS, WAYS, caveat, kind_of
+from draftsmith.models.formats.served import FORMATS, WAYS, caveat, kind_of, loading_words
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, check_writable
@@ -55,7 +55,8 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     if WAYS[kind_of(drafter.config), to].needs_target:
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    made = export_drafter(drafter.freeze(), to, folder, target_location(recipe.target), run.drafter)
+    target, loading = target_location(recipe.target), loading_words(recipe.target)
+    made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading)
     return Exported(folder, made, caveat(drafter.config, to))
 
 

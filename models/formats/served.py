@@ -6,7 +6,7 @@ What depends on a drafter's options and target is asked of its config, so it can
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.formats import causal_lm, eagle, eagle3, hydra, medusa, speculators
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, Refusal
 from draftsmith.models.formats.loader_rules import LoaderRules
+from draftsmith.recipes.schema import TargetRecipe
 
 FORMATS = {
     "vllm": "vLLM 0.32 (0.33 but for Medusa)",
@@ -164,15 +165,24 @@ def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     return {**values, "parallel_drafting": True} if way.parallel else values
 
 
-def serving_command(config: DrafterConfig, to: str, target: str, folder: str) -> str | None:
-    """What starts a server with this folder, or None where the format has none."""
+def loading_words(recipe: TargetRecipe) -> list[str]:
+    """How the recipe loads its target, in options that vLLM and SGLang share; their own choice of dtype may differ."""
+    words = ["--dtype", recipe.dtype] if recipe.dtype in ("float32", "bfloat16", "float16") else []
+    words += [] if recipe.revision is None else ["--revision", recipe.revision]
+    return [*words, "--trust-remote-code"] if recipe.trust_remote_code else words
+
+
+def serving_command(
+    config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()
+) -> str | None:
+    """What starts a server with this folder, or None where the format has none. `loading`: of `loading_words`."""
     way, tokens = WAYS[kind_of(config), to], drafted_tokens(config)
     if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
-        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
         return shlex.join([*words, "--speculative-config", json.dumps(values)])
     if to == "sglang":
-        words = ["python", "-m", "sglang.launch_server", "--model-path", target]
+        words = ["python", "-m", "sglang.launch_server", "--model-path", target, *loading]
         words += ["--speculative-algorithm", way.method, "--speculative-draft-model-path", folder]
         words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
         return shlex.join([*words, "--speculative-num-draft-tokens", str(tokens + 1)])

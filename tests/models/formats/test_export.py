@@ -17,10 +17,11 @@ from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, drafter_kinds
 from draftsmith.models.formats.export import EXPORT_FILE, check_written, export_drafter
-from draftsmith.models.formats.served import FORMATS, REFUSED, WAYS, kind_of, refusal
+from draftsmith.models.formats.served import FORMATS, REFUSED, WAYS, kind_of, loading_words, refusal, serving_command
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import TargetRecipe
 
 FEATURES = {"feature_layers": [1, 2, 3]}
 PARD = {"inputs": "embedding", "shared_mask": True}
@@ -235,10 +236,22 @@ def test_the_command(tmp_path: Path) -> None:
     assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "target")]
     folder = run.root / "export" / "vllm"
     asked = {"method": "medusa", "model": str(folder.absolute()), "num_speculative_tokens": 3}
-    assert (words[5], json.loads(words[6])) == ("--speculative-config", asked)
+    assert words[5:7] == ["--dtype", "float32"]  # the recipe's; vLLM would take its own
+    assert (words[7], json.loads(words[8])) == ("--speculative-config", asked)
     assert json.loads((folder / EXPORT_FILE).read_text())["drafter_sha256"] == hashes
     refused = CliRunner().invoke(app, ["export", file, "--to", "sglang"])
     assert refused.exit_code == 2
     assert "SGLang has no Medusa: train with drafter.kind=eagle3" in refused.stderr
     misspelt = CliRunner().invoke(app, ["export", file, "--to", "vlm"])
     assert "did you mean `vllm`?" in misspelt.stderr
+
+
+def test_a_server_loads_the_target_as_the_recipe_does() -> None:
+    """`auto`, and fp64, which engines have not, leave the choice to the engine."""
+    values = {"model": "org/llm", "revision": "v2", "trust_remote_code": True, "dtype": "bfloat16"}
+    loading = loading_words(TargetRecipe.model_validate(values))
+    assert loading == ["--dtype", "bfloat16", "--revision", "v2", "--trust-remote-code"]
+    assert [loading_words(TargetRecipe(dtype=dtype)) for dtype in ("auto", "float64")] == [[], []]
+    command = serving_command(drafter_of("eagle3", "llama", FEATURES).config, "sglang", "org/llm", "F", loading)
+    assert command is not None
+    assert shlex.split(command)[2:10] == ["sglang.launch_server", "--model-path", "org/llm", *loading]
