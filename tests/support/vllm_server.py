@@ -1,4 +1,4 @@
-"""A real vLLM server with the embedded target, for tests."""
+"""A real vLLM server for tests."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
+EMBEDDED_ALONE = (
+    "python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(EMBEDDED_TARGET), "--dtype", "float32",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,18 +37,23 @@ def vllm_environment() -> Iterator[None]:
 
 
 class VllmServer:
-    """Serves on `url` once `__init__` has returned; `stop` ends it and everything that it has started."""
+    """Serves on `url` once `__init__` has returned; `stop` ends it and everything that it has started.
 
-    def __init__(self, log: Path, *options: str) -> None:
+    Args:
+        options: Added to the command's own.
+        command: With `python` in front, which is this one; the embedded target alone if it is not given.
+    """
+
+    def __init__(self, log: Path, *options: str, command: Sequence[str] = EMBEDDED_ALONE) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/v1"
-        common = ["--model", str(EMBEDDED_TARGET), "--served-model-name", "embedded", "--dtype", "float32"]
-        common += ["--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1", "--port", str(port)]
+        common = ["--served-model-name", "embedded", "--enforce-eager", "--max-model-len", "512"]
+        common += ["--host", "127.0.0.1", "--port", str(port)]
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *common, *options],
+                [sys.executable, *command[1:], *common, *options],
                 env=os.environ | ENVIRONMENT, stdout=stream, stderr=stream, start_new_session=True,
             )  # fmt: skip
         try:

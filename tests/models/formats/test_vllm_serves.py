@@ -6,6 +6,11 @@ now and then.
 
 import gc
 import importlib.util
+import json
+import re
+import shlex
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +18,22 @@ from typing import Any
 import pytest
 import torch
 from support.served_drafters import SERVED
-from support.vllm_server import vllm_environment
+from support.tiny_runs import recipe_file, recipe_in
+from support.vllm_server import VllmServer, vllm_environment
+from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats.export import export_drafter
 from draftsmith.models.formats.served import drafted_tokens, speculative_config
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
+from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import TargetRecipe
 from draftsmith.train.features.online import training_features
 
@@ -147,3 +157,54 @@ def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> No
     assert made.num_speculative_tokens == len(accepted) == 3
     assert min(accepted) > 0
     assert (counters["drafts"], list(counters["accepted_tokens_per_pos"])) == (rounds, accepted)
+
+
+def printed_command(drafter: Drafter, folder: Path) -> list[str]:
+    """What `draftsmith export --to vllm` says last, of a run with this drafter."""
+    recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, drafter={"kind": "eagle3"})
+    run = RunFolder(recipe)
+    drafter.save_pretrained(run.drafter)
+    hashes = weights_sha256(run.drafter)
+    (run.drafter / TRAINING_FILE).write_text(json.dumps({"steps": 1, "history": [], "weights_sha256": hashes}))
+    result = CliRunner().invoke(app, ["export", recipe_file(recipe), "--to", "vllm"])
+    assert result.exit_code == 0, result.output
+    return shlex.split(result.stdout.strip().splitlines()[-1])
+
+
+def posted(url: str, body: dict[str, Any]) -> bytes:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return bytes(response.read())
+
+
+def counted(metrics: str, name: str) -> list[int]:
+    """The values of a counter in /metrics, by position if it has any."""
+    return [
+        int(float(value)) for value in re.findall(rf"^vllm:spec_decode_num_{name}_total{{.*}} (\S+)$", metrics, re.M)
+    ]
+
+
+def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
+    """Over HTTP, all questions at once: plain vLLM's answers, our decoder's acceptance. And streamed."""
+    kind, _, options = SERVED["eagle3"]
+    drafter = trained(kind, options, setup)
+    server = VllmServer(tmp_path / "log", command=printed_command(drafter, tmp_path))
+    try:
+        asked = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+        bodies = [{**asked, "prompt": ids, "return_token_ids": True} for ids in setup.prompts]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = [
+                json.loads(raw) for raw in pool.map(lambda body: posted(f"{server.url}/completions", body), bodies)
+            ]
+        with urllib.request.urlopen(server.url.replace("/v1", "/metrics"), timeout=60) as response:
+            metrics = response.read().decode()
+        streamed = posted(f"{server.url}/completions", {**asked, "prompt": setup.prompts[0], "stream": True}).decode()
+    finally:
+        server.stop()
+    choices = [answer["choices"][0] for answer in answers]
+    assert [choice["token_ids"] for choice in choices] == [answer[:NEW_TOKENS] for answer in setup.answers]
+    rounds, accepted = our_counts(drafter, setup)
+    assert min(accepted) > 0
+    assert (counted(metrics, "drafts"), counted(metrics, "accepted_tokens_per_pos")) == ([rounds], accepted)
+    events = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == choices[0]["text"]
