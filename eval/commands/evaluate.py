@@ -34,6 +34,7 @@ from draftsmith.eval.report.report import print_table, write_report
 from draftsmith.eval.report.result import evaluation_figures
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
+from draftsmith.eval.serving.result import recorded_served
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.masking import masked
@@ -66,7 +67,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     write_settings(folder.eval / SETTINGS, settings)
     log = RecordLog(folder.eval / RECORDS)
     # What cannot be continued, and what the report could not read, is refused before anything is measured.
-    list(log), recorded_proof(recipe)
+    list(log), recorded_proof(recipe), recorded_served(recipe)
     untimed = untimed_figures(recipe)
     weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
@@ -95,7 +96,14 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
 
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
-    """Write tables, pictures and report from the records alone. Returns the summary."""
+    """Write tables, pictures and report from the records alone, and print the table. Returns the summary."""
+    summary = rewrite_report(recipe)
+    print_table(summary)
+    return summary
+
+
+def rewrite_report(recipe: Recipe) -> list[dict[str, Any]]:
+    """The same without printing."""
     folder = RunFolder(recipe)
     records = measured_records(recipe)
     recipe = as_measured(recipe)
@@ -118,9 +126,9 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
         "recipe": recipe.model_dump(),
         "provenance": provenance,
         "turns_left_out": turns_left_out,
+        "served": recorded_served(recipe),
         **asdict(notes),
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
     update_card(recipe)
-    print_table(summary)
     return summary

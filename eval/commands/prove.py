@@ -82,7 +82,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
                 if arm.method.name == AUTOREGRESSIVE:
                     reference = answers
                 else:
-                    greedy.append(_compare(target, session, arm.method.name, asked, reference, answers))
+                    greedy.append(compare_answers(target, session, arm.method.name, asked, reference, answers))
             else:
                 drawn = (
                     (ids, _answer(session, arm, ids, new_tokens, end_ids)) for _, ids in asked for _ in range(samples)
@@ -110,7 +110,7 @@ def _answer(session: TargetSession, arm: Arm, prompt: list[int], new_tokens: int
     return generate(session, arm.method, prompt, arm.sampling, new_tokens, end_ids, arm.generator).ids
 
 
-def _compare(
+def compare_answers(
     target: PreTrainedModel,
     session: TargetSession,
     method: str,
@@ -118,6 +118,12 @@ def _compare(
     reference: dict[int | str, list[int]],
     answers: dict[int | str, list[int]],
 ) -> GreedyProof:
+    """Where answers to the same prompts first differ, and by how little the target decided there.
+
+    Args:
+        session: Long enough for the longest of `reference` behind its prompt.
+        asked: Keys of both, with their prompts.
+    """
     proof = GreedyProof(method, len(asked), sum(map(len, answers.values())))
     for question_id, prompt in asked:
         expected, found = reference[question_id], answers[question_id]

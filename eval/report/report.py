@@ -66,8 +66,8 @@ def write_report(
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter comes with another target, and
-            `proof` if there is one.
+            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter comes with another target,
+            `proof` if there is one, and `served`, measurements in engines (`eval/serving/result.py`).
         pictures: PNG files below `root`.
         theory_pictures: The same, for the section on theory.
     """
@@ -94,6 +94,7 @@ def write_report(
         "seed_spread": seed_spread(summary),
         "by_category": _by_category(summary),
         "reduced": _with_draft_vocabulary(summary),
+        "served": facts.get("served", []),
         "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
         "pictures": _shown(root, pictures),
         "theory_pictures": _shown(root, theory_pictures),

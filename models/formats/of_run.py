@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats.export import Export, export_drafter, refuse_inexpressible
 from draftsmith.models.formats.reading import import_drafter
@@ -38,6 +39,18 @@ def check_format(to: str) -> None:
         raise UserError(f"there is no format {to}: {did_you_mean(to, FORMATS, f'use one of {formats}')}")
 
 
+def trained_drafter(recipe: Recipe) -> Drafter:
+    """The run's own, without its target.
+
+    Raises:
+        UserError: There is none.
+    """
+    folder = RunFolder(recipe).drafter
+    if not (folder / TRAINING_FILE).is_file():
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train {recipe.name}` first")
+    return read_drafter(folder, "auto")
+
+
 def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     """Export the run's own drafter.
 
@@ -46,11 +59,9 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     """
     check_format(to)
     run = RunFolder(recipe)
-    if not (run.drafter / TRAINING_FILE).is_file():
-        raise UserError(f"{run.drafter} holds no trained drafter: run `draftsmith train {recipe.name}` first")
+    drafter = trained_drafter(recipe)
     folder = run.root / "export" / to if folder is None else folder.expanduser()
     check_writable(folder.parent)
-    drafter = read_drafter(run.drafter, "auto")
     refuse_inexpressible(drafter, to)
     if WAYS[kind_of(drafter.config), to].needs_target:
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})

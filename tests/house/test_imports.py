@@ -15,7 +15,8 @@ ORDER = [
     *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
     *["models/formats"],
     *["train/batches", "train/features", "train/drafter", "train/plan", "train/embedded_target", "train"],
-    *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/kept", "eval/commands", "eval"],
+    *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report"],
+    *["eval/kept", "eval/serving", "eval/commands", "eval"],
 ]
 # These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).
 ONLY = {

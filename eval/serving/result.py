@@ -1,0 +1,124 @@
+"""What a measurement in an engine found: as it is kept in the run's folder, and as tables for terminal and report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from draftsmith.eval.serving.figures import DRAFTING
+from draftsmith.recipes.run_folder import RunFolder, read_json
+from draftsmith.recipes.schema import Recipe
+
+# In the run's eval folder: vLLM in our process, and behind a URL.
+IN_PROCESS, SERVER = "vllm.json", "vllm-server.json"
+DEFINITIONS = (
+    "tau = 1 + accepted / drafts as vLLM counts them, over all drafts together; by question: the mean of the "
+    "questions' tau, asked one at a time; committed: without what was accepted past an answer's end, which is "
+    "draftsmith's tau. Kept at depth 1, 2, ...: share of drafts; given the one before: of those whose token one depth "
+    "before was kept. At once: questions in flight; first token and ms per token: medians over answers."
+)
+CLOCK_HEADINGS = ("who", "arm", "T", "at once", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
+DRAFT_HEADINGS = ("who", "T", "at once", "tau", "by question", "committed", "kept at depth", "given the one before")
+
+
+@dataclass
+class ServedRow:
+    """One arm at one temperature and concurrency; see `figures`. `failures` by reason."""
+
+    arm: str
+    temperature: float
+    concurrency: int
+    tokens_per_s: float | None
+    time_per_output_token_s: float | None
+    first_token_s: float | None
+    tau: float | None
+    tau_by_question: float | None
+    tau_committed: float | None
+    acceptance_by_depth: list[float]
+    acceptance_conditional: list[float | None]
+    speedup: float | None = None
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Served:
+    """place: what was measured, in words; notes: what a reader must know of it; own: our decoder's rows."""
+
+    place: str
+    rows: list[ServedRow]
+    own: list[ServedRow]
+    notes: list[str]
+
+    @property
+    def definitions(self) -> str:
+        return DEFINITIONS
+
+    def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+        """Headings and cells: the clock, then the drafts."""
+        named = [("vLLM", row) for row in self.rows] + [("draftsmith", row) for row in self.own]
+        clock = [_clock_cells(who, row) for who, row in named]
+        drafts = [_draft_cells(who, row) for who, row in named if row.arm == DRAFTING]
+        return [(CLOCK_HEADINGS, clock), (DRAFT_HEADINGS, drafts)]
+
+    def show(self, console: Console) -> None:
+        for headings, rows in self.tables():
+            table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+            for name in headings:
+                table.add_column(name, overflow="fold", no_wrap=name in ("who", "arm"))
+            for cells in rows:
+                table.add_row(*map(escape, cells))
+            console.print(table)
+        console.print(DEFINITIONS, style="italic")
+        for note in self.notes:
+            console.print(note, markup=False)
+
+
+@dataclass
+class _ResultFile:
+    figures: Served
+
+
+def recorded_served(recipe: Recipe) -> list[Served]:
+    """What earlier measurements in engines wrote.
+
+    Raises:
+        UserError: A file is damaged.
+    """
+    files = [RunFolder(recipe).eval / name for name in (IN_PROCESS, SERVER)]
+    return [read_json(file, _ResultFile, _way_out(file)).figures for file in files if file.is_file()]
+
+
+def _way_out(file: Path) -> str:
+    return f"delete {file.name} and run `draftsmith eval --engine vllm` again"
+
+
+def _clock_cells(who: str, row: ServedRow) -> list[str]:
+    at = [f"{row.temperature:g}", str(row.concurrency)]
+    times = [_number(row.time_per_output_token_s, 2, 1000), _number(row.first_token_s, 1, 1000)]
+    return [
+        who,
+        row.arm,
+        *at,
+        _number(row.tokens_per_s, 1),
+        _number(row.speedup),
+        *times,
+        str(sum(row.failures.values())),
+    ]
+
+
+def _draft_cells(who: str, row: ServedRow) -> list[str]:
+    taus = [_number(value) for value in (row.tau, row.tau_by_question, row.tau_committed)]
+    kept, given = (
+        " ".join(_number(value) for value in values) or "-"
+        for values in (row.acceptance_by_depth, row.acceptance_conditional)
+    )
+    return [who, f"{row.temperature:g}", str(row.concurrency), *taus, kept, given]
+
+
+def _number(value: float | None, digits: int = 2, times: float = 1) -> str:
+    return "-" if value is None else f"{value * times:.{digits}f}"

@@ -1,0 +1,183 @@
+"""`draftsmith eval --engine vllm` against servers whose answers are known, and what it says of wrong input."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from support.finished_run import write_lines
+from support.streaming_server import ANSWER, StreamingServer
+from support.tiny_models import tiny_target
+from support.tiny_runs import recipe_file, recipe_in, save_target
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import stages
+from draftsmith.eval.commands.cli import app
+from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.run_folder import RunFolder
+
+ANSWERED = list(chain.from_iterable(ANSWER))
+OTHER_ANSWER = [[30], [31, 39], [33, 34], [35, 36]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    save_target(tmp_path / "target")
+    questions = [(1, "writing", ["w5 w6"]), (2, "math", ["w7", "w8"])]
+    keys = ("question_id", "category", "turns")
+    write_lines(tmp_path / "questions.jsonl", [dict(zip(keys, each, strict=True)) for each in questions])
+    values = {"questions": str(tmp_path / "questions.jsonl"), "max_new_tokens": 7}
+    return recipe_file(recipe_in(tmp_path, eval=values))
+
+
+@pytest.fixture
+def servers() -> Iterator[list[StreamingServer]]:
+    """With and without a drafter."""
+    both = [StreamingServer(), StreamingServer(drafts=False)]
+    yield both
+    for server in both:
+        server.stop()
+
+
+def call(recipe: str, *arguments: str) -> Result:
+    stages.console._buffer.clear()
+    return CliRunner().invoke(app, ["eval", recipe, "--engine", "vllm", *arguments])
+
+
+def figures(recipe: str) -> dict[str, Any]:
+    text = (Path(recipe).parent / "runs" / "run" / "eval" / "vllm-server.json").read_text()
+    return json.loads(text)["figures"]
+
+
+def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
+    drafting, plain = servers
+    result = call(recipe, "--server", drafting.url, "--plain-server", plain.url, "--concurrency", "2,1")
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = figures(recipe)
+    places = [(row["arm"], row["concurrency"]) for row in found["rows"]]
+    assert places == [(arm, level) for arm in ("without drafter", "with drafter") for level in (1, 2)]
+    for row in found["rows"]:
+        assert (row["answers"], row["tokens"], row["failures"]) == (3, 21, {})
+    one, two = found["rows"][2:]
+    # Three answers of three rounds; of two drafted tokens one is kept, always the first.
+    for row in (one, two):
+        assert (row["drafts"], row["tau"], row["tau_committed"]) == (9, 2.0, 2.0)
+        assert (row["acceptance_by_depth"], row["acceptance_conditional"]) == ([1.0, 0.0], [1.0, 0.0])
+        assert row["speedup"] > 0
+    assert (one["tau_by_question"], two["tau_by_question"]) == (2.0, None)
+    assert "Greedy, 1 at once: 3 of 3 answers are the same with the drafter." in found["notes"]
+    # The conversation went on with the answer that came.
+    prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
+    assert [7, *ANSWERED, 8] in prompts
+
+
+def test_greedy_answers_that_differ_are_told_apart_from_ties(recipe: str, servers: list[StreamingServer]) -> None:
+    drafting, plain = servers
+    plain.answer = OTHER_ANSWER
+    result = call(recipe, "--server", drafting.url, "--plain-server", plain.url, "--concurrency", "1")
+    assert result.exit_code == 0, (result.output, result.exception)
+    (proof,) = figures(recipe)["greedy"]
+    # The second turn of question 2 had another prompt, after another answer.
+    assert proof["prompts"] == 2
+    keys = ("question_id", "position", "expected", "found")
+    found = [tuple(each[key] for key in keys) for each in proof["divergences"]]
+    assert found == [("1/0", 2, 39, 32), ("2/0", 2, 39, 32)]
+    assert "question 1/0 differs at token 2: NO TIE" in result.output
+
+
+def test_what_stands_in_the_report(recipe: str, servers: list[StreamingServer]) -> None:
+    assert call(recipe, "--server", servers[0].url, "--concurrency", "4").exit_code == 0
+    text = (Path(recipe).parent / "runs" / "run" / "eval" / "vllm-server-answers.jsonl").read_text()
+    answers = [json.loads(line) for line in text.splitlines()]
+    assert [answer["ids"] for answer in answers] == [ANSWERED] * 3
+    assert {(answer["question_id"], answer["turn"]) for answer in answers} == {(1, 0), (2, 0), (2, 1)}
+    assert figures(recipe)["notes"][:2] == [
+        "Without --plain-server there is no speedup, and greedy answers are not compared.",
+        "Our own decoder has not been measured: `draftsmith eval` without --engine does.",
+    ]
+
+
+def test_others_on_the_server_are_noticed(recipe: str, servers: list[StreamingServer]) -> None:
+    server = servers[0]
+    server.others = 5
+    assert call(recipe, "--server", server.url, "--concurrency", "1").exit_code == 0
+    assert any(
+        "the engine counted 36 generated tokens, our answers have 21" in note for note in figures(recipe)["notes"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--concurrency", "1,x"], "option --concurrency: numbers above 0 with commas between them, as 1,4,16,64"),
+        (["--concurrency", "0"], "option --concurrency: numbers above 0"),
+        (["--plain-server", "http://a"], "option --plain-server goes with --server"),
+        (["--server", "a:8000"], "a:8000 is no URL of a server: it begins with http:// or https://"),
+        (["--server", "http://a", "--correct-cpu-sampling"], "is of vLLM in this process: give it without --server"),
+        (["--engine-options", "{a"], "option --engine-options: give a mapping"),
+        (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no NOT_SET"),
+        (["eval.stop=[x]"], "set eval.stop=[]"),
+        (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
+        (["--engine-options", "{data_parallel_size: 2}"], "data_parallel_size is of distillation"),
+        ([], "holds no trained drafter: run `draftsmith train run` first"),
+    ],
+)
+def test_wrong_options(recipe: str, arguments: list[str], sentence: str) -> None:
+    result = call(recipe, *arguments)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_another_engine_and_options_without_one(recipe: str) -> None:
+    for arguments, sentence in (
+        (["--engine", "vlm"], "there is no engine vlm: did you mean `vllm`?"),
+        (["--server", "http://a"], "options of an engine go with `--engine vllm`"),
+    ):
+        result = CliRunner().invoke(app, ["eval", recipe, *arguments])
+        assert result.exit_code == 2
+        assert sentence in result.stderr
+
+
+def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) -> None:
+    drafting, plain = servers
+    for given, sentence in (
+        ((plain, plain), "drafts nothing: start it with the --speculative-config that `draftsmith export` prints"),
+        ((drafting, drafting), "drafts too: --plain-server is for the same target without one"),
+    ):
+        result = call(recipe, "--server", given[0].url, "--plain-server", given[1].url)
+        assert result.exit_code == 2
+        assert sentence in result.stderr
+
+
+def with_drafter(recipe: str, kind: str) -> str:
+    folder = Path(recipe).parent
+    run = RunFolder(recipe_in(folder, "run"))
+    torch.manual_seed(0)
+    target = tiny_target(num_hidden_layers=4)
+    drafter = load_drafter_class(kind).from_target(target, {})
+    shutil.rmtree(run.drafter, ignore_errors=True)
+    drafter.save_pretrained(run.drafter)
+    hashes = weights_sha256(run.drafter)
+    (run.drafter / TRAINING_FILE).write_text(json.dumps({"steps": 1, "history": [], "weights_sha256": hashes}))
+    return recipe
+
+
+def test_a_drafter_that_vllm_cannot_serve(recipe: str) -> None:
+    result = call(with_drafter(recipe, "hydra"))
+    assert result.exit_code == 2
+    assert "cannot go `--to vllm`: vLLM has no Hydra: train with drafter.kind=eagle3" in result.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_no_vllm_says_how(recipe: str) -> None:
+    result = call(with_drafter(recipe, "eagle"))
+    assert result.exit_code == 2
+    assert "--engine vllm needs vLLM in this environment: pip install draftsmith[vllm]" in result.stderr

@@ -1,0 +1,101 @@
+"""A served endpoint: streamed answers, times, counters, and what is said where something is wrong."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from support.streaming_server import StreamingServer
+
+from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
+from draftsmith.eval.serving.asking import TimedCompletion
+from draftsmith.eval.serving.counts import DraftCounts
+from draftsmith.eval.serving.endpoint import ServedEndpoint
+from draftsmith.recipes.errors import UserError
+
+
+@contextmanager
+def endpoint(model: str | None = None, key: str | None = None, **options: Any) -> Iterator[Any]:
+    server = StreamingServer(**options)
+    try:
+        with closing(ServedEndpoint(server.url + "/v1/", model, key, (2,), 16)) as engine:
+            yield server, engine
+    finally:
+        server.stop()
+
+
+def request(number: int = 0, max_new_tokens: int = 7) -> Request:
+    return Request(f"{number}/0", [5, 6], [], GenerationSettings(max_new_tokens=max_new_tokens), 0)
+
+
+def test_an_answer_comes_in_pieces() -> None:
+    with endpoint(key="sesame", pause_s=0.05) as (server, engine):
+        engine.submit(request())
+        ((key, outcome),) = engine.collect()
+        assert key == "0/0"
+        assert isinstance(outcome, TimedCompletion)
+        assert outcome.token_ids == [30, 31, 32, 33, 34, 35, 36]
+        assert outcome.finish_reason == "length"
+        # The first piece after one pause, the last one three pauses later.
+        assert 0.05 <= outcome.first_token_s < outcome.rest_s
+        assert outcome.rest_s >= 0.15
+        # Counted only after the answer was sent: 3 rounds, one kept of the two drafted in each.
+        assert engine.counts(7) == DraftCounts(3, 6, 3, (3, 0), 7)
+    (body,) = server.bodies
+    assert server.keys == ["Bearer sesame"]
+    assert (body["model"], body["prompt"], body["stream"], body["stop_token_ids"]) == ("fake", [5, 6], True, [2])
+    assert body["return_token_ids"]
+    assert engine.max_length_tokens == 64
+
+
+def test_many_at_once_and_one_that_breaks_off() -> None:
+    with endpoint(breaks=(3,), pause_s=0.01) as (_, engine):
+        for number in range(16):
+            engine.submit(request(number))
+        outcomes = dict(engine.collect()[0] for _ in range(16))
+        assert len(outcomes) == 16
+        failed = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+        assert failed == [Failure("answer broken off")]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"metrics": False},
+            "/metrics shows no counters of vLLM's: it must be a vLLM server, without --disable-log-stats",
+        ),
+        ({"model": "other/name"}, "serves other/name, not wanted: give --server-model as it is there"),
+    ],
+)
+def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: str) -> None:
+    wanted = "wanted" if "model" in options else None
+    server = StreamingServer(**options)
+    with pytest.raises(UserError) as error:
+        ServedEndpoint(server.url, wanted, None, (2,), 4)
+    assert str(error.value) == f"{server.url}{sentence}" or str(error.value) == f"{server.url} {sentence}"
+    server.stop()
+
+
+def test_a_server_that_is_down() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(UserError, match=f"^no vLLM server answers at {url} "):
+        ServedEndpoint(url, None, None, (2,), 4)
+
+
+def test_a_key_that_is_refused_ends_it() -> None:
+    with endpoint(status=401) as (server, engine):
+        engine.submit(request())
+        with pytest.raises(UserError, match="says HTTP 401: The key is wrong: check its URL, --server-model and"):
+            engine.collect()
+        assert len(server.bodies) == 1
+
+
+def test_no_token_ids_is_no_vllm() -> None:
+    with endpoint(token_ids=False) as (_, engine):
+        engine.submit(request())
+        with pytest.raises(UserError, match="gives no token ids: it must be a vLLM server that knows return_token_ids"):
+            engine.collect()

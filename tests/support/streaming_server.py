@@ -1,0 +1,123 @@
+"""A server that streams answers and shows counters as vLLM does: two drafted tokens a round, of which one is kept."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+ANSWER = [[30], [31, 32], [33, 34], [35, 36]]  # the prefill's token, then three rounds
+
+
+class _HTTPServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections break here on purpose."""
+
+
+class StreamingServer:
+    """Serves on `url`.
+
+    Args:
+        model: Its name.
+        drafts: Count drafts.
+        metrics: Show counters.
+        breaks: Of the requests, by number from 1, those whose answer is cut off without an end.
+        status: Of every answer.
+        token_ids: Give them.
+        pause_s: Before each piece of an answer, and before it is counted.
+
+    `answer` is what it says, by pieces; `others` are tokens of somebody else's for each answer.
+    """
+
+    def __init__(
+        self,
+        model: str = "fake",
+        drafts: bool = True,
+        metrics: bool = True,
+        breaks: tuple[int, ...] = (),
+        status: int = 200,
+        token_ids: bool = True,
+        pause_s: float = 0.0,
+    ) -> None:
+        self.model, self.drafts, self.metrics, self.breaks = model, drafts, metrics, breaks
+        self.status, self.token_ids, self.pause_s = status, token_ids, pause_s
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.generated = self.rounds = self.others = 0
+        self.answer = ANSWER
+        self.lock = threading.Lock()
+        self._http = _HTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def page(self) -> str:
+        lines = [f'vllm:generation_tokens_total{{engine="0"}} {self.generated}']
+        if self.drafts:
+            counts = {"drafts": self.rounds, "draft_tokens": 2 * self.rounds, "accepted_tokens": self.rounds}
+            lines += [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}' for name, count in counts.items()]
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{name}{{position="0"}} {self.rounds}', f'{name}{{position="1"}} 0']
+        return "\n".join(lines) + "\n"
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                if self.path == "/v1/models":
+                    self._send(200, json.dumps({"data": [{"id": server.model, "max_model_len": 64}]}))
+                elif self.path == "/metrics" and server.metrics:
+                    with server.lock:
+                        self._send(200, server.page())
+                else:
+                    self._send(404, "{}")
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server.lock:
+                    server.bodies.append(body)
+                    server.keys.append(self.headers.get("Authorization"))
+                    number = len(server.bodies)
+                if server.status != 200:
+                    self._send(server.status, json.dumps({"error": {"message": "The key is wrong"}}))
+                    return
+                self.send_response_only(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.close_connection = True
+                pieces = server.answer[: 1 + (body["max_tokens"] // 2)]
+                for place, ids in enumerate(pieces):
+                    time.sleep(server.pause_s)
+                    if number in server.breaks and place == 1:
+                        return
+                    choice = {"index": 0, "text": "", "finish_reason": None}
+                    choice |= {"token_ids": ids} if server.token_ids else {}
+                    choice["finish_reason"] = "length" if place + 1 == len(pieces) else None
+                    self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+                    self.wfile.flush()
+                self.wfile.write(b"data: [DONE]\n\n")
+                time.sleep(server.pause_s)
+                with server.lock:  # vLLM counts when the tokens are on their way already
+                    server.generated += sum(map(len, pieces)) + server.others
+                    server.rounds += len(pieces) - 1
+
+            def _send(self, status: int, text: str) -> None:
+                self.send_response_only(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+        return Handler
