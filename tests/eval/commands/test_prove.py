@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.commands.prove import (
-    _compare,
     _test,
     chi_square_uniform,
+    compare_answers,
     prove,
     rosenblatt,
 )
@@ -113,7 +113,7 @@ def test_a_wrong_token_is_a_bug_and_a_tie_is_none() -> None:
     with TargetSession(target, 64) as session:
         answer = generate(session, Autoregressive(), PROMPT, Sampling(), 12).ids
         wrong = [*answer[:5], (answer[5] + 1) % 61, *answer[6:]]
-        proof = _compare(target, session, "x", [(7, PROMPT)], {7: answer}, {7: wrong})
+        proof = compare_answers(target, session, "x", [(7, PROMPT)], {7: answer}, {7: wrong})
     (found,) = proof.divergences
     assert (found.question_id, found.position, found.expected) == (7, 5, answer[5])
     logits = target(torch.tensor([PROMPT + answer[:5]])).logits[0, -1]
