@@ -259,13 +259,16 @@ class _HeadLoss(torch.autograd.Function):
             hidden, labels = hidden_nd[rows].to(dtype), labels_n[rows]
             logits = F.linear(hidden, head_vd, head_bias_v).to(losses_n.dtype)
             correct_n[rows] = _is_argmax(logits, labels)
+            teacher_logits = None if teacher is None else teacher.logits(rows)
+            wants_grad = wants_hidden or wants_weight
             if loss == "ce":
-                losses, grad_logits = _cross_entropy(logits, labels, wants_hidden or wants_weight)
+                losses, grad_logits = _cross_entropy(logits, labels, wants_grad)
                 cross_entropy_n[rows] = losses
+            elif loss == "kl" and teacher_logits is not None:
+                losses, grad_logits, cross_entropy_n[rows] = _divergence(logits, labels, teacher_logits, wants_grad)
             else:
                 cross_entropy_n[rows] = ce(logits, labels)
-                teacher_logits = None if teacher is None else teacher.logits(rows)
-                losses, grad_logits = _any_loss(loss, logits, labels, teacher_logits, wants_hidden or wants_weight)
+                losses, grad_logits = _any_loss(loss, logits, labels, teacher_logits, wants_grad)
             losses_n[rows] = losses
             if grad_logits is None:
                 continue
@@ -312,6 +315,16 @@ def _cross_entropy(logits: Tensor, labels: Tensor, wants_grad: bool) -> tuple[Te
     if not wants_grad:
         return losses, None
     return losses, log_q.exp_().scatter_add_(1, columns, log_q.new_full(columns.shape, -1.0))
+
+
+def _divergence(
+    logits: Tensor, labels: Tensor, teacher_logits: Tensor, wants_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """KL(p || q), its gradient q - p, and the cross entropy: one softmax of each."""
+    log_q, log_p = logits.log_softmax(-1), _log_softmax(teacher_logits)
+    cross_entropy = -log_q.gather(1, labels.unsqueeze(1)).squeeze(1)
+    losses = _kl(log_p, log_q)
+    return losses, log_q.exp_().sub_(log_p.exp_()) if wants_grad else None, cross_entropy
 
 
 def _any_loss(
