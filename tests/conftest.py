@@ -8,7 +8,7 @@ from support.openai_setup import StartEngine, StartServer, engines_to_start, ser
 from draftsmith.data.engines import servers
 
 # Fixtures that lie beside what they make.
-pytest_plugins = ["support.tiny_runs", "support.tiny_disk"]
+pytest_plugins = ["support.finished_run", "support.tiny_runs", "support.tiny_disk"]
 
 
 @pytest.fixture

@@ -105,6 +105,13 @@ def write_lines(file: Path, records: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+@pytest.fixture(scope="session")
+def finished_once(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     return finished_run(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def finished(finished_once: FinishedRun) -> FinishedRun:
+    """As it was when it was finished."""
+    finished_once.restore()
+    return finished_once

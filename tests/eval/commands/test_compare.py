@@ -110,8 +110,8 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     overrides = [
         f"runs_dir={tmp_path}", f"data.conversations.source={questions_file('embedded')}",
         "data.conversations.decontaminate=[]", "data.conversations.limit=6", "data.distill.max_new_tokens=32",
-        "train.max_steps=2", "eval.limit_per_category=1", "eval.runs=1", "eval.max_new_tokens=16",
-        "eval.warmup_questions=0",
+        "train.max_steps=2", "eval.limit_per_category=1", "eval.runs=1", "eval.max_new_tokens=8",
+        "eval.warmup_questions=0", "eval.untimed_questions=1",
     ]  # fmt: skip
     command = ["compare", "quickstart", "embedded-medusa", *overrides, "--name", "table"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "rows.json")])

@@ -47,7 +47,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     overrides = [
         f"runs_dir={tmp_path_factory.mktemp('runs')}",
         "eval.limit_per_category=1",
-        "eval.max_new_tokens=24",
+        "eval.max_new_tokens=12",
         "eval.runs=1",
         "eval.warmup_questions=0",
         "eval.untimed_questions=2",
@@ -59,7 +59,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     target, _ = load_target(recipe.target)
     drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
     drafter.save_pretrained(RunFolder(recipe).drafter)
-    tuned = tune(recipe, questions=2, new_tokens=24, turns=1)
+    tuned = tune(recipe, questions=1, new_tokens=12, turns=1)
     proof = prove(recipe, prompts=3, samples=2, new_tokens=16)
     card = (RunFolder(recipe).drafter / "README.md").read_text()
     return Stages(recipe, tuned, proof, card, evaluate(recipe))

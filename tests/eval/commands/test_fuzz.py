@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from support.finished_run import FinishedRun, finished
+from support.finished_run import FinishedRun
 
 from draftsmith.eval.commands import evaluate
 
-__all__ = ["finished"]  # fixture
 SEED, TIMES = (int(part) for part in os.environ.get("DRAFTSMITH_FUZZ", "1 1").split())
 ODD: list[Any] = [
     None, -1, 0, 1.5, 10**30, float("nan"), float("inf"), True, "", "x", "\0", "é\ud800", "../../x", [], [[]], {},
@@ -34,7 +33,6 @@ def run(finished: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)  # for paths of odd recipes
     for pictures in ("draw_charts", "draw_theory"):  # they take most of the time
         monkeypatch.setattr(evaluate, pictures, lambda *_: [])
-    finished.restore()
     return finished
 
 
@@ -199,6 +197,7 @@ def fuzzed(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_files_of_a_run(run: FinishedRun) -> None:
     not_read = (".png", ".html", ".lock")
     files = [file for file in sorted(run.root.rglob("*")) if file.is_file() and file.suffix not in not_read]
@@ -210,6 +209,7 @@ def test_files_of_a_run(run: FinishedRun) -> None:
     fuzzed(run, 40, files, commands)
 
 
+@pytest.mark.slow
 def test_recipes(run: FinishedRun) -> None:
     commands = ["plan", "doctor", "report", "prove", *(name for name in WORK if name != "resume")]
     fuzzed(run, 40, [Path(run.recipe)], lambda file: commands)
@@ -220,6 +220,7 @@ def test_conversations_and_questions(run: FinishedRun) -> None:
     fuzzed(run, 20, files, lambda file: ["distil anew", "doctor"] if file == files[0] else ["measure anew"])
 
 
+@pytest.mark.slow
 def test_targets(run: FinishedRun) -> None:
     files = sorted((run.folder / "target").iterdir())
     odd = [value for value in ODD if value != 10**30]  # so many layers take for ever to build

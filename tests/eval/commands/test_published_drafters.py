@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.finished_run import FinishedRun, finished
+from support.finished_run import FinishedRun
 from support.hub_server import USER, HubServer, hub
 from support.tiny_disk import tiny_disk
 from support.tiny_runs import recipe_file
@@ -17,7 +17,7 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
-__all__ = ["finished", "hub", "tiny_disk"]  # fixtures
+__all__ = ["hub", "tiny_disk"]  # fixtures
 REPO = f"{USER}/target-parallelspec"
 
 
@@ -31,7 +31,6 @@ def run(finished: FinishedRun, hub: HubServer) -> Iterator[FinishedRun]:
     finished.recipe = other_run(recipe, "other", methods)
     yield finished
     finished.recipe = own
-    finished.restore()
 
 
 def other_run(recipe: Recipe, name: str, methods: list[dict[str, object]]) -> str:

@@ -8,14 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import Result
 from huggingface_hub import ModelCard
-from support.finished_run import FinishedRun, finished
+from support.finished_run import FinishedRun
 from support.hub_server import TOKEN, USER, HubServer, Repo, hub, xet
 
 from draftsmith.eval.commands import push as push_module
@@ -24,14 +23,13 @@ from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
-__all__ = ["finished", "hub", "xet"]  # fixtures
+__all__ = ["hub", "xet"]  # fixtures
 REPO = f"{USER}/target-parallelspec"
 
 
 @pytest.fixture
-def run(finished: FinishedRun) -> Iterator[FinishedRun]:
-    yield finished
-    finished.restore()
+def run(finished: FinishedRun) -> FinishedRun:
+    return finished
 
 
 def staged(run: FinishedRun) -> dict[str, bytes]:
@@ -192,6 +190,7 @@ def test_what_breaks_with_xet_is_one_sentence_too(
     assert xet.files(REPO) == staged(run)
 
 
+@pytest.mark.slow
 def test_from_the_shell(run: FinishedRun, hub: HubServer) -> None:
     """Nothing patched: HF_ENDPOINT and HF_TOKEN are all that a process is told. Ctrl-C in the middle, and again."""
     told = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
