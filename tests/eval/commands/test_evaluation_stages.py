@@ -59,7 +59,9 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     target, _ = load_target(recipe.target)
     drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
     drafter.save_pretrained(RunFolder(recipe).drafter)
-    tuned = tune(recipe, questions=1, new_tokens=12, turns=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.eval.commands.tune.TIMED_FORWARDS", 2)  # no time is asserted
+        tuned = tune(recipe, questions=1, new_tokens=12, turns=1)
     proof = prove(recipe, prompts=3, samples=2, new_tokens=16)
     card = (RunFolder(recipe).drafter / "README.md").read_text()
     return Stages(recipe, tuned, proof, card, evaluate(recipe))

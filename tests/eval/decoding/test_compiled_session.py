@@ -87,6 +87,7 @@ def test_greedy_identity_in_machine_code() -> None:
     assert check_session(target, "inductor", ("best_first",)) == {1, 13}
 
 
+@pytest.mark.slow
 def test_features_of_each_method() -> None:
     """Whoever reads fewer layers than another gets its own, in its order, compiled or not."""
     target = tiny_target()

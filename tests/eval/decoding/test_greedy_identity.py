@@ -34,6 +34,9 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 
 MODELS = MATERIAL / "models"
+# What differs most among them; the others are slow ones.
+FEW = ("llama", "mistral with a window", "gemma2", "gpt2")
+FEW_FIRST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
 
 
 def check_all_trees(
@@ -55,7 +58,7 @@ def check_all_trees(
                 assert out.rounds < len(wanted) - 1, f"{name}: no draft was accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_targets(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -63,7 +66,7 @@ def test_tiny_targets(name: str, dtype: torch.dtype) -> None:
     check_all_trees(target, [[5, 6, 7, 8], [90, 3]], new_tokens=40)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", FEW_FIRST)
 def test_methods_without_training(name: str) -> None:
     """A draft model here is the target with other weights: its own cache must be right for its architecture too."""
     torch.manual_seed(0)

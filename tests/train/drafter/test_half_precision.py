@@ -21,8 +21,8 @@ from draftsmith.train.drafter.trainer import DrafterTrainer
     "drafter",
     [
         {"kind": "parallel", "options": {"num_masks": 2}},
-        {"kind": "eagle", "options": {}},
-        {"kind": "medusa", "options": {"num_heads": 2}},
+        pytest.param({"kind": "eagle", "options": {}}, marks=pytest.mark.slow),
+        pytest.param({"kind": "medusa", "options": {"num_heads": 2}}, marks=pytest.mark.slow),
     ],
     ids=lambda drafter: drafter["kind"],
 )

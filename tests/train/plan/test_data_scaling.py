@@ -110,6 +110,7 @@ def test_the_tau_that_accuracies_promise() -> None:
     assert script.depth_figures([], 2)["chain_tau_expected"] is None
 
 
+@pytest.mark.slow
 def test_a_whole_run_and_the_plan_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(tmp_path / "q.jsonl", [{"question_id": 1, "category": "qa", "turns": ["w5 w6 w7"]}])
     trees = [{"name": "a"}, {"name": "b", "tree": "best_first", "nodes": 3, "branch": 2}]
