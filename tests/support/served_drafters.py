@@ -2,6 +2,14 @@
 
 from typing import Any
 
+import torch
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.train.features.online import training_features
+
+TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks learn slowly
+
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle": ("eagle", "vllm", {"draft_depth": 3, "first_token": False}),
     "eagle3": ("eagle3", "vllm", {"ttt_steps": 3, "first_token": False}),
@@ -27,3 +35,27 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "draft_model": ("draft_model", "vllm", {"draft_depth": 3, "num_layers": 1}),
     "pard": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "shared_mask": True}),
 }
+
+
+def briefly_trained(
+    kind: str, options: dict[str, Any], target: Any, prompts: list[list[int]], answers: list[list[int]]
+) -> Drafter:
+    """On the very answers that it is measured on: enough that every depth is accepted now and then."""
+    torch.manual_seed(5)
+    drafter = load_drafter_class(kind).from_target(target, options)
+    if options.get("draft_vocab_size"):
+        said = torch.tensor([token for answer in answers for token in answer])
+        drafter.choose_draft_tokens(torch.bincount(said, minlength=target.config.vocab_size))
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
+    drafter.train()
+    rows = [torch.tensor([prompt + answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+    for step in range(STEPS_WITH_MASKS if "num_masks" in options else TRAINING_STEPS):
+        ids = rows[step % len(rows)]
+        loss_mask = torch.zeros_like(ids)
+        loss_mask[:, len(prompts[step % len(rows)]) :] = 1
+        features, teacher = training_features(drafter, target, ids)
+        loss = drafter(ids, features, loss_mask, teacher_features=teacher).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.freeze()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.served_drafters import SERVED
+from support.served_drafters import SERVED, briefly_trained
 from support.tiny_runs import recipe_file, recipe_in
 from support.vllm_server import VllmServer, vllm_environment
 from typer.testing import CliRunner
@@ -27,7 +27,7 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.export import export_drafter
 from draftsmith.models.formats.served import drafted_tokens, speculative_config
 from draftsmith.models.target.features import target_features
@@ -35,7 +35,6 @@ from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import TargetRecipe
-from draftsmith.train.features.online import training_features
 
 __all__ = ["vllm_environment"]  # fixture
 pytestmark = [
@@ -43,7 +42,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
 QUESTIONS, NEW_TOKENS, LONGEST_DRAFT = 12, 48, 3
-TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks learn slowly
 
 
 @dataclass
@@ -82,27 +80,6 @@ def answered(
     del llm
     gc.collect()
     return [list(output.outputs[0].token_ids) for output in outputs], counters
-
-
-def trained(kind: str, options: dict[str, Any], setup: Setup) -> Drafter:
-    torch.manual_seed(5)
-    drafter = load_drafter_class(kind).from_target(setup.target, options)
-    if options.get("draft_vocab_size"):
-        said = torch.tensor([token for answer in setup.answers for token in answer])
-        drafter.choose_draft_tokens(torch.bincount(said, minlength=setup.target.config.vocab_size))
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
-    drafter.train()
-    rows = [torch.tensor([prompt + answer]) for prompt, answer in zip(setup.prompts, setup.answers, strict=True)]
-    for step in range(STEPS_WITH_MASKS if "num_masks" in options else TRAINING_STEPS):
-        ids = rows[step % len(rows)]
-        loss_mask = torch.zeros_like(ids)
-        loss_mask[:, len(setup.prompts[step % len(rows)]) :] = 1
-        features, teacher = training_features(drafter, setup.target, ids)
-        loss = drafter(ids, features, loss_mask, teacher_features=teacher).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return drafter.freeze()
 
 
 def chain(decoder: Any, depth: int) -> list[int]:
@@ -147,7 +124,7 @@ def our_counts(drafter: Drafter, setup: Setup) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("name", SERVED)
 def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
     kind, to, options = SERVED[name]
-    drafter = trained(kind, options, setup)
+    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
     made = export_drafter(drafter, to, tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
     speculative = speculative_config(drafter.config, str(tmp_path / "served"))
     answers, counters = answered(setup.prompts, NEW_TOKENS, speculative)
@@ -187,7 +164,7 @@ def counted(metrics: str, name: str) -> list[int]:
 def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
     """Over HTTP, all questions at once: plain vLLM's answers, our decoder's acceptance. And streamed."""
     kind, _, options = SERVED["eagle3"]
-    drafter = trained(kind, options, setup)
+    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
     server = VllmServer(tmp_path / "log", command=printed_command(drafter, tmp_path))
     try:
         asked = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}

@@ -1,0 +1,146 @@
+"""`draftsmith eval --engine vllm` with real vLLM and the embedded target: in process and served."""
+
+import importlib.util
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.finished_run import write_lines
+from support.served_drafters import SERVED, briefly_trained
+from support.tiny_runs import recipe_in
+from support.vllm_server import EMBEDDED_ALONE, VllmServer, vllm_environment
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.commands.evaluate import evaluate
+from draftsmith.eval.commands.in_engine import evaluate_in_engine
+from draftsmith.eval.serving.counts import DraftCounts
+from draftsmith.eval.serving.options import ServingOptions
+from draftsmith.models.base.registry import TRAINING_FILE
+from draftsmith.models.formats.export import export_drafter
+from draftsmith.models.formats.served import speculative_config
+from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
+from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+__all__ = ["vllm_environment"]  # fixture
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+]
+KIND, _, OPTIONS = SERVED["eagle"]
+QUESTIONS, NEW_TOKENS, DEPTH = 16, 20, 3
+
+
+@dataclass
+class Setup:
+    """A run whose drafter was trained for a moment, measured in our own decoder."""
+
+    recipe: Recipe
+    target: Any
+    tokenizer: Any
+    drafter: Any
+    own: Any
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    folder = tmp_path_factory.mktemp("run")
+    asked = [question.turns[0] for question in load_questions("embedded")][:QUESTIONS]
+    lines = [{"question_id": number, "category": "all", "turns": [text]} for number, text in enumerate(asked)]
+    write_lines(folder / "questions.jsonl", lines)
+    recipe = recipe_in(
+        folder,
+        target={"model": "embedded"},
+        drafter={"kind": KIND, "options": OPTIONS},
+        eval={
+            "questions": str(folder / "questions.jsonl"), "max_new_tokens": NEW_TOKENS, "runs": 1,
+            "warmup_questions": 0, "methods": [{"name": "chain", "tree": "chain"}],
+        },
+    )  # fmt: skip
+    target, tokenizer = load_target(recipe.target)
+    prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
+    answers = []
+    for prompt in prompts[:8]:
+        ids = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS + DEPTH + 1)
+        answers.append(ids[0, len(prompt) :].tolist())
+    drafter = briefly_trained(KIND, OPTIONS, target, prompts[:8], answers)
+    run = RunFolder(recipe)
+    drafter.save_pretrained(run.drafter)
+    training = {"steps": 1, "history": [], "weights_sha256": weights_sha256(run.drafter)}
+    (run.drafter / TRAINING_FILE).write_text(json.dumps(training))
+    evaluate(recipe)
+    return Setup(recipe, target, tokenizer, drafter, list(RecordLog(run.eval / "records.jsonl")))
+
+
+def result(setup: Setup, name: str) -> dict[str, Any]:
+    return json.loads((RunFolder(setup.recipe).eval / name).read_text())["figures"]
+
+
+def past_the_end(setup: Setup) -> list[list[int]]:
+    """Accepted tokens of each round by question, as an engine counts them: without an end at `NEW_TOKENS`."""
+    evaluation = setup.recipe.eval
+    methods = [evaluation.methods[0].model_copy(update={"drafter": str(RunFolder(setup.recipe).drafter)})]
+    longer = evaluation.model_copy(update={"methods": methods, "max_new_tokens": NEW_TOKENS + DEPTH + 1})
+    recipe = setup.recipe.model_copy(update={"name": "longer", "eval": longer})
+    evaluate(recipe)
+    by_question = []
+    for record in RecordLog(RunFolder(recipe).eval / "records.jsonl"):
+        (turn,) = record.answers["chain@0"].turns
+        tokens, kept = 1, []
+        for committed, drafted in zip(turn.accept_lengths, turn.draft_lengths, strict=True):
+            if tokens < NEW_TOKENS:
+                kept.append(drafted)
+            tokens += committed
+        by_question.append(kept)
+    return by_question
+
+
+def test_in_process_as_in_our_decoder(setup: Setup) -> None:
+    evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(1, 16)), Console())
+    figures = result(setup, "vllm.json")
+    ours = figures["own"][1]
+    by_question = past_the_end(setup)
+    kept = [length for each in by_question for length in each]
+    expected = DraftCounts.of_rounds(kept, [DEPTH] * len(kept))
+    answers = [record.answers["chain@0"].turns[0] for record in setup.own]
+    assert all(len(answer.ids) == NEW_TOKENS for answer in answers)  # none ends by itself, so that both can be exact
+    for row in figures["rows"][2:]:
+        assert (row["answers"], row["failures"]) == (QUESTIONS, {})
+        assert row["drafts"] == ours["drafts"] == sum(answer.rounds for answer in answers)
+        assert row["tau_committed"] == ours["tau_committed"]
+        assert row["tau"] == expected.tau
+        assert row["acceptance_by_depth"] == expected.acceptance_by_depth
+        assert row["acceptance_conditional"] == expected.acceptance_conditional
+        assert min(row["acceptance_by_depth"]) > 0
+    taus = [1 + statistics.fmean(each) for each in by_question]
+    assert figures["rows"][2]["tau_by_question"] == pytest.approx(statistics.fmean(taus))
+    assert [(proof["prompts"], proof["divergences"]) for proof in figures["greedy"]] == [(QUESTIONS, [])] * 2
+
+
+def test_served_to_sixteen_at_once(setup: Setup, tmp_path: Path) -> None:
+    """Streamed over HTTP: none fails, the answers are our decoder's, and so are the drafts."""
+    export_drafter(setup.drafter, "vllm", tmp_path / "served", str(EMBEDDED_TARGET), RunFolder(setup.recipe).drafter)
+    speculative = json.dumps(speculative_config(setup.drafter.config, str(tmp_path / "served")))
+    server = VllmServer(tmp_path / "log", "--speculative-config", speculative, command=EMBEDDED_ALONE)
+    try:
+        evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(16,), server=server.url), Console())
+    finally:
+        server.stop()
+    figures = result(setup, "vllm-server.json")
+    (row,) = figures["rows"]
+    assert (row["answers"], row["failures"], row["tokens"]) == (QUESTIONS, {}, QUESTIONS * NEW_TOKENS)
+    assert row["drafts"] == figures["own"][1]["drafts"]
+    assert row["tau_committed"] == figures["own"][1]["tau_committed"]
+    assert 0 < row["first_token_s"] < row["wall_time_s"]
+    lines = (RunFolder(setup.recipe).eval / "vllm-server-answers.jsonl").read_text().splitlines()
+    served = {answer["question_id"]: answer["ids"] for answer in map(json.loads, lines)}
+    assert served == {record.question_id: record.answers["autoregressive@0"].turns[0].ids for record in setup.own}
