@@ -91,6 +91,8 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
     try:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        for file in partial.iterdir():  # some writers keep weights to their owner: a server may be another user
+            file.chmod(partial.stat().st_mode & 0o666)
         partial.replace(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

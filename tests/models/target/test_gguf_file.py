@@ -97,6 +97,13 @@ def test_the_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
     assert weights_hash(recipe) is not None
 
 
+def test_whoever_reads_the_folder_reads_its_files(recipe: TargetRecipe) -> None:
+    folder = converted_folder(recipe)
+    assert {file.name: file.stat().st_mode & 0o044 for file in folder.iterdir()} == {
+        file.name: folder.stat().st_mode & 0o044 for file in folder.iterdir()
+    }
+
+
 def test_converted_once(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     first = converted_folder(recipe)
 
