@@ -37,9 +37,10 @@ def test_an_answer_comes_in_pieces() -> None:
         assert isinstance(outcome, TimedCompletion)
         assert outcome.token_ids == [30, 31, 32, 33, 34, 35, 36]
         assert outcome.finish_reason == "length"
-        # The first piece after one pause, the last one three pauses later.
-        assert 0.05 <= outcome.first_token_s < outcome.rest_s
-        assert outcome.rest_s >= 0.15
+        # The first piece after one pause, the last one after four, whenever the first is read.
+        assert outcome.first_token_s >= 0.05
+        assert outcome.rest_s > 0
+        assert outcome.first_token_s + outcome.rest_s >= 0.2
         # Counted only after the answer was sent: 3 rounds, one kept of the two drafted in each.
         assert engine.counts(7) == DraftCounts(3, 6, 3, (3, 0), 7)
     (body,) = server.bodies
