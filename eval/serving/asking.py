@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -148,8 +148,7 @@ def _submit_turn(
         if room < min(settings.max_new_tokens, FEWEST_NEW_TOKENS):
             asked.turns_left_out += len(question.turns) - number
             return False
-        new_tokens = min(settings.max_new_tokens, room)
-        settings = GenerationSettings(settings.temperature, settings.top_k, settings.top_p, new_tokens)
+        settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
     key = f"{question.question_id}/{number}"
     messages = [{"role": turn.role, "content": turn.content} for turn in conversation.history]
     seed = request_seed(asking.seed, 0, question.question_id, number, f"engine@{settings.temperature:g}")

@@ -6,6 +6,7 @@ not pinned; and nobody is called at home.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from draftsmith.data.engines.vllm_engine import VllmEngine, VllmOptions, llm_arg
 from draftsmith.eval.serving.asking import MeasuredEngine, TimedCompletion
 from draftsmith.eval.serving.counts import DraftCounts, of_metrics
 from draftsmith.eval.serving.options import OPTIONS_KEY
+from draftsmith.models.decoding.kv_cache import cache_shape
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
 
@@ -98,9 +100,6 @@ def measured_arguments(
 
 def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, most_at_once: int) -> int:
     """Keys and values of as many conversations, the drafter's as many again; at most 4 GiB unless one needs more."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    of_token = 2 * text.num_hidden_layers * heads * head_size * BYTES_OF_AN_ELEMENT
-    of_one = 2 * of_token * (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
+    capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
+    of_one = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
     return max(of_one, min(most_at_once * of_one, LARGEST_CPU_CACHE_BYTES))

@@ -11,8 +11,10 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from support.breaking_http_server import BreakingHTTPServer
 
 END_ID = 2
 MODEL = "fake"
@@ -43,14 +45,6 @@ class Fault:
 Script = Callable[[dict[str, Any], int], Fault | None]
 
 
-class _HTTPServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 512
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections break here on purpose."""
-
-
 class FakeServer:
     """Serves on `url`; `stop` closes every connection, `start` comes back on the same port.
 
@@ -78,7 +72,7 @@ class FakeServer:
         self.headers: list[dict[str, str]] = []
         self._lock = threading.Lock()
         self._connections: set[Any] = set()
-        self._http: _HTTPServer | None = None
+        self._http: BreakingHTTPServer | None = None
         self._port = 0
         self.start()
 
@@ -87,7 +81,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self._port}/v1"
 
     def start(self) -> None:
-        self._http = _HTTPServer(("127.0.0.1", self._port), self._handler())
+        self._http = BreakingHTTPServer(("127.0.0.1", self._port), self._handler())
         self._port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 

@@ -3,18 +3,12 @@
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from support.breaking_http_server import BreakingHTTPServer
+
 ANSWER = [[30], [31, 32], [33, 34], [35, 36]]  # the prefill's token, then three rounds
-
-
-class _HTTPServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 512
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections break here on purpose."""
 
 
 class StreamingServer:
@@ -49,7 +43,7 @@ class StreamingServer:
         self.generated = self.rounds = self.others = 0
         self.answer = ANSWER
         self.lock = threading.Lock()
-        self._http = _HTTPServer(("127.0.0.1", 0), self._handler())
+        self._http = BreakingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
