@@ -1,9 +1,9 @@
-"""Frozen linear layers in a packed layout, for decoding in fp32 on a CPU.
+"""Frozen linear layers in a packed layout, for decoding in fp32 or bf16 on a CPU.
 
 A tree's handful of rows through a plain product packs the weight anew every time; packed once, the product costs what
 reading the weight costs, or little more. A second copy of the weights is the price (`packable_bytes`). Which of MKL's
-and oneDNN's layouts is faster, and from how many rows on, differs from shape to shape and from machine to machine: a
-short measurement decides.
+and oneDNN's layouts is faster, and from how many rows on, differs from shape to shape, from dtype to dtype and from
+machine to machine: a short measurement decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ROWS = (1, 3, 6, 12)  # a single token, and draft trees
 MEASURED_BYTES = 2**29  # of weights; enough that caches do not hold them where they do not hold the model
 TRIALS = 3
 LEAST_GAIN = 1.1  # in time, for a second copy of the weight
-TOLERANCE = 1e-4  # of a product with a layout, relative to the largest value
+# Of a product with a layout, relative to the largest value; in bf16 its last bit.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-7}
 
 
 class Layout(Protocol):
@@ -48,7 +49,7 @@ class Plain:
 # torch's own compiler packs weights with these operations; they have no public name.
 @dataclass(frozen=True)
 class OneDnn:
-    """Of oneDNN, the best for many columns."""
+    """Of oneDNN, the best for many columns and for bf16, where the processor multiplies tiles of it."""
 
     def pack(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
@@ -59,7 +60,8 @@ class OneDnn:
 
 @dataclass(frozen=True)
 class Mkl:
-    """Of MKL, the best for few rows and columns. It is told a number of rows, on which the layout does not depend."""
+    """Of MKL, the best for few rows and columns; fp32 alone. It is told a number of rows, on which the layout does not
+    depend."""
 
     def pack(self, weight: Tensor) -> Tensor:
         return torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), ROWS[-1])
@@ -92,8 +94,8 @@ class PackedLinear(nn.Linear):
         if (
             trains
             or torch.compiler.is_compiling()
-            or input.dtype != torch.float32
-            or self.weight.dtype != torch.float32
+            or input.dtype != self.weight.dtype
+            or self.weight.dtype not in TOLERANCE
             or self.weight.device.type != "cpu"
             or input.numel() < from_rows * self.in_features
         ):
@@ -107,50 +109,59 @@ class PackedLinear(nn.Linear):
 def pack_linears(model: nn.Module) -> None:
     """Pack the frozen linear layers of every shape that a short measurement on them says to gain by it, in place.
 
-    Nothing happens elsewhere than in fp32 on a CPU.
+    Nothing happens elsewhere than in fp32 and bf16 on a CPU.
     """
-    layers = [module for module in model.modules() if type(module) is nn.Linear and _can_be_packed(module)]
-    packings = _packings(layers, layouts()) if layers else {}
-    for layer in layers:
-        if layer.weight.shape in packings:
-            layer.__class__ = PackedLinear
-            layer.packing = packings[layer.weight.shape]  # type: ignore[assignment]
+    packable = [module for module in model.modules() if type(module) is nn.Linear and _can_be_packed(module)]
+    for dtype in TOLERANCE:
+        layers = [layer for layer in packable if layer.weight.dtype == dtype]
+        packings = _packings(layers, layouts(dtype)) if layers else {}
+        for layer in layers:
+            if layer.weight.shape in packings:
+                layer.__class__ = PackedLinear
+                layer.packing = packings[layer.weight.shape]  # type: ignore[assignment]
 
 
 def packable_bytes(model: nn.Module) -> int:
-    """What packed copies take at most: of every frozen linear layer, as fp32."""
+    """What packed copies take at most: of every frozen linear layer, in fp32 or bf16."""
     weights = {
         id(module.weight): module.weight
         for module in model.modules()
-        if isinstance(module, nn.Linear) and not module.weight.requires_grad
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad and module.weight.dtype in TOLERANCE
     }
-    return sum(4 * weight.numel() for weight in weights.values())
+    return sum(weight.element_size() * weight.numel() for weight in weights.values())
 
 
 def _can_be_packed(linear: nn.Linear) -> bool:
     weight = linear.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.requires_grad
+    return weight.device.type == "cpu" and weight.dtype in TOLERANCE and not weight.requires_grad
 
 
 @cache
-def layouts() -> tuple[Layout, ...]:
-    """Those that this torch has and that give the plain product, for every number of rows."""
+def layouts(dtype: torch.dtype = torch.float32) -> tuple[Layout, ...]:
+    """Those that this torch and processor have and that give the plain product, for every number of rows."""
     torch_has: list[Layout] = []
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if _one_dnn_multiplies(dtype) and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         torch_has.append(OneDnn())
-    if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
+    if dtype == torch.float32 and torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
         torch_has.append(Mkl())
-    return tuple(layout for layout in torch_has if _gives_the_plain_product(layout))
+    return tuple(layout for layout in torch_has if _gives_the_plain_product(layout, dtype))
 
 
-def _gives_the_plain_product(layout: Layout) -> bool:
+def _one_dnn_multiplies(dtype: torch.dtype) -> bool:
+    """Not every processor has instructions for bf16."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _gives_the_plain_product(layout: Layout, dtype: torch.dtype) -> bool:
     drawn = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(130, 70, generator=drawn), torch.randn(130, generator=drawn)
+    weight, bias = (torch.randn(130, *columns, generator=drawn).to(dtype) for columns in ((70,), ()))
     packed = layout.pack(weight)
     for rows in (*ROWS, 5 * ROWS[-1]):
-        x = torch.randn(rows, 70, generator=drawn)
+        x = torch.randn(rows, 70, generator=drawn).to(dtype)
         plain = F.linear(x, weight, bias)
-        if (layout.product(x, packed, weight, bias) - plain).abs().max() > TOLERANCE * plain.abs().max():
+        if (layout.product(x, packed, weight, bias) - plain).abs().max() > TOLERANCE[dtype] * plain.abs().max():
             return False
     return True
 
@@ -189,7 +200,7 @@ def _nanoseconds(weights: list[Tensor], layout: Layout) -> dict[tuple[torch.Size
     with torch.inference_mode():
         for spent_ns, rows in product(trials, ROWS):
             for weight, copy in zip(weights, packed, strict=True):
-                x = torch.zeros(rows, weight.shape[1])
+                x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
                 began = time.perf_counter_ns()
                 layout.product(x, copy, weight, None)
                 spent_ns[weight.shape, rows] += time.perf_counter_ns() - began

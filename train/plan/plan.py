@@ -113,8 +113,8 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     typical = largest if data.typical is data.largest else training.step(data.typical.inputs)
     if args.gradient_accumulation_steps > 1:
         notes.append("gradients stay while the next batch of an accumulated step is computed: counted")
-    if device.type == "cpu" and training.target.dtype == torch.float32:
-        copies = bytes_text(packable_bytes(training.target))
+    if device.type == "cpu" and (packable := packable_bytes(training.target)):
+        copies = bytes_text(packable)
         notes.append(
             f"distilling and decoding on this CPU may keep packed copies of the target's layers: up to {copies}"
         )

@@ -18,7 +18,11 @@ from draftsmith.models.target.packed_linear import (
 )
 
 pytestmark = pytest.mark.skipif(not layouts(), reason="torch with neither oneDNN nor MKL")
-EVERY_LAYOUT = pytest.mark.parametrize("layout", layouts(), ids=lambda layout: type(layout).__name__)
+EVERY_LAYOUT = pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(layout, dtype) for dtype in packed_linear.TOLERANCE for layout in layouts(dtype)],
+    ids=lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else type(value).__name__,
+)
 
 
 def pack_all(monkeypatch: pytest.MonkeyPatch, layout: Layout, from_rows: int = 2) -> None:
@@ -44,14 +48,16 @@ def packed_of(plain: nn.Linear) -> PackedLinear:
 
 @EVERY_LAYOUT
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_same_product(monkeypatch: pytest.MonkeyPatch, bias: bool, layout: Layout) -> None:
+def test_the_same_product(monkeypatch: pytest.MonkeyPatch, bias: bool, layout: Layout, dtype: torch.dtype) -> None:
+    """In bf16 within its last bit: sums are of fp32 in both."""
     torch.manual_seed(0)
     pack_all(monkeypatch, layout)
-    plain = nn.Linear(48, 1030, bias=bias).requires_grad_(False)
+    plain = nn.Linear(48, 1030, bias=bias, dtype=dtype).requires_grad_(False)
     packed = packed_of(plain)
+    close = 1e-5 if dtype == torch.float32 else 2**-7
     for shape in ((1, 48), (5, 48), (2, 7, 48), (33, 48), (0, 48)):
-        x = torch.randn(shape)
-        torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)
+        x = torch.randn(shape, dtype=dtype)
+        torch.testing.assert_close(packed(x), plain(x), atol=close, rtol=close)
     assert packed.weight.data_ptr() == plain.weight.data_ptr()
     assert set(packed.state_dict()) == set(plain.state_dict())
 
@@ -111,8 +117,26 @@ def test_target_and_drafters_share_the_packed_layers() -> None:
     assert len(heads) == medusa.config.num_heads
 
 
+@pytest.mark.skipif(not layouts(torch.bfloat16), reason="a processor without products in bf16")
+def test_in_bf16_a_row_has_the_same_bits_alone_and_in_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What greedy decoding in bf16 needs: a token's logits from a step and from a tree's forward round alike."""
+    torch.manual_seed(0)
+    pack_all(monkeypatch, layouts(torch.bfloat16)[0], from_rows=1)
+    for columns, rows in ((576, 1536), (1536, 576), (576, 192)):
+        packed = packed_of(nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False))
+        x = torch.randn(25, columns, dtype=torch.bfloat16)
+        together = packed(x)
+        for count in (1, 2, 7, 13):
+            assert torch.equal(packed(x[:count]), together[:count])
+    target = tiny_target().bfloat16()
+    pack_linears(target)
+    linears = [module for module in target.modules() if isinstance(module, PackedLinear)]
+    assert len(linears) == 2 * 7 + 1
+    assert packable_bytes(target) == 2 * sum(module.weight.numel() for module in linears)
+
+
 def test_what_is_trained_or_of_another_dtype_stays_plain() -> None:
-    for model in (tiny_target().requires_grad_(True), tiny_target().bfloat16()):
+    for model in (tiny_target().requires_grad_(True), tiny_target().double(), tiny_target().half()):
         pack_linears(model)
         assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
@@ -139,7 +163,7 @@ def test_a_measurement_decides_by_shape(monkeypatch: pytest.MonkeyPatch) -> None
     plain = Timed(now, {8: {1: 100}, 16: {1: 100}, 32: {1: 100}})
     one = Timed(now, {8: {1: 120}, 16: {1: 120, 6: 50}, 32: {1: 95}})
     other = Timed(now, {8: {1: 130, 12: 60}, 16: {1: 80}, 32: {1: 99}})
-    monkeypatch.setattr(packed_linear, "layouts", lambda: (one, other))
+    monkeypatch.setattr(packed_linear, "layouts", lambda dtype: (one, other))
     monkeypatch.setattr(packed_linear, "Plain", lambda: plain)
     monkeypatch.setattr(packed_linear.time, "perf_counter_ns", lambda: now[0])
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 16), nn.Linear(4, 32)).requires_grad_(False)
@@ -161,6 +185,6 @@ def test_a_layout_that_depends_on_the_number_of_rows_is_left_out(monkeypatch: py
         return torch.nn.functional.linear(rows, weight, bias) * (1 if len(rows) <= 12 else 1.01)
 
     for layout in layouts():
-        assert packed_linear._gives_the_plain_product(layout)
+        assert packed_linear._gives_the_plain_product(layout, torch.float32)
         monkeypatch.setattr(type(layout), "product", wrong)
-        assert not packed_linear._gives_the_plain_product(layout)
+        assert not packed_linear._gives_the_plain_product(layout, torch.float32)

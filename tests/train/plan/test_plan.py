@@ -280,7 +280,9 @@ def test_packed_copies_are_told(tmp_path: Path) -> None:
     """Of 4 layers (q, o: 64 x 64, k, v: 64 x 32, three of 64 x 160) and the head (512 x 64), 4 bytes each: 800 KiB."""
     notes = make_plan(recipe_of(tmp_path, target={"dtype": "float32", "device": "cpu"})).notes
     assert [note for note in notes if note.endswith("packed copies of the target's layers: up to 800 KiB")]
-    assert not [note for note in make_plan(recipe_of(tmp_path, target={"dtype": "bfloat16"})).notes if "packed" in note]
+    (note,) = [note for note in make_plan(recipe_of(tmp_path, target={"dtype": "bfloat16"})).notes if "packed" in note]
+    assert note.endswith("up to 400 KiB")
+    assert not [note for note in make_plan(recipe_of(tmp_path, target={"dtype": "float16"})).notes if "packed" in note]
 
 
 def test_the_feature_cache(tmp_path: Path) -> None:
