@@ -18,7 +18,7 @@ from draftsmith.eval.decoding.loop import OpenAnswer
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetStep
 from draftsmith.eval.decoding.stop_strings import StopStrings
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.sampling import Sampling, largest
 from draftsmith.eval.trees.verify import verify, verify_greedy
 
 
@@ -184,7 +184,7 @@ def _round(session: BatchSession, rows: list[OpenAnswer]) -> None:
     verified = clock()
     logits = [step.logits[index, : len(tree)] for index, tree in enumerate(trees)]
     # The device is waited for once, not once a greedy row.
-    argmax_ids = step.logits.argmax(-1).tolist() if any(row.sampling.greedy for row in rows) else [[]] * len(rows)
+    argmax_ids = largest(step.logits).tolist() if any(row.sampling.greedy for row in rows) else [[]] * len(rows)
     verdicts = [
         verify_greedy(tree, ids) if row.sampling.greedy else verify(tree, at_nodes, row.sampling, row.generator)
         for row, tree, at_nodes, ids in zip(rows, trees, logits, argmax_ids, strict=True)

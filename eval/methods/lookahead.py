@@ -30,6 +30,7 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.trees.sampling import largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.recipes.schema import Section
 
@@ -126,7 +127,7 @@ class Lookahead:
         """The next level, and an n-gram of every column for the pool."""
         if len(tree) < self._proposed:
             return  # cut, at the end of the answer
-        following = logits[self._last_nodes].argmax(-1).tolist()
+        following = largest(logits[self._last_nodes]).tolist()
         if len(self._levels) < self._level - 1:
             self._levels = [level[1:] for level in [*self._levels, following]]
             return

@@ -30,7 +30,7 @@ from draftsmith.eval.trees.candidates import (
     without_blanks,
 )
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.sampling import Sampling, largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
@@ -84,7 +84,7 @@ class ChainBuilder(MarginalBuilder):
         logits = logits[: self._max_depth]
         shape = TreeShape.chain(len(logits))
         if sampling.greedy:
-            return DraftTree([root_token, *columns.tokens(logits.argmax(-1).tolist())], shape)
+            return DraftTree([root_token, *columns.tokens(largest(logits).tolist())], shape)
         q = sampling.probabilities(logits)
         drawn = columns.tokens(torch.multinomial(q, 1, generator=generator)[:, 0].tolist())
         return DraftTree([root_token, *drawn], shape, _q_of_children(columns.widened(q, 0.0), shape))

@@ -24,7 +24,7 @@ from draftsmith.eval.trees.candidates import (
     ranked,
     without_blanks,
 )
-from draftsmith.eval.trees.sampling import Sampling, draw
+from draftsmith.eval.trees.sampling import Sampling, draw, largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 
@@ -45,7 +45,7 @@ class ChainGrower:
             if depth > 0:
                 logits = decoder.expand([tokens[depth]], [depth - 1])
             if sampling.greedy:
-                column = int(logits.argmax())
+                column = int(largest(logits))
             else:
                 q_rows.append(sampling.probabilities(logits))
                 column = draw(q_rows[-1][0], generator)

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.sampling import Sampling, draw
+from draftsmith.eval.trees.sampling import Sampling, draw, largest
 from draftsmith.eval.trees.tree import DraftTree
 
 
@@ -76,7 +76,7 @@ def verify(
         return walk(tree, logits, sampling, RandomChooser(generator), lenience)
     if lenience < 1:
         return _verify_greedy_leniently(tree, logits, lenience)
-    return verify_greedy(tree, logits.argmax(-1).tolist())
+    return verify_greedy(tree, largest(logits).tolist())
 
 
 def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
