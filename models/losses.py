@@ -168,6 +168,7 @@ def depth_loss(
     teacher_nd: Tensor | None = None,
     teacher_head: nn.Module | None = None,
     teacher_columns: Tensor | None = None,
+    counts_g: Tensor | None = None,
 ) -> DrafterOutput:
     """A drafter's training loss: the mean over each depth's rows, these weighted with `depth_weights_g`.
 
@@ -176,6 +177,8 @@ def depth_loss(
         labels_n: [N] rows of the head, or a negative number for a token that a reduced head does not have: `ce` then
             ignores the row, the other losses use its teacher; it counts as wrong, with no cross entropy.
         depth_weights_g: [G], sum 1. A depth without rows adds nothing.
+        counts_g: [G] what each depth's sum is divided by, where the rows are part of a larger batch: its rows, of which
+            those with an ignored label are none. The rows here by default.
 
     The others are those of `head_loss`.
     """
@@ -183,8 +186,8 @@ def depth_loss(
     zeros_g = torch.zeros_like(weight_g)
     known_n = (labels_n >= 0).to(weight_g.dtype)
     counts_n = known_n if loss == "ce" else torch.ones_like(known_n)
-    rows_g = zeros_g.index_add(0, depth_n, counts_n)
-    weights_n = (weight_g / rows_g.clamp(min=1))[depth_n] * counts_n
+    rows_g = zeros_g.index_add(0, depth_n, counts_n) if counts_g is None else counts_g.to(weight_g.dtype)
+    weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n
     labels_n = labels_n.clamp(min=0)
     result = head_loss(hidden_nd, head, labels_n, weights_n, loss, teacher_nd, teacher_head, teacher_columns)
     return DrafterOutput(
@@ -194,6 +197,11 @@ def depth_loss(
         depth_count=torch.bincount(depth_n, minlength=len(weight_g)),
         correct_n=result.correct_n & (known_n > 0),
     )
+
+
+def one_for_none(counts: Tensor) -> Tensor:
+    """Counts to divide by: expected ones may lie below 1, and where there is none there is nothing to divide."""
+    return torch.where(counts > 0, counts, 1)
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False) -> int:

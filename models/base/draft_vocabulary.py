@@ -137,6 +137,11 @@ class DraftVocabulary(Drafter):
 
     # ---- what is read off it ----
 
+    def labels_read(self, labels_bgs: Tensor) -> Tensor:
+        if not self._reduced or self.config.loss != "ce":
+            return super().labels_read(labels_bgs)
+        return self.t2d[labels_bgs.clamp(min=0)]
+
     def loss_of_rows(
         self,
         normed_nd: Tensor,
@@ -144,12 +149,13 @@ class DraftVocabulary(Drafter):
         labels_n: Tensor,
         teacher_nd: Tensor | None,
         depth_weights_g: Tensor | Sequence[float],
+        counts_g: Tensor | None = None,
         head: nn.Linear | None = None,
     ) -> DrafterOutput:
         """`losses.depth_loss` of `config.loss`, through the draft head or a given one of `own_heads`.
 
-        Rows of final-normed hidden states, labels of the target. A label outside carries no `ce`; other losses have a
-        teacher, who says what is likely inside.
+        Rows of final-normed hidden states, labels of the target; `counts_g` as there. A label outside carries no `ce`;
+        other losses have a teacher, who says what is likely inside.
         """
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         own = bool(self.own_heads)
@@ -163,6 +169,7 @@ class DraftVocabulary(Drafter):
             teacher_nd=teacher_nd,
             teacher_head=self._target_head if own else self.borrowed_head,
             teacher_columns=self.draft_ids if own else None,
+            counts_g=counts_g,
         )
 
     def over_all_tokens(self, logits: Tensor) -> Tensor:

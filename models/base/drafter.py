@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.models.base.options import DrafterOptions
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
+from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
@@ -106,8 +107,12 @@ class Drafter(PreTrainedModel):
     published_as: str | None = None
     # Why it cannot be trained on features from disk (`data.features.source: offline`), for the user; None if it can.
     offline_obstacle: str | None = None
+    # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
+    accepts_loss_kwargs = True
     # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
     training_step, training_progress_frac = 0, 1.0
+    # What training draws at random (noise, rows to keep) comes from here; from torch's own generator by default.
+    generator: torch.Generator | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -211,6 +216,7 @@ class Drafter(PreTrainedModel):
         loss_mask: Tensor,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         """The training loss, of all groups at once.
 
@@ -222,8 +228,29 @@ class Drafter(PreTrainedModel):
                 first token a `loss_mask` of 0.
             teacher_features: [B, S, D] that the LM head reads, if the loss compares with the target's distribution and
                 `features` are others (`needs_teacher`).
+            label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
+                to its loss. By default these rows are all of it.
         """
         raise NotImplementedError
+
+    def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[2, G] what the loss of a batch is divided by: labels of each depth, and those that the class loss reads.
+
+        They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
+        number expected, which all parts can know before the first of them is computed.
+        """
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        labelled_bgs = self.rows_with_labels(labels_bgs, position_ids)
+        read_bgs = labelled_bgs & self.labels_read(labels_bgs)
+        return torch.stack([labelled_bgs, read_bgs]).sum((1, 3)).float()
+
+    def rows_with_labels(self, labels_bgs: Tensor, position_ids: Tensor | None) -> Tensor:
+        """[B, G, S] bool: rows that are trained."""
+        return labels_bgs != IGNORED_LABEL
+
+    def labels_read(self, labels_bgs: Tensor) -> Tensor:
+        """[B, G, S] bool: labels that the class loss can use, whatever it is for rows without one."""
+        return torch.ones_like(labels_bgs, dtype=torch.bool)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """A decoder for sequences of at most this many tokens, prompt included."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.options import Attention, DrafterOptions, DraftVocabSize, Loss
-from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, previous_features
+from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, document_starts, previous_features
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
@@ -66,6 +66,7 @@ class GroupWiseDrafter(DraftVocabulary):
         loss_mask: Tensor,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         rows = self.present_rows(self.labelled_rows(labels_bgs), position_ids)
@@ -77,7 +78,7 @@ class GroupWiseDrafter(DraftVocabulary):
         if teacher_features is not None:
             # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
             teacher_nd = teacher_features[rows.batch_n[labelled], rows.position_n[labelled] + depth_n]
-        output = self.label_loss(hidden_nd[labelled], depth_n, labels_n[labelled], teacher_nd)
+        output = self.label_loss(hidden_nd[labelled], depth_n, labels_n[labelled], teacher_nd, label_counts)
         correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
         correct[rows.index_n[labelled]] = cast(Tensor, output.correct_n)
         output.correct_bgs = correct.view(labels_bgs.shape)
@@ -86,6 +87,15 @@ class GroupWiseDrafter(DraftVocabulary):
     def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
         """The rows to compute: those with a label, and what they attend to."""
         return GroupRows.that_matter(labels_bgs)
+
+    def rows_with_labels(self, labels_bgs: Tensor, position_ids: Tensor | None) -> Tensor:
+        labelled_bgs = super().rows_with_labels(labels_bgs, position_ids)
+        if self.reads_first_token:
+            return labelled_bgs
+        if position_ids is None:
+            position_ids = torch.arange(labels_bgs.shape[2], device=labels_bgs.device)
+        starts_bs = document_starts(position_ids.expand(labels_bgs.shape[0], -1))
+        return labelled_bgs & ~starts_bs[:, None]
 
     def present_rows(self, rows: GroupRows, position_ids: Tensor | None) -> GroupRows:
         """Without the first tokens of documents, where these have no row."""
@@ -96,10 +106,19 @@ class GroupWiseDrafter(DraftVocabulary):
         return rows.without_starts(position_ids)
 
     def label_loss(
-        self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
+        self,
+        hidden_nd: Tensor,
+        depth_n: Tensor,
+        labels_n: Tensor,
+        teacher_nd: Tensor | None,
+        counts_2g: Tensor | None = None,
     ) -> DrafterOutput:
-        """The loss of N labelled rows: their last hidden states, depth indices, labels and the target's features."""
-        return self.loss_of_rows(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.depth_shares)
+        """The loss of N labelled rows: their last hidden states, depth indices, labels and the target's features.
+
+        `counts_2g`: the batch's `label_counts`, of which these rows may be a part.
+        """
+        counts_g = None if counts_2g is None else counts_2g[1]
+        return self.loss_of_rows(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.depth_shares, counts_g)
 
     def rows_hidden(
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None

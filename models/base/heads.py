@@ -70,7 +70,11 @@ class HeadsDrafter(DraftVocabulary):
             self.initialize_own_heads()
 
     def loss_of_heads(
-        self, labels_bgs: Tensor, features: Tensor, hidden_of: Callable[[int, Tensor, Tensor], Tensor]
+        self,
+        labels_bgs: Tensor,
+        features: Tensor,
+        hidden_of: Callable[[int, Tensor, Tensor], Tensor],
+        counts_2g: Tensor | None = None,
     ) -> DrafterOutput:
         """The mean of each depth's row losses, these weighted with `depth_weights`.
 
@@ -78,6 +82,7 @@ class HeadsDrafter(DraftVocabulary):
             labels_bgs: [B, G, S], -100 where there is none.
             features: [B, S, D] that the target's LM head reads, AT each token: the teacher's, where the loss has one.
             hidden_of: Head index j, and batch and position [N] of the rows, to their hidden states [N, D].
+            counts_2g: The whole batch's `label_counts`.
         """
         results = []
         correct_bgs = torch.zeros_like(labels_bgs, dtype=torch.bool)
@@ -87,7 +92,8 @@ class HeadsDrafter(DraftVocabulary):
             teacher_nd = features[batch_n, position_n + j]  # h_{t+j} predicts x_{t+1+j}
             only_depth_n = torch.zeros_like(labels_n)
             head = self.draft_head(j)
-            results.append(self.loss_of_rows(hidden_nd, only_depth_n, labels_n, teacher_nd, [weight], head))
+            counts_1 = None if counts_2g is None else counts_2g[1, j : j + 1]
+            results.append(self.loss_of_rows(hidden_nd, only_depth_n, labels_n, teacher_nd, [weight], counts_1, head))
             correct_bgs[batch_n, j, position_n] = cast(Tensor, results[-1].correct_n)
         loss_g, *sums = (
             torch.stack([result[key].squeeze() for result in results])

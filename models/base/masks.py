@@ -16,7 +16,7 @@ from draftsmith.models.base.options import DepthOptions
 from draftsmith.models.decoding.batch import BatchParallelDecoder
 from draftsmith.models.decoding.cached import ParallelDecoder
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.groups.rows import GroupRows, kept_shares
 
 
 class MaskOptions(GroupWiseOptions, DepthOptions):
@@ -48,7 +48,15 @@ class MaskedDrafter(GroupWiseDrafter):
     def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
         if not self.training:
             return super().labelled_rows(labels_bgs)
-        return GroupRows.that_matter(labels_bgs, self.config.keep_ratio, self.config.keep_ratio_min)
+        config = self.config
+        return GroupRows.that_matter(labels_bgs, config.keep_ratio, config.keep_ratio_min, self.generator)
+
+    def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        counts_2g = super().label_counts(input_ids, loss_mask, position_ids)
+        if not self.training or self.config.keep_ratio == 1.0:
+            return counts_2g
+        shares = kept_shares(self.config.num_depths, self.config.keep_ratio, self.config.keep_ratio_min)
+        return counts_2g * torch.tensor(shares, device=counts_2g.device)
 
     def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
         if self.config.num_masks == 0:

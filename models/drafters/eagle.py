@@ -32,7 +32,7 @@ from draftsmith.models.base.options import DraftDepth, FirstToken
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import DrafterOutput, smooth_l1
+from draftsmith.models.losses import DrafterOutput, one_for_none, smooth_l1
 
 
 class EagleLayerOptions(GroupWiseOptions):
@@ -82,21 +82,28 @@ class EagleLayer(GroupWiseDrafter):
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
         if self.training and self.config.feature_noise > 0:
-            noise = torch.rand_like(features, dtype=self.fc.weight.dtype)
+            dtype, device = self.fc.weight.dtype, features.device
+            noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
             features = features + self.config.feature_noise * (2.0 * noise - 1.0)
         return super().rows_hidden(rows, input_ids, features, position_ids)
 
     def label_loss(
-        self, hidden_nd: Tensor, depth_n: Tensor, labels_n: Tensor, teacher_nd: Tensor | None
+        self,
+        hidden_nd: Tensor,
+        depth_n: Tensor,
+        labels_n: Tensor,
+        teacher_nd: Tensor | None,
+        counts_2g: Tensor | None = None,
     ) -> DrafterOutput:
         """EAGLE's loss of N labelled rows, averaged over each depth's, the depths weighted with `depth_weights`."""
         if teacher_nd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
         feature_loss_n = smooth_l1(hidden_nd, teacher_nd)
         weight_g = feature_loss_n.new_tensor(self.depth_shares)
-        output = self.loss_of_rows(hidden_nd, depth_n, labels_n, teacher_nd, weight_g)
-        count_g = torch.bincount(depth_n, minlength=len(weight_g)).clamp(min=1)
-        feature_loss = (feature_loss_n * (weight_g / count_g)[depth_n]).sum()
+        count_g = torch.bincount(depth_n, minlength=len(weight_g)) if counts_2g is None else counts_2g[0]
+        read_g = None if counts_2g is None else counts_2g[1]
+        output = self.loss_of_rows(hidden_nd, depth_n, labels_n, teacher_nd, weight_g, read_g)
+        feature_loss = (feature_loss_n * (weight_g / one_for_none(count_g))[depth_n]).sum()
         output.loss = feature_loss + self.config.class_weight * output.loss
         return output
 

@@ -147,6 +147,7 @@ class HydraDrafter(HeadsDrafter):
         loss_mask: Tensor,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
         states_bsd = self.states_of(GroupRows.that_matter(labels_bgs[:, :1]), features, position_ids)
@@ -156,7 +157,7 @@ class HydraDrafter(HeadsDrafter):
             read = [states_bsd[batch_n, position_n], *(embedded_bsd[batch_n, position_n + i] for i in range(j + 1))]
             return self.heads[j](torch.cat(read, dim=-1))
 
-        return self.loss_of_heads(labels_bgs, features, hidden_of)
+        return self.loss_of_heads(labels_bgs, features, hidden_of, label_counts)
 
     def states_of(self, rows: GroupRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros outside `rows`, which has one stream."""

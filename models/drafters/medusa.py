@@ -71,6 +71,7 @@ class MedusaDrafter(HeadsDrafter):
         loss_mask: Tensor,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
         previous_bsd = previous_features(features, position_ids)
@@ -78,7 +79,7 @@ class MedusaDrafter(HeadsDrafter):
         def hidden_of(j: int, batch_n: Tensor, position_n: Tensor) -> Tensor:
             return self.blocks[j](previous_bsd[batch_n, position_n].to(self.dtype))
 
-        return self.loss_of_heads(labels_bgs, features, hidden_of)
+        return self.loss_of_heads(labels_bgs, features, hidden_of, label_counts)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))

@@ -31,7 +31,7 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
-from draftsmith.models.losses import DrafterOutput, head_loss
+from draftsmith.models.losses import DrafterOutput, head_loss, one_for_none
 from draftsmith.models.target.adapter import (
     ALL_LINEAR,
     LoraPair,
@@ -147,6 +147,7 @@ class Medusa2Drafter(MedusaDrafter):
         loss_mask: Tensor,
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         """L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
 
@@ -156,24 +157,33 @@ class Medusa2Drafter(MedusaDrafter):
 
         The others are those of `MedusaDrafter.forward`.
         """
-        output = super().forward(input_ids, features, loss_mask, position_ids=position_ids)
+        output = super().forward(input_ids, features, loss_mask, position_ids=position_ids, label_counts=label_counts)
         output.loss = self.config.heads_weight * output.loss
         if self.trains_target:
-            output.loss = output.loss + self._target_loss(input_ids, features, loss_mask, teacher_features)
+            output.loss = output.loss + self._target_loss(
+                input_ids, features, loss_mask, teacher_features, label_counts
+            )
         return output
 
     def _target_loss(
-        self, ids_bs: Tensor, features_bsd: Tensor, loss_mask_bs: Tensor, original_bsd: Tensor | None
+        self,
+        ids_bs: Tensor,
+        features_bsd: Tensor,
+        loss_mask_bs: Tensor,
+        original_bsd: Tensor | None,
+        counts_2g: Tensor | None,
     ) -> Tensor:
         """Mean L_LM of the tokens that may be predicted: h_t predicts x_{t+1}, the label of depth 1."""
         labels_bs = depth_labels(ids_bs, loss_mask_bs, 1)[:, 0]
         labelled = labels_bs != IGNORED_LABEL
         labels_n = labels_bs[labelled]
+        ones_n = torch.ones_like(labels_n, dtype=torch.float32)
+        count = ones_n.sum() if counts_2g is None else counts_2g[0, 0]
         return head_loss(
             features_bsd[labelled],
             self.attached.lm_head,
             labels_n,
-            torch.full_like(labels_n, 1 / max(len(labels_n), 1), dtype=torch.float32),
+            ones_n / one_for_none(count),
             loss=self.config.lm_loss,
             teacher_nd=None if original_bsd is None else original_bsd[labelled],
         ).loss

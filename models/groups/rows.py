@@ -46,20 +46,26 @@ class GroupRows:
         return GroupRows((batch, num_streams, length), torch.arange(total, device=device))
 
     @staticmethod
-    def that_matter(labels_bgs: Tensor, keep_ratio: float = 1.0, keep_ratio_min: float = 0.0) -> GroupRows:
+    def that_matter(
+        labels_bgs: Tensor,
+        keep_ratio: float = 1.0,
+        keep_ratio_min: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> GroupRows:
         """The masks that carry a label, and the real tokens up to the last group that does.
 
         Args:
             labels_bgs: [B, G, S], -100 where there is none. A label at depth j implies those at depths below.
             keep_ratio: Of the masks that would be there, [MASK]_j is kept with probability keep_ratio**j, and only
-                where [MASK]_{j-1} is: conditional drop of deep positions. Uses torch's global generator.
+                where [MASK]_{j-1} is: conditional drop of deep positions.
             keep_ratio_min: The least of these probabilities.
+            generator: On the labels' device; torch's own by default.
         """
         present = labels_bgs != IGNORED_LABEL
         if keep_ratio < 1.0:
-            shares_g = [max(keep_ratio**j, keep_ratio_min) for j in range(present.shape[1])]
+            shares_g = kept_shares(present.shape[1], keep_ratio, keep_ratio_min)
             conditional_k = [deeper / share for share, deeper in itertools.pairwise(shares_g)]
-            kept = torch.rand(present[:, 1:].shape, device=present.device)
+            kept = torch.rand(present[:, 1:].shape, generator=generator, device=present.device)
             kept = kept < torch.tensor(conditional_k, device=present.device)[:, None]
             present[:, 1:] &= kept.cumprod(dim=1).bool()
         # Real tokens: all up to the last label of their sequence.
@@ -141,3 +147,8 @@ class GroupRows:
         """[B, H, G, S, Dh] to [1, N, H, Dh]."""
         rows = grid.permute(0, 2, 3, 1, 4).flatten(0, 2)
         return (rows if len(rows) == len(self.index_n) else rows[self.index_n]).unsqueeze(0)
+
+
+def kept_shares(num_streams: int, keep_ratio: float, keep_ratio_min: float) -> list[float]:
+    """Of each stream, the share of its rows that is kept; all of the real tokens'."""
+    return [max(keep_ratio**j, keep_ratio_min) for j in range(num_streams)]

@@ -8,6 +8,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 # The column of a dataset that says which rows of the cache, one behind the other, its row is made of.
 ROWS_COLUMN = "feature_rows"
+# The batch of a process for which no row is left; two tokens, as the second has a token to its left.
+NO_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0], ROWS_COLUMN: []}
 
 
 def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -15,7 +17,11 @@ def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
     Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
     so any id does for it, and none that the tokenizer might also use as an end token is needed.
+    Of no rows it is a row of padding, whose `attention_mask` is 0 (see `even.py`).
     """
+    if not rows:
+        batch = collate_right_padded([NO_ROW])
+        return {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
     ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
     masks = [torch.as_tensor(row["loss_mask"], dtype=torch.long) for row in rows]
     batch = {

@@ -5,9 +5,11 @@ Or, offline, with the target's features from disk (`features/cache.py`).
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
+from draftsmith.train.batches.even import even_out
 from draftsmith.train.batches.packing import PackedRows
 from draftsmith.train.drafter.checkpoints import STATE_FILE
 from draftsmith.train.drafter.evaluation import HeldOutFigures
@@ -74,6 +77,7 @@ class DrafterTrainer(Trainer):
         # Rows: loss sum, correct, labels of each depth; of this process, since they were last settled.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
+        self._micro_batch = 0  # of the optimiser step at work, in this process
         self.progress = Progress()
         self.add_callback(self.progress)
 
@@ -84,11 +88,46 @@ class DrafterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        output = self._output(model, inputs)
+        """The micro-batch's part of the loss of the global batch, whose labels `num_items_in_batch` [2, G] counts."""
+        processes, rank = (n // self.get_tp_size() for n in (self.args.world_size, self.args.process_index))
+        place = self._micro_batch * processes + rank
+        self._drafter.generator = generator_of(self.args.device, self.args.seed, self.state.global_step, place)
+        self._micro_batch += 1
+        output = self._output(model, inputs, num_items_in_batch)
         self._count(output, inputs["attention_mask"])
-        return (output.loss, output) if return_outputs else output.loss
+        loss = output.loss
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            # Gradients are averaged over processes, whose parts are to be added up.
+            loss = loss * processes
+        return (loss, output) if return_outputs else loss
 
-    def _output(self, model: nn.Module, inputs: dict[str, Tensor]) -> DrafterOutput:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Any]:
+        """A step's micro-batches, and `label_counts` [2, G] of them in all processes: each depth has a mean of its own.
+
+        transformers counts the labels of one depth, by a column that is not there.
+        """
+        self._micro_batch = 0
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, None
+        self._drafter.train()  # as in the forward
+        counts = [self._drafter.label_counts(b["input_ids"], b["loss_mask"], b.get("position_ids")) for b in batches]
+        counts_2g = torch.stack(counts).sum(0).to(device)
+        if self.args.average_tokens_across_devices:
+            counts_2g = self.accelerator.reduce(counts_2g, reduction="sum") / self.get_tp_size()
+        return batches, counts_2g
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        return even_out(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+        return even_out(super().get_eval_dataloader(eval_dataset))
+
+    def _output(
+        self, model: nn.Module, inputs: dict[str, Tensor], label_counts: Tensor | int | None = None
+    ) -> DrafterOutput:
         """The drafter's forward on a batch, with the target's features."""
         ids = inputs["input_ids"]
         self._drafter.training_step = self.state.global_step
@@ -101,7 +140,14 @@ class DrafterTrainer(Trainer):
                 features, teacher_features = self._drafter.split_features(inputs["features"].to(self._target.dtype))
             else:
                 features, teacher_features = training_features(self._drafter, self._target, ids, positions)
-        return model(ids, features, inputs["loss_mask"], position_ids=positions, teacher_features=teacher_features)
+        return model(
+            ids,
+            features,
+            inputs["loss_mask"],
+            position_ids=positions,
+            teacher_features=teacher_features,
+            label_counts=label_counts,
+        )
 
     @torch.no_grad()
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
@@ -133,6 +179,7 @@ class DrafterTrainer(Trainer):
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, LengthGroupedSampler):
             sampler.lengths = list(sampler.lengths)  # a dataset's column would be looked up in its file for each row
+            sampler.batch_size *= self.args.world_size  # a step's rows are those of all processes
         return sampler
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -201,3 +248,12 @@ def apply_learning_rate_factors(optimizer: torch.optim.Optimizer, drafter: Draft
             {**group, "params": parameters, "lr": group["lr"] * factor} for factor, parameters in by_factor.items()
         ]
     optimizer.param_groups[:] = groups
+
+
+def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:
+    """For what a micro-batch draws: its own, whatever process has it, and the same again when a run goes on.
+
+    step: optimiser steps done; place: of the micro-batch among those of the step, in all processes.
+    """
+    state = np.random.SeedSequence((seed, step, place)).generate_state(1, np.uint64)
+    return torch.Generator(device).manual_seed(int(state[0]))

@@ -34,9 +34,23 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
     try:
-        return TrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
+        args = TrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
+    _refuse_doubled_rows(args)
+    return args
+
+
+def _refuse_doubled_rows(args: TrainingArguments) -> None:
+    """What fills the last step of an epoch with rows that were trained on already."""
+    wanted = args.accelerator_config
+    for key in ("split_batches", "dispatch_batches"):
+        if getattr(wanted, key) and args.world_size > 1:
+            raise UserError(f"key `train.accelerator_config`: {key} doubles an epoch's last rows: leave it out")
+    if args.train_sampling_strategy == "batch_rebalance" and args.world_size * args.gradient_accumulation_steps > 1:
+        raise UserError(
+            "key `train.train_sampling_strategy`: batch_rebalance doubles an epoch's last rows: use group_by_length"
+        )
 
 
 def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedModel) -> None:

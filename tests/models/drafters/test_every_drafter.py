@@ -390,3 +390,37 @@ def test_greedy_identity_in_a_batch(kind: str, options: dict[str, Any], tree: st
         methods = [DrafterMethod("x", decoder, tree_builder(recipe, decoder), greedy) for decoder in decoders]
         outs = generate_batch(batch, methods, prompts, greedy, 20)
     assert [out.ids for out in outs] == wanted
+
+
+@every_drafter
+def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
+    """However a batch is split, and with an empty part: its loss and gradients, as `label_counts` says how large it is.
+
+    The parts have 1, 3 and 0 rows, with answers of different lengths: a mean of their means would be something else.
+    """
+    target, drafter = target_and_drafter(kind, options)
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length in (LENGTH, 5, 9, 7):
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "loss_mask": [0] * (length % 3) + [1] * (length - length % 3)})
+    batches = [collate_right_padded(part) for part in (rows[:1], rows[1:], [])]
+    counts = sum(drafter.label_counts(batch["input_ids"], batch["loss_mask"]) for batch in batches)
+    results, sums = [], []
+    for parts, label_counts in (([collate_right_padded(rows)], None), (batches, counts)):
+        losses, depth_counts = [], []
+        for batch in parts:
+            ids = batch["input_ids"]
+            features, teacher = training_features(drafter, target, ids)
+            mask = batch["loss_mask"]
+            output = drafter(ids, features, mask, teacher_features=teacher, label_counts=label_counts)
+            output.loss.backward()
+            losses.append(output.loss.detach())
+            depth_counts.append(output.depth_count)
+        gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+        results.append((sum(losses), gradients))
+        sums.append(sum(depth_counts))
+        drafter.zero_grad()
+    assert losses[-1] == 0
+    assert torch.equal(counts[0], sums[0].float())
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)

@@ -198,6 +198,10 @@ def test_collate_pads_on_the_right() -> None:
         ({"learning_rate": float("nan")}, "key `train.learning_rate`: input should be a finite number"),
         ({"lr_scheduler_type": "cosin"}, "train"),
         ({"remove_unused_columns": True}, "cannot be true"),
+        (
+            {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},
+            "`train.train_sampling_strategy`: batch_rebalance doubles an epoch's last rows: use group_by_length",
+        ),
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],
 )
