@@ -23,6 +23,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats.of_run import check_format
 from draftsmith.models.formats.served import caveat, kind_of, loading_words, refusal, serving_command
 from draftsmith.models.target.loading import load_target, target_location
+from draftsmith.models.target.packed_linear import layouts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
 from draftsmith.recipes.run_folder import RunFolder
@@ -34,6 +35,7 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 
 STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}
 PREVIEW_TOKENS = 400
+LARGE_BYTES = 2**27  # of weights, of which a step takes as long as reading them does
 
 
 @dataclass
@@ -91,7 +93,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     target, tokenizer = load_target(recipe.target)
     parts = _data(recipe, target, tokenizer)
     rows = rows_of(parts)
-    parts.append(Checked("target", [_draft_trees(target)]))
+    parts.append(Checked("target", [_draft_trees(target), *_dtype(target)]))
     parts.append(
         Checked(
             f"drafter ({recipe.drafter.kind})",
@@ -151,6 +153,24 @@ def _draft_trees(target: PreTrainedModel) -> Finding:
     except UserError as error:
         return Finding("draft trees", "defect", str(error))
     return Finding("draft trees", "ok", "the target obeys 4-D attention masks and position ids")
+
+
+def _dtype(target: PreTrainedModel) -> list[Finding]:
+    """On a CPU, whether the target's dtype is one that the processor is fast in."""
+    if target.device.type != "cpu":
+        return []
+    multiplies_bf16 = bool(layouts(torch.bfloat16))
+    weights_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
+    if target.dtype == torch.float32 and multiplies_bf16 and weights_bytes > LARGE_BYTES:
+        sentence = (
+            "float32; this processor multiplies bfloat16 too, in which a step reads half as much and a draft tree "
+            "costs hardly more than a token (target.dtype=bfloat16, for decoding at least)"
+        )
+        return [Finding("dtype", "ok", sentence)]
+    if target.dtype in (torch.bfloat16, torch.float16) and not (multiplies_bf16 and target.dtype == torch.bfloat16):
+        name = str(target.dtype).removeprefix("torch.")
+        return [Finding("dtype", "warning", f"this processor is slow in {name}: set target.dtype=float32")]
+    return []
 
 
 def _training_arguments(recipe: Recipe) -> Finding:

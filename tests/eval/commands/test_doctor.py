@@ -344,6 +344,27 @@ def test_a_half_precision_target_is_compared_in_fp32(tmp_path: Path) -> None:
     assert 0 < findings["drafter/train = decode"]["figures"]["largest_difference"] < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("bf16_products", "dtype", "said"),
+    [
+        (True, "float32", "ok: float32; this processor multiplies bfloat16 too"),
+        (False, "float32", None),
+        (True, "bfloat16", None),
+        (False, "bfloat16", "warning: this processor is slow in bfloat16: set target.dtype=float32"),
+        (True, "float16", "warning: this processor is slow in float16: set target.dtype=float32"),
+    ],
+)
+def test_the_dtype_that_the_processor_is_fast_in(
+    bf16_products: bool, dtype: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "layouts", lambda dtype: (object(),) if bf16_products else ())
+    monkeypatch.setattr(doctor, "LARGE_BYTES", 1000)
+    code, findings, _ = clinic(tmp_path).examine(f"target.dtype={dtype}")
+    assert code == 0
+    finding = findings.get("target/dtype")
+    assert (finding and f"{finding['severity']}: {finding['sentence']}"[: len(said or "")]) == said
+
+
 class OffByOne(ParallelDecoder):
     """Reads the feature at t, which does not exist yet, or one too old, instead of the one at t-1."""
 
