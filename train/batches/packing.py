@@ -76,14 +76,14 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __init__(self, tokens: Dataset, row_tokens: int) -> None:
         numbers = [name for name in tokens.column_names if name == ROWS_COLUMN]  # of a part of the cached rows
-        self._tokens = tokens.select_columns(["input_ids", "loss_mask", *numbers])
+        self.tokens = tokens.select_columns(["input_ids", "loss_mask", *numbers])
         self.rows = pack_by_length(row_lengths(tokens), row_tokens)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = [self._tokens[document] | {"place": document} for document in self.rows[index]]
+        documents = [self.tokens[document] | {"place": document} for document in self.rows[index]]
         numbers = [number for row in documents for number in row.get(ROWS_COLUMN, [row["place"]])]
         return {**pack_documents(documents), ROWS_COLUMN: numbers}
 

@@ -31,12 +31,6 @@ class Progress(TrainerCallback, ExportableState):
         attributes = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"args": {}, "attributes": attributes}
 
-    def restore(self, checkpoint: Path) -> None:
-        """Go on counting from a checkpoint; one of an earlier version counted nothing."""
-        saved = TrainerState.load_from_json(str(checkpoint / STATE_FILE)).stateful_callbacks
-        for name, value in saved.get(type(self).__name__, {}).get("attributes", {}).items():
-            setattr(self, name, value)
-
     def add(self, tokens: int, sums_3g: list[list[float]]) -> None:
         """Count what was trained on since the last call."""
         self.tokens += tokens
@@ -66,3 +60,10 @@ class Progress(TrainerCallback, ExportableState):
         self.elapsed_s += now_s - (self._last_s or now_s)
         self._last_s = now_s
         return control
+
+
+def restore(callback: ExportableState, checkpoint: Path) -> None:
+    """Go on counting from a checkpoint; one of an earlier version counted nothing."""
+    saved = TrainerState.load_from_json(str(checkpoint / STATE_FILE)).stateful_callbacks
+    for name, value in saved.get(type(callback).__name__, {}).get("attributes", {}).items():
+        setattr(callback, name, value)

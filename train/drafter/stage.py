@@ -98,7 +98,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             print(f"{recipe.name}: {drafter.draft_vocabulary.sentence()}")
     checkpoint = _checkpoint_to_go_on_from(trainer)
     if checkpoint is not None:
-        trainer.progress.restore(checkpoint)
+        trainer.go_on_from(checkpoint)
     try:
         if checkpoint is not None and is_last_checkpoint(checkpoint):
             trainer.take_over(checkpoint)

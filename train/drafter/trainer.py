@@ -7,7 +7,7 @@ Shapes: B batch, S sequence, D hidden, F features, G depths.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,9 +31,12 @@ from draftsmith.train.batches.even import even_out
 from draftsmith.train.batches.packing import PackedRows
 from draftsmith.train.drafter.checkpoints import STATE_FILE
 from draftsmith.train.drafter.evaluation import HeldOutFigures
-from draftsmith.train.drafter.progress import Progress
+from draftsmith.train.drafter.progress import Progress, restore
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
 from draftsmith.train.features.online import training_features
+from draftsmith.train.monitoring.step_guard import StepGuard
+
+SUSPECT_BATCHES = "suspect_batches"  # beside the checkpoints
 
 
 class LogLastStep(TrainerCallback):
@@ -79,7 +82,10 @@ class DrafterTrainer(Trainer):
         self._tokens: Tensor | None = None
         self._micro_batch = 0  # of the optimiser step at work, in this process
         self.progress = Progress()
-        self.add_callback(self.progress)
+        folder = Path(args.output_dir) / SUSPECT_BATCHES
+        self.guard = StepGuard(folder, dataset, lambda t: self.accelerator.reduce(t, reduction="mean"), self.log)
+        for callback in (self.progress, self.guard):
+            self.add_callback(callback)
 
     def compute_loss(
         self,
@@ -95,10 +101,11 @@ class DrafterTrainer(Trainer):
         self._micro_batch += 1
         output = self._output(model, inputs, num_items_in_batch)
         self._count(output, inputs["attention_mask"])
-        loss = output.loss
+        loss = cast(Tensor, output.loss)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # Gradients are averaged over processes, whose parts are to be added up.
             loss = loss * processes
+        self.guard.add_loss(loss.detach())
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(
@@ -110,6 +117,7 @@ class DrafterTrainer(Trainer):
         """
         self._micro_batch = 0
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.guard.begin(batches)
         if not batches:
             return batches, None
         self._drafter.train()  # as in the forward
@@ -118,6 +126,11 @@ class DrafterTrainer(Trainer):
         if self.args.average_tokens_across_devices:
             counts_2g = self.accelerator.reduce(counts_2g, reduction="sum") / self.get_tp_size()
         return batches, counts_2g
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.guard.set_gradient_norm(norm)
+        return norm
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         return even_out(super().get_train_dataloader())
@@ -223,6 +236,11 @@ class DrafterTrainer(Trainer):
         """Be where a checkpoint was when all steps were done: the Trainer itself would train one more."""
         self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
         self._load_from_checkpoint(str(checkpoint))
+
+    def go_on_from(self, checkpoint: Path) -> None:
+        """Take what callbacks of ours counted; the Trainer itself takes the rest."""
+        for callback in (self.progress, self.guard):
+            restore(callback, checkpoint)
 
     def _settle(self) -> None:
         """Add up over all processes what was counted, for a log or a checkpoint; each must ask at the same step."""
