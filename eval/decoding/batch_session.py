@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.eval.decoding.session import Session, TargetSession, TargetStep
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.attention_masks import open_mask
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES
 from draftsmith.models.target.batch_tree_cache import BatchTreeCache
@@ -70,8 +71,7 @@ class BatchSession(Session):
         start = self._cache.lengths[row]
         columns = self._columns[: len(prompt_ids)]
         hidden = columns > columns[start:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._target.dtype, device=self.device)
-        return self._read(row, start, prompt_ids, mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[None, None])
+        return self._read(row, start, prompt_ids, self._hiding(hidden)[None, None])
 
     def drop(self, row: int) -> None:
         """Forget a row; the last one takes its place."""
@@ -117,9 +117,12 @@ class BatchSession(Session):
         lengths = torch.tensor(self._cache.lengths, device=self.device)
         hidden = (self._columns[:start] >= lengths[:, None])[:, None].expand(-1, nodes, -1)
         hidden = torch.cat([hidden, ~seen.to(self.device)], dim=-1)
-        dtype = self._target.dtype
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+        return self._hiding(hidden)[:, None]
+
+    def _hiding(self, hidden: Tensor) -> Tensor:
+        """Additive, of booleans [..., S]."""
+        mask = open_mask(*hidden.shape, dtype=self._target.dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
 
 
 def _check_rotation(target: Any, max_length_tokens: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftsmith.eval.decoding.session import TargetSession, TargetStep, cached_logits
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.attention_masks import aligned
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.static_tree_cache import StaticTreeCache
@@ -123,7 +124,7 @@ class CompiledSession(TargetSession):
 
     def _forget_graph(self) -> None:
         """Compile anew from here on."""
-        self._cache.view_tokens = self.max_length_tokens + 1 + self._sizes[-1]
+        self._cache.view_tokens = aligned(self.max_length_tokens + 1 + self._sizes[-1])
         self._masks.clear()
         self._open.clear()
         name = self._target.config.name_or_path or type(self._target).__name__

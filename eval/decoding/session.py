@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import weakref
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.attention_masks import aligned, open_mask
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -51,9 +52,14 @@ def cached_logits(
 
 
 class Session:
-    """What the sessions of one and of several sequences share: the target, its features, and a limit of length."""
+    """What the sessions of one and of several sequences share: the target, its features, and a limit of length.
+
+    While one is open, cuDNN's attention is off: on Hopper torch prefers it, and it plans anew for every length.
+    """
 
     _cache: TreeCache
+    _at_work: ClassVar[set[int]] = set()
+    _cudnn_before: ClassVar[bool] = True
 
     def __init__(self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...]) -> None:
         self.max_length_tokens = max_length_tokens
@@ -63,10 +69,17 @@ class Session:
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._feature_layers = feature_layers
         self._tap = FeatureTap(target, feature_layers)
+        if not Session._at_work:
+            Session._cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
+        Session._at_work.add(id(self))
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def close(self) -> None:
         """Take the feature hooks off the target again."""
         self._tap.close()
+        Session._at_work.discard(id(self))
+        if not Session._at_work:
+            torch.backends.cuda.enable_cudnn_sdp(Session._cudnn_before)
 
     def __enter__(self) -> Self:
         return self
@@ -121,11 +134,11 @@ class TargetSession(Session):
                 "lower eval.max_new_tokens or shorten the prompt"
             )
         super().__init__(target, max_length_tokens, feature_layers)
-        self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, max_length_tokens + 1)
-        self._cache.capacity_tokens += LONGEST_TREE_NODES
+        capacity = aligned(max_length_tokens + 1 + LONGEST_TREE_NODES)
+        self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, capacity)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
         # The additive mask [1, 1, N, S]: zero where a node may look. Committed columns are zero for every node.
-        self._mask = torch.zeros(1, 1, 1, self._cache.capacity_tokens, dtype=target.dtype, device=self.device)
+        self._mask = open_mask(1, 1, 1, self._cache.capacity_tokens, dtype=target.dtype, device=self.device)
         self._mask_dirty = (0, 0)
         self._bias_of: dict[TreeShape, Tensor] = {}
         if target not in _probed:
@@ -182,7 +195,7 @@ class TargetSession(Session):
         """[1, 1, N, start + N] additive: a view of one buffer, of which only the tree's own columns are written."""
         nodes = len(shape)
         if nodes > self._mask.shape[2]:
-            self._mask = self._mask.new_zeros(1, 1, nodes, self._mask.shape[3])
+            self._mask = open_mask(1, 1, nodes, self._mask.shape[3], dtype=self._mask.dtype, device=self.device)
             self._mask_dirty = (0, 0)
         bias = self._bias_of.get(shape)
         if bias is None:

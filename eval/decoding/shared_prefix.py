@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decoding.session import cached_logits
+from draftsmith.models.attention_masks import open_mask
 from draftsmith.models.target.tree_cache import TreeCache
 
 Continuation = tuple[int, ...]
@@ -88,13 +89,13 @@ class Continuations:
     def _mask(self, new: list[Continuation]) -> Tensor:
         """[1, 1, R, S] additive."""
         committed = self._cache.committed
-        dtype = self._model.dtype
-        mask = torch.full((len(new), committed + len(self._row_of)), torch.finfo(dtype).min, dtype=dtype)
-        mask[:, :committed] = 0
+        hidden = torch.ones(len(new), committed + len(self._row_of), dtype=torch.bool)
+        hidden[:, :committed] = False
         for index, continuation in enumerate(new):
             for length in range(len(self._common) + 1, len(continuation) + 1):
-                mask[index, committed + self._row_of[continuation[:length]]] = 0
-        return mask[None, None].to(self._device)
+                hidden[index, committed + self._row_of[continuation[:length]]] = False
+        mask = open_mask(*hidden.shape, dtype=self._model.dtype, device=self._device)
+        return mask.masked_fill_(hidden.to(self._device), torch.finfo(mask.dtype).min)[None, None]
 
     @torch.inference_mode()
     def _forward(self, token_ids: list[int], positions: Tensor, mask: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from draftsmith.eval.decoding.session import cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.attention_masks import open_mask
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.decoding.token_columns import ALL_TOKENS
 from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
@@ -106,10 +107,10 @@ class DraftModelDecoder:
         """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
         if len(seen) == 1 and bool(seen.all()):
             return None  # a single row that sees all others needs no mask, and fast kernels apply
-        dtype = self._model.dtype
-        mask = torch.zeros(len(seen), self._cache.committed + seen.shape[1], dtype=dtype)
-        mask[:, self._cache.committed :].masked_fill_(~seen, torch.finfo(dtype).min)
-        return mask[None, None].to(self._device)
+        committed = self._cache.committed
+        mask = open_mask(len(seen), committed + seen.shape[1], dtype=self._model.dtype, device=self._device)
+        mask[:, committed:].masked_fill_(~seen.to(self._device), torch.finfo(mask.dtype).min)
+        return mask[None, None]
 
     def _forget_tree(self) -> None:
         self._node_of.clear()

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from draftsmith.models.attention_masks import ALIGNMENT, aligned, open_mask
+
 # RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -33,15 +35,24 @@ class CachedAttention:
     def __init__(
         self, config: PreTrainedConfig, capacity: int, max_rows: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        capacity = aligned(capacity)
         self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
         self.capacity, self.length = capacity, 0
         self._begin = 0  # where the rows of the step at work are written
         self._repeats = config.num_attention_heads // self._keys_values.shape[3]
-        # Row r may see columns <= length + r. One band holds this mask for every length: slices of it, not new masks.
-        band = torch.full((max_rows, 2 * capacity), float("-inf"), device=device, dtype=dtype)
-        self._band = band.triu(capacity + 1)
+        # Row r may see columns <= length + r. A band holds this mask for every length: slices of it, not new masks.
+        # There is one for each remainder of the length, so that every slice begins aligned.
+        shape = (ALIGNMENT, max_rows, capacity + aligned(max_rows))
+        bands = torch.full(shape, float("-inf"), device=device, dtype=dtype)
+        for remainder, band in enumerate(bands):
+            band.triu_(capacity + 1 - (-remainder % ALIGNMENT))
+        self._bands = bands
         self._mask: Tensor | None = None
         self._places: Tensor | None = None
+
+    def hold_still(self) -> None:
+        """Tell the compiler that the memory never moves: CUDA graphs refuse to write into any other."""
+        torch._dynamo.mark_static_address(self._keys_values)
 
     def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
         """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
@@ -61,12 +72,13 @@ class CachedAttention:
         if self.length == 0:
             self._mask = None
             return
-        if num_rows <= self._band.shape[0]:
-            mask = self._band[:num_rows, self.capacity - self.length : self.capacity + num_rows]
+        bands = self._bands
+        if num_rows <= bands.shape[1]:
+            first = self.capacity - aligned(self.length)
+            self._mask = bands[self.length % ALIGNMENT, :num_rows, first : first + end]
         else:
-            mask = torch.full((num_rows, end), float("-inf"), device=self._band.device, dtype=self._band.dtype)
-            mask = mask.triu(self.length + 1)
-        self._mask = mask
+            mask = open_mask(num_rows, end, dtype=bands.dtype, device=bands.device).fill_(float("-inf"))
+            self._mask = mask.triu_(self.length + 1)
 
     def begin_tree_step(self, ancestors: Tensor) -> None:
         """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
@@ -75,7 +87,8 @@ class CachedAttention:
         """
         num_rows, num_nodes = ancestors.shape
         self._begin = self.length + num_nodes - num_rows
-        mask = self._keys_values.new_zeros(num_rows, self.length + num_nodes)
+        keys_values = self._keys_values
+        mask = open_mask(num_rows, self.length + num_nodes, dtype=keys_values.dtype, device=keys_values.device)
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
         self._mask = mask
 
@@ -130,9 +143,10 @@ class BatchAttention:
         self._read: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else self._row_ids
         self._end = max(lengths) + num_new
         hidden = self._columns[: self._end] > self._places[..., None]
-        mask = self._keys_values.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         # The query heads that share a key head stand one after the other as its rows.
-        self._mask = mask[:, None].repeat(1, 1, self._repeats, 1)
+        shape = (len(rows), self._repeats, num_new, self._end)
+        mask = open_mask(*shape, dtype=self._keys_values.dtype, device=starts.device)
+        self._mask = mask.masked_fill_(hidden[:, None], float("-inf")).flatten(1, 2)[:, None]
         return self._places
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:

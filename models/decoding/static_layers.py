@@ -31,6 +31,7 @@ class StaticLayers:
 
     def __init__(self, drafter: Any, cache: CachedAttention, backend: str) -> None:
         self._cache, self._dtype = cache, drafter.dtype
+        cache.hold_still()
         self._columns = torch.arange(cache.capacity, device=drafter.device)
         self._copies = drafter.device.type == "cuda"
 

@@ -261,15 +261,16 @@ def _causal_forward(
             f"{q_bhsd.dtype}: use drafter.options.attention=dense"
         )
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
-    if q_bhsd.dtype in (torch.float16, torch.bfloat16) and q_bhsd.shape[-1] % 8 == 0:
+    if _flash_reads(q_bhsd):
         out, lse, _, _, _, _, seed, offset, _ = ops._scaled_dot_product_flash_attention(
             q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale
         )
         return out, lse, [seed, offset]
+    dtype = _efficient_dtype(q_bhsd)
     out, lse, seed, offset = ops._scaled_dot_product_efficient_attention(
-        q_bhsd, k_bhsd, v_bhsd, None, True, 0.0, True, scale=scale
+        q_bhsd.to(dtype), k_bhsd.to(dtype), v_bhsd.to(dtype), None, True, 0.0, True, scale=scale
     )
-    return out, lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
+    return out.to(q_bhsd.dtype), lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
 
 
 def _causal_backward(
@@ -290,29 +291,33 @@ def _causal_backward(
         )
     num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
-    if q_bhsd.dtype in (torch.float16, torch.bfloat16) and q_bhsd.shape[-1] % 8 == 0:
+    if _flash_reads(q_bhsd):
         grad_q, grad_k, grad_v = ops._scaled_dot_product_flash_attention_backward(
             grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, length, 0.0, True, *saved, scale=scale
         )
     else:
         # The kernel reads its log-sum-exp in blocks of 32 rows.
         padded_lse = F.pad(lse, (0, -length % 32), value=float("inf"))
-        grad_q, grad_k, grad_v, _ = ops._scaled_dot_product_efficient_attention_backward(
-            grad_out,
-            q_bhsd,
-            k_bhsd,
-            v_bhsd,
-            None,
-            out,
-            padded_lse,
-            *saved,
-            0.0,
-            [True] * 3 + [False],
-            True,
-            scale=scale,
+        dtype = _efficient_dtype(q_bhsd)
+        grad_out, q, k, v, out = (part.to(dtype) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out))
+        grads = ops._scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, None, out, padded_lse, *saved, 0.0, [True] * 3 + [False], True, scale=scale
         )
+        grad_q, grad_k, grad_v = (grad.to(q_bhsd.dtype) for grad in grads[:3])
     grad_k, grad_v = (part.unflatten(1, (num_kv_heads, -1)).sum(2) for part in (grad_k, grad_v))
     return grad_q, grad_k, grad_v
+
+
+def _flash_reads(q_bhsd: Tensor) -> bool:
+    """Whether the flash kernel for CUDA takes these queries: half precision, on Ampere and later."""
+    is_half = q_bhsd.dtype in (torch.float16, torch.bfloat16) and q_bhsd.shape[-1] % 8 == 0
+    return is_half and torch.cuda.get_device_capability(q_bhsd.device) >= (8, 0)
+
+
+def _efficient_dtype(q_bhsd: Tensor) -> torch.dtype:
+    """What the memory-efficient kernel is given: before Ampere it has no bfloat16."""
+    older = torch.cuda.get_device_capability(q_bhsd.device) < (8, 0)
+    return torch.float32 if older and q_bhsd.dtype == torch.bfloat16 else q_bhsd.dtype
 
 
 def _repeat_heads(part_bhsd: Tensor, num_heads: int) -> Tensor:

@@ -137,6 +137,32 @@ def test_compiled_drafters(kind: str, tree: str) -> None:
             assert [out.accept_lengths for out in outs] == [out.accept_lengths for out in wanted]
 
 
+@pytest.mark.parametrize("kind", ["parallel", "eagle"])
+def test_compiled_drafters_write_into_memory_that_stays(kind: str) -> None:
+    """CUDA graphs are given up where an input of the graph changes in place, unless its address is known to stay."""
+    target = tiny_target()
+    drafter = tiny_drafter_of(kind, target)
+    changed: list[torch.fx.Node] = []
+
+    def watching(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        for node in graph.graph.nodes:
+            if node.target == "index_copy_":
+                source = node.args[0]
+                while source.op != "placeholder":
+                    source = source.args[0]
+                changed.append(source)
+        return graph.forward
+
+    decoder: Any = drafter.decoder(64)
+    decoder.compile(backend=watching)
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": "chain"})
+    with TargetSession(target, 64, drafter.feature_layers) as session:
+        generate(session, DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY), [5, 9, 33], GREEDY, 12)
+    assert len(changed) >= 2  # keys and values of every layer
+    # What torch's own `_get_static_input_indices` looks for.
+    assert {node.meta["tensor_dict"].get("_dynamo_static_input_type") for node in changed} == {"unguarded"}
+
+
 def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
     target, tree = tiny_target(), PromptLookup("pld", partial=True)
     torch.compiler.set_stance("fail_on_recompile")

@@ -1,10 +1,13 @@
 """Group attention: every backend equals the dense mask, values and gradients, and nothing leaks."""
 
+from typing import Any
+
 import pytest
 import torch
+from support.ghost_device import ghost_device
 from torch import Tensor
 
-from draftsmith.models.groups.attention import group_attention, group_mask
+from draftsmith.models.groups.attention import _FoldedGroupAttention, group_attention, group_mask
 from draftsmith.recipes.errors import UserError
 
 # batch, query heads, key heads, streams, positions, head size
@@ -138,6 +141,44 @@ def test_wrong_backends() -> None:
         group_attention(*qkv, backend="fold")
     with pytest.raises(UserError, match=r"`flex` needs a CUDA device.*attention=folded"):
         group_attention(*qkv, backend="flex")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "kernel"),
+    [
+        (torch.bfloat16, (9, 0), "flash"),
+        (torch.float16, (8, 0), "flash"),
+        (torch.float16, (7, 5), "efficient float16"),
+        (torch.bfloat16, (7, 5), "efficient float32"),
+        (torch.float32, (7, 5), "efficient float32"),
+    ],
+)
+def test_folded_takes_the_kernel_that_the_device_has(
+    dtype: torch.dtype, capability: tuple[int, int], kernel: str
+) -> None:
+    """Before Ampere there is no flash kernel, and no bfloat16 in the memory-efficient one; same values, same dtypes."""
+    tolerance, results = TOLERANCES.get(dtype, 0.02), []
+    for device in ("cpu", "cuda:0"):
+        with ghost_device(capability) as ghosts, torch.no_grad():
+            qkv = [part.detach().to(device) for part in random_qkv(SHAPES[1], dtype)]
+            ghosts.counting = True
+            kept: Any = _Kept()
+            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3)
+            *gradients, _ = _FoldedGroupAttention.backward(kept, out.sin())
+            ghosts.counting = False
+            results.append([part.cpu() for part in (out, *gradients)])
+            if device != "cpu":
+                assert {what for kind, what in ghosts.counts if kind == "kernel" and "backward" not in what} == {kernel}
+                assert (ghosts.of("back"), ghosts.of("in")) == (0, 0)
+    assert [part.dtype for part in results[1]] == [dtype] * 4
+    torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
+
+
+class _Kept:
+    """In place of autograd, which asks a real device for its streams."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

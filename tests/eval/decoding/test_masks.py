@@ -1,0 +1,122 @@
+"""Masks as CUDA's kernels want them, and which kernels may run: seen on a CPU, in every forward of a round."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_drafter_of, tiny_target
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from draftsmith.eval.decoding.batch_loop import generate_batch
+from draftsmith.eval.decoding.batch_session import BatchSession
+from draftsmith.eval.decoding.beam_search import beam_search
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.draft_model import DraftModelDecoder
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import TreeShape
+from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.recipes.schema import MethodRecipe
+
+GREEDY = Sampling()
+TREES: dict[str, dict[str, Any]] = {
+    "chain": {"tree": "chain"},
+    "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
+}
+
+
+class SeenMasks(TorchFunctionMode):
+    """Notes every mask that attention is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else options.get("attn_mask")
+            if mask is not None:
+                self.masks.append(mask)
+        return func(*args, **options)
+
+
+@contextmanager
+def masks_are_aligned(at_least: int) -> Iterator[None]:
+    """Every row of every mask begins at a multiple of 8 elements, as 16 bytes are in half precision."""
+    with SeenMasks() as seen:
+        yield
+    assert len(seen.masks) >= at_least
+    for mask in seen.masks:
+        steps = [step for step, size in zip(mask.stride()[:-1], mask.shape[:-1], strict=True) if size > 1]
+        places = (tuple(mask.shape), mask.storage_offset(), mask.stride())
+        assert mask.storage_offset() % 8 == 0, places
+        assert all(step % 8 == 0 for step in steps), places
+
+
+def method_of(decoder: Any, tree: str) -> DrafterMethod:
+    recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
+    return DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY)
+
+
+@pytest.mark.parametrize("kind", drafter_kinds())
+@pytest.mark.parametrize("tree", TREES)
+def test_of_target_and_drafter(kind: str, tree: str) -> None:
+    target = tiny_target(num_hidden_layers=4)
+    drafter = tiny_drafter_of(kind, target)
+    with (
+        TargetSession(target, 61, drafter.feature_layers) as session,
+        CompiledSession(target, 61, drafter.feature_layers, backend="eager") as padded,
+        masks_are_aligned(at_least=30),
+    ):
+        generate(session, method_of(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 50)
+        with padded.learning():
+            generate(padded, method_of(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 9)
+        with torch.inference_mode():
+            padded.prefill([5, 9, 33])
+            mask = padded._static_mask(TreeShape.of((-1, 0, 0)), padded._sizes[-1])
+        assert (mask.storage_offset(), mask.shape[-1] % 8) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "medusa"])
+def test_of_a_batch(kind: str) -> None:
+    target = tiny_target()
+    drafter = tiny_drafter_of(kind, target)
+    prompts = [[5, 9, 33], [8], [*range(10, 30)], [4, 4, 7, 7, 1]]
+    with BatchSession(target, 61, 3, drafter.feature_layers) as session, masks_are_aligned(at_least=30):
+        methods = [method_of(decoder, "best_first") for decoder in drafter.batch_decoders(61, 3)]
+        generate_batch(session, methods, prompts, GREEDY, 20)
+        session.add([5, 9, 33])
+        session.extend(0, [5, 9, 33, 7, 8, 9])
+
+
+def test_of_a_draft_model_and_of_beams() -> None:
+    target, draft_model = tiny_target(), tiny_target(num_hidden_layers=1)
+    with TargetSession(target, 61) as session, masks_are_aligned(at_least=30):
+        decoder = DraftModelDecoder(draft_model, 4, 61, target.config.vocab_size)
+        generate(session, method_of(decoder, "best_first"), [5, 9, 33], GREEDY, 40)
+    with masks_are_aligned(at_least=10):
+        beam_search(target, [5, 9, 33], 3, 12, draft_model=draft_model, draft_beams=4)
+
+
+def test_cudnn_attention_is_off_while_a_session_is_open() -> None:
+    """It builds a plan for every new length, which is every round."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    target = tiny_target()
+    assert enabled()
+    with TargetSession(target, 40) as first:
+        with TargetSession(target, 40), BatchSession(target, 40, 2):
+            assert not enabled()
+        assert not enabled()
+        generate(first, Autoregressive(), [5, 9, 33], GREEDY, 4)
+        assert not enabled()
+        first.close()
+        assert enabled()
+    assert enabled()

@@ -1,0 +1,288 @@
+"""A CUDA device for machines without one: tensors that say `cuda:0` and hold their values on the CPU.
+
+What mixes devices raises, as there. What would make the host wait, or copy, is counted with the line that asked for
+it. No CUDA kernel runs: speed and the kernels' own behaviour are not shown.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = torch.device("cuda", 0)
+DEVICE_TYPES = {"cuda": 1, "meta": 14}  # c10/core/DeviceType.h
+aten = torch.ops.aten
+# Operations whose result's size or value the host must know.
+WAITING = {
+    aten._local_scalar_dense: "item", aten.nonzero: "nonzero", aten.masked_select: "masked_select",
+    aten.bincount: "bincount", aten.equal: "equal", aten.unique_dim: "unique", aten._unique2: "unique",
+    aten.repeat_interleave: "repeat_interleave", aten.multinomial: "multinomial",
+}  # fmt: skip
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+
+
+class GhostTensor(Tensor):
+    """See the module's docstring. `held`: the values."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> GhostTensor:
+        ghost = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CUDA
+        )
+        ghost.held = held
+        return ghost
+
+    def __repr__(self, **_: Any) -> str:
+        return f"GhostTensor({self.held!r})"
+
+    def tolist(self) -> Any:
+        GhostDevice.note("back", "tolist")
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class GhostDevice(TorchDispatchMode):
+    """Tensors made for CUDA in here are ghosts.
+
+    counts: ("back" | "in" | "kernel", what) to how often, while `counting`; `lines`: the same with the file's line.
+    """
+
+    counts: ClassVar[Counter[tuple[str, str]]] = Counter()
+    lines: ClassVar[Counter[tuple[str, str, str]]] = Counter()
+    counting: ClassVar[bool] = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @classmethod
+    def note(cls, kind: str, what: str) -> None:
+        if not cls.counting:
+            return
+        cls.counts[kind, what] += 1
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and _in_repository(frame.f_code.co_filename) is None:
+            frame = frame.f_back
+        where = "?" if frame is None else f"{_in_repository(frame.f_code.co_filename)}:{frame.f_lineno}"
+        cls.lines[kind, what, where] += 1
+
+    @classmethod
+    def of(cls, kind: str) -> int:
+        """All that was counted of `back`, `in` or `kernel`."""
+        return sum(count for (found, _), count in cls.counts.items() if found == kind)
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.counts.clear()
+        cls.lines.clear()
+
+
+@contextmanager
+def ghost_device(capability: tuple[int, int] = (9, 0)) -> Iterator[type[GhostDevice]]:
+    """In here `cuda` is a ghost of this compute capability."""
+    guards = _device_guards()
+    guard_before, guards[DEVICE_TYPES["cuda"]] = guards[DEVICE_TYPES["cuda"]], guards[DEVICE_TYPES["meta"]]
+    torch._C._set_only_lift_cpu_tensors(True)
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    GhostDevice.forget()
+    changes: dict[str, Any] = {
+        "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 1,
+        "current_device": lambda: 0, "get_device_capability": lambda *_: capability,
+        "synchronize": lambda *_: GhostDevice.note("back", "synchronize"), "current_stream": lambda *_: _Stream(),
+        "Event": _Event,
+    }  # fmt: skip
+    try:
+        with (
+            mock.patch.multiple(torch.cuda, **changes),
+            # Views of wrapped tensors cannot be made in inference mode.
+            mock.patch.object(torch._C, "_InferenceMode", lambda mode: torch.set_grad_enabled(not mode)),
+            GhostDevice(),
+        ):
+            yield GhostDevice
+    finally:
+        GhostDevice.counting = False
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+        torch._C._set_only_lift_cpu_tensors(False)
+        guards[DEVICE_TYPES["cuda"]] = guard_before
+
+
+def _device_guards() -> Any:
+    """torch's table of what switches between devices of each type: without CUDA it has no entry for it.
+
+    That of meta tensors, which does nothing, will do.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    return (ctypes.c_void_p * 20).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+
+
+class _Stream:
+    def synchronize(self) -> None:
+        GhostDevice.note("wait", "stream")
+
+
+class _Event:
+    """Of a device that does everything at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.recorded = 0
+
+    def record(self, *_: Any) -> None:
+        self.recorded += 1
+
+    def synchronize(self) -> None:
+        GhostDevice.note("wait", "event")
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1.0
+
+
+@cache
+def _in_repository(file: str) -> Path | None:
+    """Where a file of ours lies, this one excepted."""
+    path = Path(file).resolve()
+    is_ours = path.is_relative_to(ROOT) and ".venv" not in file and path != Path(__file__).resolve()
+    return path.relative_to(ROOT) if is_ours else None
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, GhostTensor) else value
+
+
+def _on_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    packet = func._overloadpacket
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    has_ghosts = any(isinstance(tensor, GhostTensor) for tensor in tensors)
+    if packet is aten._to_copy:
+        return _copied(func, args[0], kwargs)
+    if packet is aten.copy_:
+        return _copy_into(func, args[0], args[1], args[2:], kwargs)
+    if packet is aten._pin_memory or packet is aten.pin_memory:
+        return args[0]
+    options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    device = options.get("device")
+    if device is not None:
+        options["device"] = torch.device("cpu")
+    to_cuda = has_ghosts if device is None else _on_cuda(device)
+    if has_ghosts:
+        _check_devices(func, packet, args, tensors)
+        if packet in WAITING:
+            GhostDevice.note("back", WAITING[packet])
+    if (has_ghosts or to_cuda) and (kernel := _KERNELS.get(packet)):
+        return kernel(args, options)
+    held_args, held_options = tree_map(_held, (args, options))
+    out = func(*held_args, **held_options)
+    if packet is aten._local_scalar_dense or not to_cuda:
+        return out
+    same = {id(tensor.held): tensor for tensor in tensors if isinstance(tensor, GhostTensor)}
+    mutates = func._schema.is_mutable
+    return tree_map(
+        lambda o: (same.get(id(o)) if mutates and id(o) in same else GhostTensor(o)) if isinstance(o, Tensor) else o,
+        out,
+    )
+
+
+def _copied(func: Any, source: Tensor, kwargs: Any) -> Tensor:
+    device = kwargs.get("device")
+    options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    was_ghost = isinstance(source, GhostTensor)
+    becomes_ghost = was_ghost if device is None else _on_cuda(device)
+    if was_ghost != becomes_ghost:
+        GhostDevice.note("in" if becomes_ghost else "back", "copy")
+    out = func(_held(source), **options)
+    return GhostTensor(out) if becomes_ghost else out
+
+
+def _copy_into(func: Any, target: Tensor, source: Tensor, rest: Any, kwargs: Any) -> Tensor:
+    if isinstance(target, GhostTensor) != isinstance(source, GhostTensor):
+        GhostDevice.note("in" if isinstance(target, GhostTensor) else "back", "copy_")
+    func(_held(target), _held(source), *rest, **kwargs)
+    return target
+
+
+def _check_devices(func: Any, packet: Any, args: Any, tensors: list[Tensor]) -> None:
+    """Scalars on the CPU are allowed, and indices, which are copied."""
+    others = [tensor for tensor in tensors if not isinstance(tensor, GhostTensor) and tensor.dim() > 0]
+    if packet in INDEXING:
+        indices = [index for index in args[1] if index is not None]
+        for index in indices:
+            if index.dtype in (torch.bool, torch.uint8):
+                GhostDevice.note("back", "boolean index")
+            elif not isinstance(index, GhostTensor):
+                GhostDevice.note("in", "index")
+        others = [tensor for tensor in others if not any(tensor is index for index in indices)]
+    if others and packet is not aten.set_:
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in others]
+        raise RuntimeError(f"Expected all tensors to be on the same device: {func} was given {shapes} on the CPU")
+
+
+def _flash(args: Any, options: Any) -> Any:
+    GhostDevice.note("kernel", "flash")
+    q, k, v, dropout, causal = (*map(_held, args[:3]), *args[3:5])
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, scale=options.get("scale"))
+    seed, offset = (GhostTensor(torch.empty(shape, dtype=torch.uint64)) for shape in (2, ()))
+    return GhostTensor(out), GhostTensor(lse), None, None, q.shape[2], k.shape[2], seed, offset, seed
+
+
+def _flash_backward(args: Any, options: Any) -> Any:
+    GhostDevice.note("kernel", "flash backward")
+    tensors = [_held(part).contiguous() for part in args[:5]]
+    return _cpu_backward(tensors, _held(args[5]), args[10], args[11], options)
+
+
+def _efficient(args: Any, options: Any) -> Any:
+    GhostDevice.note("kernel", f"efficient {args[0].dtype}".replace("torch.", ""))
+    q, k, v, bias = map(_held, args[:4])
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, args[5], args[6], attn_mask=bias, scale=options.get("scale")
+    )
+    padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
+    seed, offset = (GhostTensor(torch.empty((), dtype=torch.int64)) for _ in range(2))
+    return GhostTensor(out), GhostTensor(padded), seed, offset
+
+
+def _efficient_backward(args: Any, options: Any) -> Any:
+    GhostDevice.note("kernel", "efficient backward")
+    grad, q, k, v, _, out, lse = map(_held, args[:7])
+    if lse.shape[2] % 32:
+        raise RuntimeError("the kernel reads its log-sum-exp in blocks of 32 rows")
+    tensors = [part.contiguous() for part in (grad, q, k, v, out)]
+    return (*_cpu_backward(tensors, lse[..., : q.shape[2]].contiguous(), args[9], args[11], options), None)
+
+
+def _cpu_backward(tensors: list[Tensor], lse: Tensor, dropout: float, causal: bool, options: Any) -> Any:
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = backward(*tensors, lse, dropout, causal, scale=options.get("scale"))
+    return tuple(GhostTensor(grad) for grad in grads)
+
+
+_KERNELS = {
+    aten._scaled_dot_product_flash_attention: _flash,
+    aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    aten._scaled_dot_product_efficient_attention: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    aten._fused_sdp_choice: lambda args, options: 0,
+}
