@@ -182,7 +182,7 @@ def depth_loss(
 
     The others are those of `head_loss`.
     """
-    weight_g = torch.as_tensor(depth_weights_g, dtype=_softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
+    weight_g = numbers_beside(hidden_nd, depth_weights_g)
     zeros_g = torch.zeros_like(weight_g)
     known_n = (labels_n >= 0).to(weight_g.dtype)
     counts_n = known_n if loss == "ce" else torch.ones_like(known_n)
@@ -194,7 +194,7 @@ def depth_loss(
         loss=result.loss,
         depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
         depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
-        depth_count=torch.bincount(depth_n, minlength=len(weight_g)),
+        depth_count=torch.zeros_like(weight_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
         correct_n=result.correct_n & (known_n > 0),
     )
 
@@ -202,6 +202,11 @@ def depth_loss(
 def one_for_none(counts: Tensor) -> Tensor:
     """Counts to divide by: expected ones may lie below 1, and where there is none there is nothing to divide."""
     return torch.where(counts > 0, counts, 1)
+
+
+def numbers_beside(tensor: Tensor, numbers: Tensor | Sequence[float]) -> Tensor:
+    """A few numbers in fp32 at least on a tensor's device, without waiting for that."""
+    return torch.as_tensor(numbers, dtype=_softmax_dtype(tensor.dtype)).to(tensor.device, non_blocking=True)
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False) -> int:
@@ -300,9 +305,9 @@ class _HeadLoss(torch.autograd.Function):
         scale = grad_outputs[0]
         grad_nd, grad_vd, weights_n, unit = ctx.saved_tensors
         if grad_nd is not None:
-            grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=grad_nd.new_empty(0, dtype=ctx.dtypes[0]))
+            grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=torch.empty_like(grad_nd, dtype=ctx.dtypes[0]))
         if grad_vd is not None:
-            grad_vd = torch.mul(grad_vd, unit * scale, out=grad_vd.new_empty(0, dtype=ctx.dtypes[1]))
+            grad_vd = torch.mul(grad_vd, unit * scale, out=torch.empty_like(grad_vd, dtype=ctx.dtypes[1]))
         return grad_nd, grad_vd, None, None, None, None, None, None
 
 

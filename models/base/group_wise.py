@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.options import Attention, DrafterOptions, DraftVocabSize, Loss
-from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels, document_starts, previous_features
+from draftsmith.models.groups.alignment import depth_labels, document_starts, previous_features
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
@@ -69,24 +69,24 @@ class GroupWiseDrafter(DraftVocabulary):
         label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        rows = self.present_rows(self.labelled_rows(labels_bgs), position_ids)
+        rows = self.labelled_rows(labels_bgs, position_ids)
         hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
-        labels_n = labels_bgs.flatten()[rows.index_n]
-        labelled = labels_n != IGNORED_LABEL
-        depth_n = rows.stream_n[labelled]
-        teacher_nd = None
+        labelled_m = rows.labelled_m
+        index_m, depth_m = rows.index_n[labelled_m], rows.stream_n[labelled_m]
+        teacher_md = None
         if teacher_features is not None:
             # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
-            teacher_nd = teacher_features[rows.batch_n[labelled], rows.position_n[labelled] + depth_n]
-        output = self.label_loss(hidden_nd[labelled], depth_n, labels_n[labelled], teacher_nd, label_counts)
+            teacher_md = teacher_features.flatten(0, 1).index_select(0, rows.token_n[labelled_m] + depth_m)
+        labels_m = labels_bgs.flatten()[index_m]
+        output = self.label_loss(hidden_nd.index_select(0, labelled_m), depth_m, labels_m, teacher_md, label_counts)
         correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
-        correct[rows.index_n[labelled]] = cast(Tensor, output.correct_n)
+        correct[index_m] = cast(Tensor, output.correct_n)
         output.correct_bgs = correct.view(labels_bgs.shape)
         return output
 
-    def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
+    def labelled_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
         """The rows to compute: those with a label, and what they attend to."""
-        return GroupRows.that_matter(labels_bgs)
+        return GroupRows.that_matter(labels_bgs, position_ids=position_ids, first_token=self.reads_first_token)
 
     def rows_with_labels(self, labels_bgs: Tensor, position_ids: Tensor | None) -> Tensor:
         labelled_bgs = super().rows_with_labels(labels_bgs, position_ids)
@@ -96,14 +96,6 @@ class GroupWiseDrafter(DraftVocabulary):
             position_ids = torch.arange(labels_bgs.shape[2], device=labels_bgs.device)
         starts_bs = document_starts(position_ids.expand(labels_bgs.shape[0], -1))
         return labelled_bgs & ~starts_bs[:, None]
-
-    def present_rows(self, rows: GroupRows, position_ids: Tensor | None) -> GroupRows:
-        """Without the first tokens of documents, where these have no row."""
-        if self.reads_first_token:
-            return rows
-        if position_ids is None:
-            position_ids = torch.arange(rows.shape[2], device=rows.index_n.device)
-        return rows.without_starts(position_ids)
 
     def label_loss(
         self,
@@ -125,15 +117,17 @@ class GroupWiseDrafter(DraftVocabulary):
     ) -> Tensor:
         """[N, D] of the present rows, before the final norm. Features are those AT each token."""
         real_bse = self.real_inputs(input_ids, previous_features(features, position_ids))
-        hidden = self.rows_inputs(rows, real_bse[rows.batch_n, rows.position_n]).unsqueeze(0)
-        packed = position_ids is not None
+        hidden = self.rows_inputs(rows, real_bse.flatten(0, 1).index_select(0, rows.token_n)).unsqueeze(0)
+        rotary = self.rotary_of(hidden, self.positions(rows, position_ids).unsqueeze(0))
+        return self.run_layers(hidden, rotary, group_grid=rows.grid, group_backend=self.config.attention)[0]
+
+    @staticmethod
+    def positions(rows: GroupRows, position_ids: Tensor | None) -> Tensor:
+        """[N] position ids of the rows: a mask or a drafted token stands behind its group's newest token."""
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        if packed or not self.reads_first_token:
-            rows = rows.in_documents(position_ids, self.reads_first_token)
-        positions_n = position_ids.expand_as(input_ids)[rows.batch_n, rows.position_n] + rows.stream_n
-        rotary = self.rotary_of(hidden, positions_n.unsqueeze(0))
-        return self.run_layers(hidden, rotary, group_rows=rows, group_backend=self.config.attention)[0]
+            return rows.position_n + rows.stream_n
+        batch, _, length = rows.shape
+        return position_ids.expand(batch, length).flatten()[rows.token_n] + rows.stream_n
 
     def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
         """[N, E] of the present rows, given the inputs of their groups' newest tokens."""
@@ -142,13 +136,11 @@ class GroupWiseDrafter(DraftVocabulary):
     def stream_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, G, S, D] of all streams, before the final norm; zeros where there is no row."""
         batch, length = input_ids.shape
-        every_row = GroupRows.full(batch, self.config.num_depths, length, input_ids.device)
-        rows = self.present_rows(every_row, position_ids)
+        shape = (batch, self.config.num_depths, length)
+        rows = GroupRows.full(shape, input_ids.device, position_ids, self.reads_first_token)
         hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
-        if len(hidden_nd) < len(every_row.index_n):
-            grid = hidden_nd.new_zeros(len(every_row.index_n), hidden_nd.shape[-1])
-            hidden_nd = grid.index_copy(0, rows.index_n, hidden_nd)
-        return hidden_nd.unflatten(0, rows.shape)
+        grid = hidden_nd.new_zeros(batch * shape[1] * length, hidden_nd.shape[-1])
+        return grid.index_copy(0, rows.index_n, hidden_nd).unflatten(0, shape)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(self.stream_hidden(input_ids, features, position_ids)))

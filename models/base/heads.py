@@ -1,6 +1,6 @@
 """Drafters with a head for each depth, which reads one state of the target and no others: Medusa and Hydra.
 
-Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
+Shapes: B batch, S sequence, P = B*S tokens, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.options import DepthOptions, DraftVocabSize, Loss
-from draftsmith.models.groups.alignment import IGNORED_LABEL
-from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 from draftsmith.recipes.errors import UserError
 
 
@@ -72,31 +72,37 @@ class HeadsDrafter(DraftVocabulary):
     def loss_of_heads(
         self,
         labels_bgs: Tensor,
+        rows: GroupRows,
         features: Tensor,
-        hidden_of: Callable[[int, Tensor, Tensor], Tensor],
+        hidden_of: Callable[[int, Tensor], Tensor],
         counts_2g: Tensor | None = None,
     ) -> DrafterOutput:
         """The mean of each depth's row losses, these weighted with `depth_weights`.
 
         Args:
             labels_bgs: [B, G, S], -100 where there is none.
+            rows: That matter of these labels.
             features: [B, S, D] that the target's LM head reads, AT each token: the teacher's, where the loss has one.
-            hidden_of: Head index j, and batch and position [N] of the rows, to their hidden states [N, D].
+            hidden_of: Head index j, and the places [N] of its rows' newest tokens among all B*S, to the rows' hidden
+                states [N, D].
             counts_2g: The whole batch's `label_counts`.
         """
         results = []
-        correct_bgs = torch.zeros_like(labels_bgs, dtype=torch.bool)
-        for j, weight in enumerate(self.depth_shares):
-            batch_n, position_n = (labels_bgs[:, j] != IGNORED_LABEL).nonzero(as_tuple=True)
-            hidden_nd, labels_n = hidden_of(j, batch_n, position_n), labels_bgs[batch_n, j, position_n]
-            teacher_nd = features[batch_n, position_n + j]  # h_{t+j} predicts x_{t+1+j}
+        correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
+        labels, features_pd = labels_bgs.flatten(), features.flatten(0, 1)
+        for j, (weight, place_n) in enumerate(zip(self.depth_shares, rows.labelled_streams(), strict=True)):
+            token_n, index_n = rows.token_n[place_n], rows.index_n[place_n]
+            hidden_nd, labels_n = hidden_of(j, token_n), labels[index_n]
+            teacher_nd = None
+            if self.config.loss in TEACHER_LOSSES:
+                teacher_nd = features_pd.index_select(0, token_n + j)  # h_{t+j} predicts x_{t+1+j}
             only_depth_n = torch.zeros_like(labels_n)
             head = self.draft_head(j)
             counts_1 = None if counts_2g is None else counts_2g[1, j : j + 1]
             results.append(self.loss_of_rows(hidden_nd, only_depth_n, labels_n, teacher_nd, [weight], counts_1, head))
-            correct_bgs[batch_n, j, position_n] = cast(Tensor, results[-1].correct_n)
+            correct[index_n] = cast(Tensor, results[-1].correct_n)
         loss_g, *sums = (
             torch.stack([result[key].squeeze() for result in results])
             for key in ("loss", "depth_loss_sum", "depth_correct", "depth_count")
         )
-        return DrafterOutput(loss_g.sum(), *sums, correct_bgs=correct_bgs)
+        return DrafterOutput(loss_g.sum(), *sums, correct_bgs=correct.view(labels_bgs.shape))

@@ -17,6 +17,7 @@ from draftsmith.models.decoding.batch import BatchParallelDecoder
 from draftsmith.models.decoding.cached import ParallelDecoder
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder
 from draftsmith.models.groups.rows import GroupRows, kept_shares
+from draftsmith.models.losses import numbers_beside
 
 
 class MaskOptions(GroupWiseOptions, DepthOptions):
@@ -45,18 +46,25 @@ class MaskedDrafter(GroupWiseDrafter):
         """[K, E] inputs of [MASK]_1..K."""
         raise NotImplementedError
 
-    def labelled_rows(self, labels_bgs: Tensor) -> GroupRows:
+    def labelled_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
         if not self.training:
-            return super().labelled_rows(labels_bgs)
+            return super().labelled_rows(labels_bgs, position_ids)
         config = self.config
-        return GroupRows.that_matter(labels_bgs, config.keep_ratio, config.keep_ratio_min, self.generator)
+        return GroupRows.that_matter(
+            labels_bgs,
+            config.keep_ratio,
+            config.keep_ratio_min,
+            self.generator,
+            position_ids=position_ids,
+            first_token=self.reads_first_token,
+        )
 
     def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         counts_2g = super().label_counts(input_ids, loss_mask, position_ids)
         if not self.training or self.config.keep_ratio == 1.0:
             return counts_2g
         shares = kept_shares(self.config.num_depths, self.config.keep_ratio, self.config.keep_ratio_min)
-        return counts_2g * torch.tensor(shares, device=counts_2g.device)
+        return counts_2g * numbers_beside(counts_2g, shares)
 
     def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
         if self.config.num_masks == 0:

@@ -21,6 +21,8 @@ differ from that code:
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V' drafted tokens, G depths.
 """
 
+from typing import cast
+
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ from draftsmith.models.base.options import DraftDepth, FirstToken
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import DrafterOutput, one_for_none, smooth_l1
+from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none, smooth_l1
 
 
 class EagleLayerOptions(GroupWiseOptions):
@@ -99,10 +101,10 @@ class EagleLayer(GroupWiseDrafter):
         if teacher_nd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
         feature_loss_n = smooth_l1(hidden_nd, teacher_nd)
-        weight_g = feature_loss_n.new_tensor(self.depth_shares)
-        count_g = torch.bincount(depth_n, minlength=len(weight_g)) if counts_2g is None else counts_2g[0]
+        weight_g = numbers_beside(feature_loss_n, self.depth_shares)
         read_g = None if counts_2g is None else counts_2g[1]
         output = self.loss_of_rows(hidden_nd, depth_n, labels_n, teacher_nd, weight_g, read_g)
+        count_g = cast(Tensor, output.depth_count) if counts_2g is None else counts_2g[0]
         feature_loss = (feature_loss_n * (weight_g / one_for_none(count_g))[depth_n]).sum()
         output.loss = feature_loss + self.config.class_weight * output.loss
         return output

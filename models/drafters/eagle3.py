@@ -26,7 +26,7 @@ from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.groups.alignment import previous_features
 from draftsmith.models.groups.attention import group_attention
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.groups.rows import Grid, GroupRows
 
 
 class Eagle3Config(DrafterConfig):
@@ -64,29 +64,23 @@ class Eagle3Drafter(Eagle3Shape):
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
         """[N, D] of the present rows, before the final norm: stream after stream. Features are those AT each token."""
-        batch, _, length = rows.shape
-        previous_bsf = previous_features(features, position_ids).flatten(0, 1)
-        if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device)
-        positions_bs = position_ids.expand_as(input_ids)
+        length = rows.shape[2]
+        previous_bsf = previous_features(features, position_ids)
         # What the next stream reads beside its tokens: g first, then the outputs of the stream before it.
-        feedback_bsd = self.fc(previous_bsf.to(self.fc.weight.dtype))
+        feedback_pd = self.fc(previous_bsf.to(self.fc.weight.dtype)).flatten(0, 1)
+        positions_n, ids_p = self.positions(rows, position_ids), input_ids.flatten()
         memory, outputs, places = EarlierStreams(self.config.attention), [], []
-        for j in range(self.config.num_depths):
-            place_n = (rows.stream_n == j).nonzero().squeeze(1)
-            if len(place_n) == 0:
-                break  # deeper ones have no row either
-            batch_n, position_n = rows.batch_n[place_n], rows.position_n[place_n]
-            stream = GroupRows((batch, 1, length), batch_n * length + position_n)
+        for j, (place_n, grid) in enumerate(rows.streams()):
+            token_n, position_n = rows.token_n[place_n], rows.position_n[place_n]
             # Past the end of the row there is no token to read, nor a label: any will do.
-            token_n = input_ids[batch_n, (position_n + j).clamp_max(length - 1)]
-            hidden = self.drafted_inputs(token_n, feedback_bsd[stream.index_n]).unsqueeze(0)
-            rotary = self.rotary_of(hidden, (positions_bs[batch_n, position_n] + j).unsqueeze(0))
-            memory.begin_stream(stream.in_documents(positions_bs, self.reads_first_token))
+            read_n = token_n + (position_n + j).clamp_max(length - 1) - position_n
+            hidden = self.drafted_inputs(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)
+            rotary = self.rotary_of(hidden, positions_n[place_n].unsqueeze(0))
+            memory.begin_stream(grid)
             outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
             places.append(place_n)
-            feedback_bsd = outputs[-1].new_zeros(feedback_bsd.shape).index_copy(0, stream.index_n, outputs[-1])
-        return torch.cat(outputs)[torch.cat(places).argsort()]
+            feedback_pd = outputs[-1].new_zeros(feedback_pd.shape).index_copy(0, token_n, outputs[-1])
+        return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
 
     def decoder(self, max_length_tokens: int) -> StepwiseDecoder:
         return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
@@ -97,24 +91,23 @@ class EarlierStreams:
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._rows: GroupRows | None = None
-        self._keys_values: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {}
+        self._grid: Grid | None = None
+        self._keys_values: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def begin_stream(self, rows: GroupRows) -> None:
-        """The next stream's present rows, on a grid of one stream."""
-        self._rows = rows
+    def begin_stream(self, grid: Grid) -> None:
+        """Where the next stream's present rows lie, on a grid of that stream alone."""
+        self._grid = grid
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, N, H, Dh] for queries [1, H, N, Dh]; keeps the new keys and values [1, Hkv, N, Dh]."""
-        if self._rows is None:
+        grid = self._grid
+        if grid is None:
             raise ValueError("attending needs a stream: call begin_stream() first")
         streams = self._keys_values.setdefault(layer_index, [])
-        streams.append((self._rows.to_grids(k_bhrd), self._rows.to_grids(v_bhrd)))
-        out = []
-        for document, q_bhgsd in enumerate(self._rows.to_grids(q_bhrd)):
-            k_bhgsd, v_bhgsd = (torch.cat([stream[kv][document] for stream in streams], dim=2) for kv in (0, 1))
-            out.append(group_attention(q_bhgsd, k_bhgsd, v_bhgsd, self._backend, scale))
-        return self._rows.from_grids(out)
+        streams.append((grid.to_grid(k_bhrd), grid.to_grid(v_bhrd)))
+        k_bhgsd, v_bhgsd = (torch.cat(parts, dim=2) for parts in zip(*streams, strict=True))
+        out = group_attention(grid.to_grid(q_bhrd), k_bhgsd, v_bhgsd, self._backend, scale, grid.documents)
+        return grid.from_grid(out)
 
 
 DRAFTER = Eagle3Drafter

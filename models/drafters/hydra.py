@@ -150,34 +150,37 @@ class HydraDrafter(HeadsDrafter):
         label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        states_bsd = self.states_of(GroupRows.that_matter(labels_bgs[:, :1]), features, position_ids)
-        embedded_bsd = self.embedded(input_ids)
+        rows = GroupRows.that_matter(labels_bgs, position_ids=position_ids)
+        states_pd = self.states_of(rows, features, position_ids).flatten(0, 1)
+        embedded_pd = self.embedded(input_ids).flatten(0, 1)
 
-        def hidden_of(j: int, batch_n: Tensor, position_n: Tensor) -> Tensor:
-            read = [states_bsd[batch_n, position_n], *(embedded_bsd[batch_n, position_n + i] for i in range(j + 1))]
+        def hidden_of(j: int, token_n: Tensor) -> Tensor:
+            read = [states_pd.index_select(0, token_n)]
+            read += [embedded_pd.index_select(0, token_n + i) for i in range(j + 1)]
             return self.heads[j](torch.cat(read, dim=-1))
 
-        return self.loss_of_heads(labels_bgs, features, hidden_of, label_counts)
+        return self.loss_of_heads(labels_bgs, rows, features, hidden_of, label_counts)
 
     def states_of(self, rows: GroupRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros outside `rows`, which has one stream."""
+        """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros where stream 0 has no row."""
         previous_bsd = previous_features(features, position_ids).to(self.dtype)
         if self.prefix is None:
             return previous_bsd
         batch, length = previous_bsd.shape[:2]
-        if position_ids is None:
-            position_ids = torch.arange(length, device=features.device)
-        rows = rows.in_documents(position_ids)
-        positions_n = position_ids.expand(batch, length)[rows.batch_n, rows.position_n]
-        hidden = previous_bsd[rows.batch_n, rows.position_n].unsqueeze(0)
+        place_n, grid = rows.streams()[0]
+        token_n = rows.token_n[place_n]
+        positions_n = rows.position_n[place_n]
+        if position_ids is not None:
+            positions_n = position_ids.expand(batch, length).flatten()[token_n]
+        hidden = previous_bsd.flatten(0, 1).index_select(0, token_n).unsqueeze(0)
         rotary = self.prefix.rotary_of(hidden, positions_n.unsqueeze(0))
-        states_nd = self.prefix.run_layers(hidden, rotary, group_rows=rows, group_backend=self.config.attention)[0]
-        grid = states_nd.new_zeros(batch * length, states_nd.shape[-1]).index_copy(0, rows.index_n, states_nd)
-        return grid.view(batch, length, -1)
+        states_nd = self.prefix.run_layers(hidden, rotary, group_grid=grid, group_backend=self.config.attention)[0]
+        states_pd = states_nd.new_zeros(batch * length, states_nd.shape[-1]).index_copy(0, token_n, states_nd)
+        return states_pd.view(batch, length, -1)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         batch, length = input_ids.shape
-        rows = GroupRows.full(batch, 1, length, input_ids.device)
+        rows = GroupRows.full((batch, 1, length), input_ids.device, position_ids)
         embedded_bsd = self.embedded(input_ids)
         inputs, logits = self.states_of(rows, features, position_ids), []
         for j in range(self.config.num_heads):

@@ -25,6 +25,7 @@ from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.batch import BatchDecoder
 from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.groups.alignment import depth_labels, previous_features
+from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import DrafterOutput
 
 
@@ -74,12 +75,24 @@ class MedusaDrafter(HeadsDrafter):
         label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        previous_bsd = previous_features(features, position_ids)
+        rows = GroupRows.that_matter(labels_bgs)
+        return self.loss_of_labels(labels_bgs, rows, features, position_ids, label_counts)
 
-        def hidden_of(j: int, batch_n: Tensor, position_n: Tensor) -> Tensor:
-            return self.blocks[j](previous_bsd[batch_n, position_n].to(self.dtype))
+    def loss_of_labels(
+        self,
+        labels_bgs: Tensor,
+        rows: GroupRows,
+        features: Tensor,
+        position_ids: Tensor | None,
+        counts_2g: Tensor | None,
+    ) -> DrafterOutput:
+        """The loss of all heads, of rows that are there already."""
+        previous_pd = previous_features(features, position_ids).flatten(0, 1)
 
-        return self.loss_of_heads(labels_bgs, features, hidden_of, label_counts)
+        def hidden_of(j: int, token_n: Tensor) -> Tensor:
+            return self.blocks[j](previous_pd.index_select(0, token_n).to(self.dtype))
+
+        return self.loss_of_heads(labels_bgs, rows, features, hidden_of, counts_2g)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))

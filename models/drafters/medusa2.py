@@ -30,7 +30,8 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
-from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
+from draftsmith.models.groups.alignment import depth_labels
+from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import DrafterOutput, head_loss, one_for_none
 from draftsmith.models.target.adapter import (
     ALL_LINEAR,
@@ -157,35 +158,35 @@ class Medusa2Drafter(MedusaDrafter):
 
         The others are those of `MedusaDrafter.forward`.
         """
-        output = super().forward(input_ids, features, loss_mask, position_ids=position_ids, label_counts=label_counts)
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
+        rows = GroupRows.that_matter(labels_bgs)
+        output = self.loss_of_labels(labels_bgs, rows, features, position_ids, label_counts)
         output.loss = self.config.heads_weight * output.loss
         if self.trains_target:
-            output.loss = output.loss + self._target_loss(
-                input_ids, features, loss_mask, teacher_features, label_counts
-            )
+            token_n = rows.token_n[rows.labelled_streams()[0]]
+            labels_n = labels_bgs[:, 0].flatten()[token_n]
+            count = None if label_counts is None else label_counts[0, 0]
+            output.loss = output.loss + self._target_loss(token_n, labels_n, features, teacher_features, count)
         return output
 
     def _target_loss(
         self,
-        ids_bs: Tensor,
+        token_n: Tensor,
+        labels_n: Tensor,
         features_bsd: Tensor,
-        loss_mask_bs: Tensor,
         original_bsd: Tensor | None,
-        counts_2g: Tensor | None,
+        count: Tensor | None,
     ) -> Tensor:
         """Mean L_LM of the tokens that may be predicted: h_t predicts x_{t+1}, the label of depth 1."""
-        labels_bs = depth_labels(ids_bs, loss_mask_bs, 1)[:, 0]
-        labelled = labels_bs != IGNORED_LABEL
-        labels_n = labels_bs[labelled]
         ones_n = torch.ones_like(labels_n, dtype=torch.float32)
-        count = ones_n.sum() if counts_2g is None else counts_2g[0, 0]
+        count = ones_n.sum() if count is None else count
         return head_loss(
-            features_bsd[labelled],
+            features_bsd.flatten(0, 1).index_select(0, token_n),
             self.attached.lm_head,
             labels_n,
             ones_n / one_for_none(count),
             loss=self.config.lm_loss,
-            teacher_nd=None if original_bsd is None else original_bsd[labelled],
+            teacher_nd=None if original_bsd is None else original_bsd.flatten(0, 1).index_select(0, token_n),
         ).loss
 
 

@@ -59,7 +59,7 @@ class PEagleDrafter(Eagle3Shape, MaskedDrafter):
 
     def mask_inputs(self) -> Tensor:
         """[K, E], the same row K times."""
-        mask_id = torch.tensor([self.config.mask_token_id], device=self.mask_hidden.device)
+        mask_id = torch.full((1,), self.config.mask_token_id, device=self.mask_hidden.device)
         return self.real_inputs(mask_id, self.mask_hidden).expand(self.config.num_masks, -1)
 
 

@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.models.groups.causal import causal_backward, causal_forward
+from draftsmith.models.groups.documents import Documents
 from draftsmith.recipes.errors import UserError
 
 Backend = Literal["folded", "dense", "flex"]
@@ -37,7 +39,12 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def group_attention(
-    q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, backend: str = "folded", scale: float | None = None
+    q_bhqsd: Tensor,
+    k_bhgsd: Tensor,
+    v_bhgsd: Tensor,
+    backend: str = "folded",
+    scale: float | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attention of every stream to the real past and to the earlier masks of its own group.
 
@@ -47,6 +54,7 @@ def group_attention(
         v_bhgsd: [B, Hkv, G, S, Dh].
         backend: `folded`, `dense` or `flex`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
+        documents: Of which the S positions consist, if of several that do not see each other.
 
     Returns:
         [B, H, Q, S, Dh].
@@ -58,11 +66,11 @@ def group_attention(
     # Under autocast RoPE leaves queries and keys in fp32 beside values in half precision; kernels want one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
-        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale)
+        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents)
     if backend == "dense":
-        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale)
+        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents)
     if backend == "flex":
-        return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale)
+        return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents)
     raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
 
 
@@ -80,27 +88,41 @@ def _may_see(query: Tensor, key: Tensor, length: int) -> Tensor:
     return real_past | own_group
 
 
-def _dense(q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
+def _dense(
+    q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float, documents: Documents | None = None
+) -> Tensor:
     query_streams, length = q_bhqsd.shape[2:4]
-    mask = group_mask(k_bhgsd.shape[2], length, q_bhqsd.device)[-query_streams * length :]
+    num_streams = k_bhgsd.shape[2]
+    mask = group_mask(num_streams, length, q_bhqsd.device)
+    if documents is not None:
+        number_gs = documents.numbers(length).repeat(num_streams)
+        mask &= number_gs[:, None] == number_gs
+    mask = mask[-query_streams * length :]
     out = F.scaled_dot_product_attention(
         q_bhqsd.flatten(2, 3), k_bhgsd.flatten(2, 3), v_bhgsd.flatten(2, 3), mask, scale=scale, enable_gqa=True
     )
     return out.unflatten(2, (query_streams, length))
 
 
-def _flex(q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
+def _flex(
+    q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float, documents: Documents | None = None
+) -> Tensor:
     if q_bhqsd.device.type != "cuda":
         raise UserError(
             f"attention backend `flex` needs a CUDA device, not {q_bhqsd.device.type} (FlexAttention has no backward "
             "there): use drafter.options.attention=folded"
         )
     query_streams, length = q_bhqsd.shape[2:4]
+    shape = (query_streams, k_bhgsd.shape[2], length, q_bhqsd.device)
+    if documents is None:
+        block_mask = _flex_block_mask(*shape)
+    else:
+        block_mask = _make_flex_block_mask(*shape, documents.numbers(length))
     out = _compiled_flex_attention()(
         q_bhqsd.flatten(2, 3),
         k_bhgsd.flatten(2, 3),
         v_bhgsd.flatten(2, 3),
-        block_mask=_flex_block_mask(query_streams, k_bhgsd.shape[2], length, q_bhqsd.device),
+        block_mask=block_mask,
         scale=scale,
         enable_gqa=q_bhqsd.shape[1] != k_bhgsd.shape[1],
     )
@@ -116,12 +138,19 @@ def _compiled_flex_attention() -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _flex_block_mask(query_streams: int, num_streams: int, length: int, device: torch.device) -> Any:
+    return _make_flex_block_mask(query_streams, num_streams, length, device)
+
+
+def _make_flex_block_mask(
+    query_streams: int, num_streams: int, length: int, device: torch.device, document_s: Tensor | None = None
+) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     first_query = (num_streams - query_streams) * length
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return _may_see(query + first_query, key, length)
+        seen = _may_see(query + first_query, key, length)
+        return seen if document_s is None else seen & (document_s[query % length] == document_s[key % length])
 
     return create_block_mask(mask_mod, None, None, query_streams * length, num_streams * length, device=device)
 
@@ -130,26 +159,28 @@ class _FoldedGroupAttention(torch.autograd.Function):
     """Part (a) by the flash kernel, part (b) by an M x K product, merged by log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float, documents: Documents | None
+    ) -> Tensor:
         query_streams, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
         # The streams of one query head are neighbours on the head axis: grouped-query heads of one key head.
         q_folded = q_bhqsd.flatten(1, 2)
-        out_folded, lse_folded, saved = _causal_forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], scale)
+        out_folded, lse_folded, saved = causal_forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], scale, documents)
         if num_masks > 0:
             masks = slice(-min(query_streams, num_masks), None)
             q, out, lse = (part.unflatten(1, (-1, query_streams)) for part in (q_folded, out_folded, lse_folded))
             with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
                 _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale)
         ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved)
-        ctx.scale, ctx.query_streams = scale, query_streams
+        ctx.scale, ctx.query_streams, ctx.documents = scale, query_streams, documents
         return out_folded.unflatten(1, (-1, query_streams))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out_bhqsd,) = grad_outputs
         q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved = ctx.saved_tensors
         query_streams, num_masks = ctx.query_streams, k_bhgsd.shape[2] - 1
-        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = _causal_backward(
+        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = causal_backward(
             grad_out_bhqsd.flatten(1, 2),
             q_folded,
             k_bhgsd[:, :, 0],
@@ -158,10 +189,11 @@ class _FoldedGroupAttention(torch.autograd.Function):
             lse_folded,
             saved,
             ctx.scale,
+            ctx.documents,
         )
         grad_q = grad_q_folded.unflatten(1, (-1, query_streams))
         if num_masks == 0:
-            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None
+            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None
         grad_k, grad_v = torch.empty_like(k_bhgsd), torch.empty_like(v_bhgsd)
         grad_k[:, :, 0], grad_v[:, :, 0] = grad_k0_bhsd, grad_v0_bhsd
         masks = slice(-min(query_streams, num_masks), None)
@@ -173,7 +205,7 @@ class _FoldedGroupAttention(torch.autograd.Function):
             grad_q[:, :, masks] += _own_group_backward(
                 grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, grad_k[:, :, 1:], grad_v[:, :, 1:]
             )
-        return grad_q, grad_k, grad_v, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
@@ -241,84 +273,3 @@ def _own_group_backward(
     grad_k_bhksd.copy_((grad_scores.mT @ q_rows).transpose(2, 3))
     grad_v_bhksd.copy_((p_rows.mT @ grad_out_rows).transpose(2, 3))
     return _from_rows(grad_scores @ k_bhskd, num_queries)
-
-
-def _causal_forward(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Causal grouped-query attention with its log-sum-exp.
-
-    Returns:
-        Output [B, H*G, S, Dh], log-sum-exp [B, H*G, S] in fp32 (fp64 for fp64), and what the backward needs besides.
-    """
-    ops = torch.ops.aten
-    if q_bhsd.device.type == "cpu":
-        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale)
-        return out, lse, []
-    if q_bhsd.device.type != "cuda" or q_bhsd.dtype == torch.float64:
-        raise UserError(
-            f"attention backend `folded` runs on CPU and CUDA up to fp32, not on {q_bhsd.device.type} in "
-            f"{q_bhsd.dtype}: use drafter.options.attention=dense"
-        )
-    k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
-    if _flash_reads(q_bhsd):
-        out, lse, _, _, _, _, seed, offset, _ = ops._scaled_dot_product_flash_attention(
-            q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale
-        )
-        return out, lse, [seed, offset]
-    dtype = _efficient_dtype(q_bhsd)
-    out, lse, seed, offset = ops._scaled_dot_product_efficient_attention(
-        q_bhsd.to(dtype), k_bhsd.to(dtype), v_bhsd.to(dtype), None, True, 0.0, True, scale=scale
-    )
-    return out.to(q_bhsd.dtype), lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
-
-
-def _causal_backward(
-    grad_out: Tensor,
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: list[Tensor],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The flash backward, given the merged output and log-sum-exp."""
-    ops = torch.ops.aten
-    if q_bhsd.device.type == "cpu":
-        return ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, 0.0, True, scale=scale
-        )
-    num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
-    k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
-    if _flash_reads(q_bhsd):
-        grad_q, grad_k, grad_v = ops._scaled_dot_product_flash_attention_backward(
-            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, length, 0.0, True, *saved, scale=scale
-        )
-    else:
-        # The kernel reads its log-sum-exp in blocks of 32 rows.
-        padded_lse = F.pad(lse, (0, -length % 32), value=float("inf"))
-        dtype = _efficient_dtype(q_bhsd)
-        grad_out, q, k, v, out = (part.to(dtype) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out))
-        grads = ops._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, None, out, padded_lse, *saved, 0.0, [True] * 3 + [False], True, scale=scale
-        )
-        grad_q, grad_k, grad_v = (grad.to(q_bhsd.dtype) for grad in grads[:3])
-    grad_k, grad_v = (part.unflatten(1, (num_kv_heads, -1)).sum(2) for part in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v
-
-
-def _flash_reads(q_bhsd: Tensor) -> bool:
-    """Whether the flash kernel for CUDA takes these queries: half precision, on Ampere and later."""
-    is_half = q_bhsd.dtype in (torch.float16, torch.bfloat16) and q_bhsd.shape[-1] % 8 == 0
-    return is_half and torch.cuda.get_device_capability(q_bhsd.device) >= (8, 0)
-
-
-def _efficient_dtype(q_bhsd: Tensor) -> torch.dtype:
-    """What the memory-efficient kernel is given: before Ampere it has no bfloat16."""
-    older = torch.cuda.get_device_capability(q_bhsd.device) < (8, 0)
-    return torch.float32 if older and q_bhsd.dtype == torch.bfloat16 else q_bhsd.dtype
-
-
-def _repeat_heads(part_bhsd: Tensor, num_heads: int) -> Tensor:
-    return part_bhsd.repeat_interleave(num_heads // part_bhsd.shape[1], dim=1)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftsmith.models.groups.attention import group_attention
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.groups.rows import Grid
 from draftsmith.recipes.errors import UserError
 
 ATTENTION_NAME = "draftsmith_group"
@@ -97,7 +97,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    group_rows: GroupRows | None = None,
+    group_grid: Grid | None = None,
     group_backend: str = "folded",
     cached_attention: RememberedAttention | None = None,
     **_kwargs: Any,
@@ -106,8 +106,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cached_attention is not None:
         return cached_attention.attend(module.layer_idx, query, key, value, scale), None
-    if group_rows is None:
-        raise ValueError("the drafter's layers need `group_rows` in training or `cached_attention` in decoding")
-    grids = (group_rows.to_grids(part) for part in (query, key, value))
-    out = [group_attention(q, k, v, group_backend, scale) for q, k, v in zip(*grids, strict=True)]
-    return group_rows.from_grids(out), None
+    if group_grid is None:
+        raise ValueError("the drafter's layers need `group_grid` in training or `cached_attention` in decoding")
+    q, k, v = (group_grid.to_grid(part) for part in (query, key, value))
+    return group_grid.from_grid(group_attention(q, k, v, group_backend, scale, group_grid.documents)), None

@@ -7,21 +7,65 @@ matter, packed as one sequence [1, N, D]; only the attention core unpacks them o
 its attention and nothing else. Real keys that a present row may see are always present, and so are the earlier masks of
 its group.
 
-Where several documents are packed into a row of the batch, each has a grid of its own for the attention core: nothing
-is seen across a border, by construction, and attention costs the sum of the documents' squares.
+Where several documents are packed into a row of the batch, the rows of the batch lie one behind the other on the grid
+of the attention core, as one sequence of documents: nothing is seen across a border, and attention costs the sum of the
+documents' squares.
 
-Shapes: B batch, G streams, S positions, N present rows, H heads, Dh head size; of a document M rows and L positions.
+How many rows there are has to be known before anything can be computed with them: all such numbers are asked of the
+device in one copy, the only time that it is waited for.
+
+Shapes: B batch, G streams, S positions, N present rows, M of them labelled, P = B*S tokens, D documents, H heads, Dh
+head size.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from draftsmith.models.groups.alignment import IGNORED_LABEL, document_starts
+from draftsmith.models.groups.documents import Documents
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where rows lie for the attention core.
+
+    Args:
+        shape: Its batch, G and positions; of packed documents one sequence of all of them.
+        index_n: [N] into the flattened grid.
+        in_order: Whether there is a row for each place of the grid, in its order.
+        documents: Of packed rows, in the grid's positions.
+    """
+
+    shape: tuple[int, int, int]
+    index_n: Tensor
+    in_order: bool = False
+    documents: Documents | None = None
+
+    def to_grid(self, packed: Tensor) -> Tensor:
+        """[1, H, N, Dh] to [B, H, G, S, Dh], zeros where a row is absent."""
+        batch, num_streams, length = self.shape
+        rows = packed[0].transpose(0, 1)
+        if not self.in_order:
+            rows = rows.new_zeros(batch * num_streams * length, *rows.shape[1:]).index_copy(0, self.index_n, rows)
+        return rows.unflatten(0, self.shape).permute(0, 3, 1, 2, 4)
+
+    def from_grid(self, grid: Tensor) -> Tensor:
+        """[B, H, G, S, Dh] to [1, N, H, Dh]."""
+        rows = grid.permute(0, 2, 3, 1, 4).flatten(0, 2)
+        return (rows if self.in_order else rows.index_select(0, self.index_n)).unsqueeze(0)
+
+    def of_one_stream(self, place_n: Tensor) -> Grid:
+        """Of these rows, all of one stream, on a grid of that stream alone."""
+        batch, num_streams, length = self.shape
+        index_n = self.index_n[place_n]
+        index_n = index_n // (num_streams * length) * length + index_n % length
+        return Grid((batch, 1, length), index_n, documents=self.documents)
 
 
 @dataclass(frozen=True)
@@ -31,19 +75,27 @@ class GroupRows:
     Args:
         shape: B, G, S.
         index_n: [N] into the flattened grid.
-        documents: Of packed rows: for each document its places [M] among the N rows, and these on its own grid
-            [1, G, L].
+        counts_g: [G] rows of each stream.
+        labelled_m: [M] places of those that carry a label among the N.
+        grid: Where they lie for the attention core.
     """
 
     shape: tuple[int, int, int]
     index_n: Tensor
-    documents: tuple[tuple[Tensor, GroupRows], ...] = ()
+    counts_g: list[int]
+    labelled_m: Tensor
+    grid: Grid
 
     @staticmethod
-    def full(batch: int, num_streams: int, length: int, device: torch.device) -> GroupRows:
-        """Every row."""
-        total = batch * num_streams * length
-        return GroupRows((batch, num_streams, length), torch.arange(total, device=device))
+    def full(
+        shape: tuple[int, int, int],
+        device: torch.device,
+        position_ids: Tensor | None = None,
+        first_token: bool = True,
+    ) -> GroupRows:
+        """Every row, none of them labelled; for the others see `that_matter`."""
+        labels_bgs = torch.full(shape, IGNORED_LABEL, device=device)
+        return GroupRows._of(torch.ones_like(labels_bgs, dtype=torch.bool), labels_bgs, position_ids, first_token)
 
     @staticmethod
     def that_matter(
@@ -51,8 +103,10 @@ class GroupRows:
         keep_ratio: float = 1.0,
         keep_ratio_min: float = 0.0,
         generator: torch.Generator | None = None,
+        position_ids: Tensor | None = None,
+        first_token: bool = True,
     ) -> GroupRows:
-        """The masks that carry a label, and the real tokens up to the last group that does.
+        """The masks that carry a label, and the real tokens up to the last group that does; one row at least.
 
         Args:
             labels_bgs: [B, G, S], -100 where there is none. A label at depth j implies those at depths below.
@@ -60,95 +114,115 @@ class GroupRows:
                 where [MASK]_{j-1} is: conditional drop of deep positions.
             keep_ratio_min: The least of these probabilities.
             generator: On the labels' device; torch's own by default.
+            position_ids: [B, S] of packed sequences, which count up and start anew at each document.
+            first_token: Whether documents have a row for their first token.
         """
         present = labels_bgs != IGNORED_LABEL
         if keep_ratio < 1.0:
             shares_g = kept_shares(present.shape[1], keep_ratio, keep_ratio_min)
-            conditional_k = [deeper / share for share, deeper in itertools.pairwise(shares_g)]
-            kept = torch.rand(present[:, 1:].shape, generator=generator, device=present.device)
-            kept = kept < torch.tensor(conditional_k, device=present.device)[:, None]
-            present[:, 1:] &= kept.cumprod(dim=1).bool()
+            drawn = torch.rand(present[:, 1:].shape, generator=generator, device=present.device)
+            kept = torch.ones_like(present[:, 0])
+            for j, (share, deeper) in enumerate(itertools.pairwise(shares_g)):
+                kept = kept & (drawn[:, j] < deeper / share)
+                present[:, j + 1] &= kept
         # Real tokens: all up to the last label of their sequence.
         present[:, 0] = present[:, 0].flip(-1).cumsum(-1).flip(-1) > 0
-        present[0, 0, 0] = True  # transformers' layers do not run on no row at all
-        batch, num_streams, length = labels_bgs.shape
-        return GroupRows((batch, num_streams, length), present.flatten().nonzero().squeeze(1))
+        return GroupRows._of(present, labels_bgs, position_ids, first_token)
 
-    def without_starts(self, position_ids: Tensor) -> GroupRows:
-        """Those that do not stand at a document's first token; one at least."""
-        batch, _, length = self.shape
-        kept_n = ~document_starts(position_ids.expand(batch, length))[self.batch_n, self.position_n]
-        index_n = self.index_n[kept_n]
-        return replace(self, index_n=index_n if len(index_n) else torch.ones_like(self.index_n[:1]))
+    @staticmethod
+    def _of(present_bgs: Tensor, labels_bgs: Tensor, position_ids: Tensor | None, first_token: bool) -> GroupRows:
+        batch, num_streams, length = present_bgs.shape
+        starts_bs = None if position_ids is None else document_starts(position_ids.expand(batch, length))
+        if not first_token:
+            present_bgs[:, :, :1].fill_(False)
+            if starts_bs is not None:
+                present_bgs &= ~starts_bs.unsqueeze(1)
+        labelled_bgs = present_bgs & (labels_bgs != IGNORED_LABEL)
+        asked = [present_bgs.sum((0, 2)), labelled_bgs.sum().view(1)]
+        if starts_bs is not None:
+            asked += [starts_bs.sum().view(1), _longest(starts_bs).view(1)]
+        counts = torch.cat(asked).tolist()
+        counts_g, num_labelled = counts[:num_streams], counts[num_streams]
+        index_n = present_bgs.flatten().nonzero_static(size=sum(counts_g)).squeeze(1)
+        if len(index_n) == 0:  # transformers' layers do not run on no row at all
+            index_n, counts_g = index_n.new_full((1,), int(not first_token)), [1, *counts_g[1:]]
+        labelled_m = labelled_bgs.flatten()[index_n].nonzero_static(size=num_labelled).squeeze(1)
+        shape = (batch, num_streams, length)
+        if starts_bs is not None and counts[num_streams + 1] > batch:
+            num_documents, longest = counts[num_streams + 1 :]
+            grid = _packed_grid(shape, index_n, starts_bs, num_documents, longest, first_token)
+        else:
+            grid = _plain_grid(shape, index_n, first_token)
+        return GroupRows(shape, index_n, counts_g, labelled_m, grid)
 
-    def in_documents(self, position_ids: Tensor, first_token: bool = True) -> GroupRows:
-        """The same rows of packed sequences, in which position ids [B, S] count up and start anew at each document.
-
-        Args:
-            first_token: Whether documents have a row for their first token; else none of these rows may be there.
-        """
-        batch, num_streams, length = self.shape
-        starts_bs, skipped = document_starts(position_ids.expand(batch, length)), int(not first_token)
-        if int(starts_bs.sum()) == batch:
-            if first_token:
-                return self
-            index_n = (self.batch_n * num_streams + self.stream_n) * (length - 1) + self.position_n - 1
-            every_row = torch.arange(len(index_n), device=index_n.device)
-            return replace(self, documents=((every_row, GroupRows((batch, num_streams, length - 1), index_n)),))
-        place_of_start_d = starts_bs.flatten().nonzero().squeeze(1)
-        lengths = place_of_start_d.diff(append=place_of_start_d.new_tensor([batch * length])).tolist()
-        place_n = self.batch_n * length + self.position_n
-        document_n = starts_bs.flatten().cumsum(0)[place_n] - 1
-        offset_n = place_n - place_of_start_d[document_n]
-        counts = torch.bincount(document_n, minlength=len(lengths)).tolist()
-        documents = []
-        for rows_m, length_tokens in zip(document_n.sort(stable=True).indices.split(counts), lengths, strict=True):
-            length_there = length_tokens - skipped
-            if length_there == 0:  # nothing is left of it
-                continue
-            index_m = self.stream_n[rows_m] * length_there + offset_n[rows_m] - skipped
-            documents.append((rows_m, GroupRows((1, num_streams, length_there), index_m)))
-        return replace(self, documents=tuple(documents))
-
-    @property
+    @cached_property
     def batch_n(self) -> Tensor:
         return self.index_n // (self.shape[1] * self.shape[2])
 
-    @property
+    @cached_property
     def stream_n(self) -> Tensor:
         return self.index_n // self.shape[2] % self.shape[1]
 
-    @property
+    @cached_property
     def position_n(self) -> Tensor:
         return self.index_n % self.shape[2]
 
-    def to_grids(self, packed: Tensor) -> list[Tensor]:
-        """`to_grid`, of each document."""
-        if not self.documents:
-            return [self.to_grid(packed)]
-        return [document.to_grid(packed[:, :, rows_m]) for rows_m, document in self.documents]
+    @cached_property
+    def token_n(self) -> Tensor:
+        """[N] the place of each row's newest token in [P]."""
+        return self.batch_n * self.shape[2] + self.position_n
 
-    def from_grids(self, grids: list[Tensor]) -> Tensor:
-        """`from_grid`, of all documents together."""
-        if not self.documents:
-            return self.from_grid(grids[0])
-        parts = [document.from_grid(grid) for (_, document), grid in zip(self.documents, grids, strict=True)]
-        return torch.cat(parts, dim=1)[:, torch.cat([rows_m for rows_m, _ in self.documents]).argsort()]
+    def streams(self) -> list[tuple[Tensor, Grid]]:
+        """Of each stream that has rows: their places among the N, and where they lie on a grid of its own."""
+        places = self.stream_n.argsort(stable=True).split(self.counts_g)
+        return [(place_n, self.grid.of_one_stream(place_n)) for place_n in places if len(place_n)]
 
-    def to_grid(self, packed: Tensor) -> Tensor:
-        """[1, H, N, Dh] to [B, H, G, S, Dh], zeros where a row is absent."""
-        batch, num_streams, length = self.shape
-        rows = packed[0].transpose(0, 1)
-        if len(self.index_n) < batch * num_streams * length:
-            rows = rows.new_zeros(batch * num_streams * length, *rows.shape[1:]).index_copy(0, self.index_n, rows)
-        return rows.unflatten(0, self.shape).permute(0, 3, 1, 2, 4)
-
-    def from_grid(self, grid: Tensor) -> Tensor:
-        """[B, H, G, S, Dh] to [1, N, H, Dh]."""
-        rows = grid.permute(0, 2, 3, 1, 4).flatten(0, 2)
-        return (rows if len(rows) == len(self.index_n) else rows[self.index_n]).unsqueeze(0)
+    def labelled_streams(self) -> list[Tensor]:
+        """Of each stream: the places of its labelled rows among the N. Of masks all are."""
+        masks = self.counts_g[1:]
+        order_m = self.stream_n[self.labelled_m].argsort(stable=True)
+        return list(self.labelled_m[order_m].split([len(order_m) - sum(masks), *masks]))
 
 
 def kept_shares(num_streams: int, keep_ratio: float, keep_ratio_min: float) -> list[float]:
     """Of each stream, the share of its rows that is kept; all of the real tokens'."""
     return [max(keep_ratio**j, keep_ratio_min) for j in range(num_streams)]
+
+
+def _plain_grid(shape: tuple[int, int, int], index_n: Tensor, first_token: bool) -> Grid:
+    """Rows of the batch as they are, without the places of first tokens if these have none."""
+    batch, num_streams, length = shape
+    if not first_token:
+        index_n = index_n // length * (length - 1) + index_n % length - 1
+        shape = (batch, num_streams, length - 1)
+    return Grid(shape, index_n, in_order=len(index_n) == batch * num_streams * shape[2])
+
+
+def _packed_grid(
+    shape: tuple[int, int, int],
+    index_n: Tensor,
+    starts_bs: Tensor,
+    num_documents: int,
+    max_length_tokens: int,
+    first_token: bool,
+) -> Grid:
+    """All documents of the batch one behind the other, without the places of first tokens if these have no row."""
+    batch, num_streams, length = shape
+    starts_p = starts_bs.flatten()
+    begin_d, total = starts_p.nonzero_static(size=num_documents).squeeze(1), batch * length
+    token_n = index_n // (num_streams * length) * length + index_n % length
+    if not first_token:
+        begin_d = begin_d - torch.arange(num_documents, device=begin_d.device)
+        token_n = token_n - starts_p.cumsum(0)[token_n]
+        total, max_length_tokens = total - num_documents, max_length_tokens - 1
+    bounds_d = torch.cat([begin_d, begin_d.new_full((1,), total)]).int()
+    index_n = index_n // length % num_streams * total + token_n
+    in_order = batch == 1 and len(index_n) == num_streams * total
+    return Grid((1, num_streams, total), index_n, in_order, Documents(bounds_d, max_length_tokens))
+
+
+def _longest(starts_bs: Tensor) -> Tensor:
+    """[] tokens of the longest document."""
+    token_p = torch.arange(starts_bs.numel(), device=starts_bs.device)
+    begin_p = token_p.where(starts_bs.flatten(), 0).cummax(0).values
+    return (token_p - begin_p).max() + 1

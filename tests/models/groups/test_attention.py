@@ -8,6 +8,7 @@ from support.ghost_device import ghost_device
 from torch import Tensor
 
 from draftsmith.models.groups.attention import _FoldedGroupAttention, group_attention, group_mask
+from draftsmith.models.groups.documents import Documents
 from draftsmith.recipes.errors import UserError
 
 # batch, query heads, key heads, streams, positions, head size
@@ -103,6 +104,30 @@ def test_queries_of_the_last_streams_are_a_slice_of_all(
     torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
 
 
+LENGTHS = [3, 0, 7, 1, 6]
+
+
+@pytest.mark.parametrize("backend", ["folded", "dense"])
+@pytest.mark.parametrize("query_streams", [4, 1])
+def test_documents_are_calls_of_their_own(backend: str, query_streams: int) -> None:
+    """Values and gradients of documents one behind the other, one of them empty: those of each alone, by `dense`."""
+    bounds_d = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    documents = Documents(bounds_d, max(LENGTHS))
+    results = []
+    for together in (True, False):
+        q, k, v = random_qkv((1, 4, 2, 4, sum(LENGTHS), 8), torch.float64)
+        parts = [q[:, :, -query_streams:], k, v]
+        if together:
+            out = group_attention(*parts, backend=backend, scale=0.3, documents=documents)
+        else:
+            each = zip(*(part.split(LENGTHS, dim=3) for part in parts), strict=True)
+            out = torch.cat([group_attention(*there, backend="dense", scale=0.3) for there in each], dim=3)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (out * weight).sum().backward()
+        results.append([out.detach(), *(part.grad for part in (q, k, v))])
+    torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("query_streams", [3, 2, 1])
 def test_gradcheck(query_streams: int) -> None:
     """Against finite differences, so that `dense` is not the only witness."""
@@ -163,8 +188,8 @@ def test_folded_takes_the_kernel_that_the_device_has(
             qkv = [part.detach().to(device) for part in random_qkv(SHAPES[1], dtype)]
             ghosts.counting = True
             kept: Any = _Kept()
-            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3)
-            *gradients, _ = _FoldedGroupAttention.backward(kept, out.sin())
+            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3, None)
+            *gradients, _, _ = _FoldedGroupAttention.backward(kept, out.sin())
             ghosts.counting = False
             results.append([part.cpu() for part in (out, *gradients)])
             if device != "cpu":

@@ -61,15 +61,80 @@ def test_drop_only_in_training() -> None:
     assert torch.isfinite(dropped.loss)
 
 
-def test_documents_by_hand() -> None:
-    """Two streams of a row of 5: documents x_0 x_1 x_2 and x_3 x_4, the second without its first token's mask."""
-    index = torch.tensor([0, 1, 2, 3, 4, 5, 6, 9])  # stream 0, then masks at 0, 1 and 4
-    rows = GroupRows((1, 2, 5), index)
-    packed = rows.in_documents(torch.tensor([[0, 1, 2, 0, 1]]))
-    found = [(places.tolist(), document.shape, document.index_n.tolist()) for places, document in packed.documents]
-    assert found == [([0, 1, 2, 5, 6], (1, 2, 3), [0, 1, 2, 3, 4]), ([3, 4, 7], (1, 2, 2), [0, 1, 3])]
-    values = torch.arange(8.0).view(1, 1, 8, 1)
-    grids = packed.to_grids(values)
-    assert [grid.flatten().tolist() for grid in grids] == [[0, 1, 2, 5, 6, 0], [3, 4, 0, 7]]
-    assert torch.equal(packed.from_grids(grids), values.transpose(1, 2))
-    assert rows.in_documents(torch.arange(7, 12)[None]) is rows  # one document, whatever its first position
+@pytest.mark.parametrize("first_token", [True, False])
+def test_documents_by_hand(first_token: bool) -> None:
+    """Two rows of 5, two streams: documents x_0 x_1 x_2 and x_3 x_4, then one of 4 and padding, which is a document.
+
+    Labels at depth 1 everywhere but in the padding, at depth 2 where the document goes on that far. Without first
+    tokens their rows and their places are gone: 0, 3, 5 and 9 of ten.
+    """
+    labels = torch.full((2, 2, 5), -100)
+    labels[0, 0, [0, 1, 3]] = labels[0, 1, 0] = labels[1, 0, :3] = labels[1, 1, :2] = 7
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
+    rows = GroupRows.that_matter(labels, position_ids=positions, first_token=first_token)
+    found = list(zip(rows.batch_n.tolist(), rows.stream_n.tolist(), rows.position_n.tolist(), strict=True))
+    all_rows = [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 0, 2),
+        (0, 0, 3),
+        (0, 1, 0),
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 0, 2),
+        (1, 1, 0),
+        (1, 1, 1),
+    ]
+    firsts = {(0, 0), (0, 3), (1, 0), (1, 4)}
+    assert found == [row for row in all_rows if first_token or (row[0], row[2]) not in firsts]
+    documents = rows.grid.documents
+    assert documents is not None
+    if first_token:
+        assert rows.counts_g == [7, 3]
+        assert rows.labelled_m.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+        assert rows.grid.shape == (1, 2, 10)
+        assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 10, 5, 6, 7, 15, 16]
+        assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
+            [0, 3, 5, 9, 10], [3, 2, 4, 1], 4,
+        )  # fmt: skip
+        assert documents.numbers(10).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
+    else:  # places 1 2, 4, 6 7 8 are left: 0 to 5
+        assert rows.counts_g == [4, 1]
+        assert rows.grid.shape == (1, 2, 6)
+        assert rows.grid.index_n.tolist() == [0, 1, 3, 4, 9]
+        assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
+            [0, 2, 3, 6, 6], [2, 1, 3, 0], 3,
+        )  # fmt: skip
+        assert documents.numbers(6).tolist() == [0, 0, 1, 2, 2, 2]
+    values = torch.arange(1.0, 1 + len(found)).view(1, 1, -1, 1)
+    grid = rows.grid.to_grid(values)
+    assert grid.flatten()[rows.grid.index_n].tolist() == values.flatten().tolist()
+    assert grid.count_nonzero() == len(found)
+    assert torch.equal(rows.grid.from_grid(grid), values.transpose(1, 2))
+    streams = [(places.tolist(), there.shape, there.index_n.tolist()) for places, there in rows.streams()]
+    if first_token:
+        assert streams == [
+            ([0, 1, 2, 3, 5, 6, 7], (1, 1, 10), [0, 1, 2, 3, 5, 6, 7]),
+            ([4, 8, 9], (1, 1, 10), [0, 5, 6]),
+        ]
+        assert [places.tolist() for places in rows.labelled_streams()] == [[0, 1, 3, 5, 6, 7], [4, 8, 9]]
+    else:
+        assert streams == [([0, 1, 2, 3], (1, 1, 6), [0, 1, 3, 4]), ([4], (1, 1, 6), [3])]
+
+
+def test_one_document_in_each_row_is_not_packed() -> None:
+    """Whatever its first position: rows stay as they are."""
+    labels = torch.full((1, 2, 5), 7)
+    rows = GroupRows.that_matter(labels, position_ids=torch.arange(7, 12)[None])
+    assert (rows.grid.documents, rows.grid.shape, rows.grid.in_order) == (None, (1, 2, 5), True)
+    assert torch.equal(rows.grid.index_n, GroupRows.full((1, 2, 5), labels.device).index_n)
+    without = GroupRows.that_matter(labels, first_token=False)
+    assert (without.grid.shape, without.grid.in_order, without.index_n.tolist()) == (
+        (1, 2, 4), True, [1, 2, 3, 4, 6, 7, 8, 9],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+def test_nothing_to_learn_leaves_one_row(first_token: bool) -> None:
+    rows = GroupRows.that_matter(torch.full((2, 3, 4), -100), first_token=first_token)
+    assert (rows.index_n.tolist(), rows.counts_g, rows.labelled_m.tolist()) == ([int(not first_token)], [1, 0, 0], [])
