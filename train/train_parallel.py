@@ -23,11 +23,12 @@ def main() -> None:
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, options.overrides)
 
-    from draftsmith.train.drafter.stage import (
-        train_drafter,  # torch and transformers, after a mistyped recipe was reported
-    )
+    # torch and transformers, after a mistyped recipe was reported
+    from draftsmith.train.drafter.stage import train_drafter
+    from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 
-    report = train_drafter(recipe)
+    with out_of_memory_explained(recipe):
+        report = train_drafter(recipe)
     if int(os.environ.get("RANK", "0")) == 0:
         print(report.sentence())
 

@@ -133,9 +133,12 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> None:
 def run_train(recipe: Recipe) -> None:
     """Train the drafter on the token dataset: `drafter/`."""
     from draftsmith.train.drafter.stage import train_drafter
+    from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 
     heading("2 train", f"{recipe.drafter.kind} drafter")
-    console.print(train_drafter(recipe).sentence(), markup=False)
+    with out_of_memory_explained(recipe):
+        report = train_drafter(recipe)
+    console.print(report.sentence(), markup=False)
 
 
 def make_drafter(recipe: Recipe) -> None:

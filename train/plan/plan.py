@@ -105,7 +105,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     run = RunFolder(recipe)
     device = target_device(recipe.target)
     args = training_arguments(recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=device.type == "cpu")
-    planned, notes = _plannable(recipe)
+    planned, notes = plannable(recipe)
     data = training_data(recipe, args.per_device_train_batch_size, options.labelled_share)
     notes += _more_data(recipe)
     training = FakeTraining(planned, args)
@@ -148,7 +148,7 @@ def _more_data(recipe: Recipe) -> list[str]:
     return [] if sentence is None else [sentence]
 
 
-def _plannable(recipe: Recipe) -> tuple[Recipe, list[str]]:
+def plannable(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Compiled attention cannot run without values; the kernels of `folded` save the same for the backward pass."""
     if recipe.drafter.options.get("attention") != "flex":
         return recipe, []
