@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from draftsmith.recipes.masking import masked
-from draftsmith.recipes.signals import INTERRUPTED, INTERRUPTED_EXIT_CODE, interrupted_by_signals
+from draftsmith.recipes.signals import (
+    INTERRUPTED,
+    INTERRUPTED_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    Terminated,
+    interrupted_by_signals,
+)
 
 ANOTHER_PLACE = "or name another place (`runs_dir` and `name` in the recipe)"
 PERMISSIONS = f"change its permissions, {ANOTHER_PLACE}"
@@ -64,9 +70,10 @@ def exit_with_one_sentence() -> Iterator[None]:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(USER_ERROR_EXIT_CODE) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(INTERRUPTED, file=sys.stderr)
-        raise SystemExit(INTERRUPTED_EXIT_CODE) from None
+        code = TERMINATED_EXIT_CODE if isinstance(stop, Terminated) else INTERRUPTED_EXIT_CODE
+        raise SystemExit(code) from None
     except Exception as error:
         sentence = what_the_system_refused(error)
         if sentence is None:

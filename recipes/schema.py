@@ -73,6 +73,9 @@ class TargetRecipe(Section):
         None, description="a GGUF file in that folder or repository; converted once, into $DRAFTSMITH_CACHE"
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    quantization: Literal["int8", "nf4"] | None = Field(
+        None, description="bitsandbytes: its linear layers, the LM head left out, in 8 or 4 bits; everywhere p runs"
+    )
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; by default CUDA if there is one, else CPU")
     trust_remote_code: bool = False
@@ -212,6 +215,9 @@ class FeaturesRecipe(Section):
         description="the target's products in bf16, its residual stream not; online only where `train.bf16` is on too",
     )
     batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline; of engine transformers")
+    sharded: bool = Field(
+        False, description="online: of several processes each holds a part of the target's layers (FSDP2)"
+    )
 
 
 class DataRecipe(Section):

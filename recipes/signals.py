@@ -11,9 +11,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-INTERRUPTED_EXIT_CODE = 130
+INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE = 130, 143  # 128 + the signal's number, as shells say it
 AGAIN_S = 0.02
 INTERRUPTED = "interrupted: run the same command again to continue where it stopped"
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM ended a training that a scheduler may start again: everything is saved."""
 
 
 @contextmanager

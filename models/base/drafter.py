@@ -52,6 +52,11 @@ class DrafterConfig(PreTrainedConfig):
             setattr(self, key, value)
 
     @property
+    def hidden_size(self) -> int:
+        """D of the target. DeepSpeed's `auto` sizes are computed from it."""
+        return self.target_config.get("hidden_size", 0)
+
+    @property
     def options(self) -> DrafterOptions:
         """The attributes that are options, as such."""
         return self.Options.model_construct(**{key: getattr(self, key) for key in self.Options.model_fields})
@@ -109,6 +114,10 @@ class Drafter(PreTrainedModel):
     offline_obstacle: str | None = None
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
+    # Why its weights cannot be split among processes (FSDP2, ZeRO-3), and why its target can neither be split nor
+    # quantised; None if they can.
+    split_obstacle: str | None = None
+    whole_target_needed: str | None = None
     # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
     training_step, training_progress_frac = 0, 1.0
     # What training draws at random (noise, rows to keep) comes from here; from torch's own generator by default.
@@ -121,6 +130,12 @@ class Drafter(PreTrainedModel):
 
     def build(self, config: DrafterConfig) -> None:
         """Make the parameters."""
+
+    def get_input_embeddings(self) -> None:
+        """None of its own: it borrows the target's."""
+
+    def get_output_embeddings(self) -> None:
+        """None of its own that is tied to anything."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -79,6 +79,8 @@ class Medusa2Drafter(MedusaDrafter):
 
     config_class = Medusa2Config
     offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
+    split_obstacle = "its LoRA lies inside the target, which runs outside the forward that puts the parts together"
+    whole_target_needed = "it changes the target's own layers while it trains"
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

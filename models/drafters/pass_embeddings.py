@@ -45,6 +45,7 @@ class PassEmbeddingsDrafter(MaskedDrafter):
 
     config_class = PassEmbeddingsConfig
     offline_obstacle = "it reads no features: its own forward runs the target's layers"
+    whole_target_needed = "its own forward and backward run the target's layers"
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.target_config, config.target_config.get("num_hidden_layers", 1))

@@ -63,7 +63,9 @@ class FeatureTap:
             self._hooks.append(target.base_model.register_forward_hook(self._catch_output(FINAL_FEATURES)))
         for layer in residual:
             if layer == 0:
-                self._hooks.append(blocks[0].register_forward_pre_hook(self._catch_input, with_kwargs=True))
+                self._hooks.append(
+                    blocks[0].register_forward_pre_hook(self._catch_input, prepend=True, with_kwargs=True)
+                )
             else:
                 self._hooks.append(blocks[layer - 1].register_forward_hook(self._catch_output(layer)))
 

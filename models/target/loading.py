@@ -16,6 +16,7 @@ from transformers import (
 
 from draftsmith.models.target.gguf_file import converted_folder
 from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
+from draftsmith.models.target.quantized import quantization_options
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
@@ -33,12 +34,16 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     load_target_config(recipe)
     load_generation_config(recipe)
     tokenizer = load_tokenizer(recipe)
-    dtype = "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    implementation = recipe.attn_implementation
-    target = load_weights(
-        "target.model", location, AutoModelForCausalLM, dtype=dtype, attn_implementation=implementation, **where
-    )
-    target = _frozen(recipe, target).to(target_device(recipe))
+    options = {
+        "dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
+        "attn_implementation": recipe.attn_implementation,
+        **quantization_options(recipe),
+    }
+    device = target_device(recipe)
+    if device.type != "cpu" or recipe.quantization is not None:
+        options["device_map"] = {"": device}  # tensor by tensor to where it stays: the host never holds it whole
+    target = load_weights("target.model", location, AutoModelForCausalLM, **options, **where)
+    target = _frozen(recipe, target).to(device)
     use_grouped_sdpa(target)
     return target, tokenizer
 

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
+from draftsmith.train.processes.layouts import layout_damage
+
 STATE_FILE = "trainer_state.json"  # the Trainer writes it last
 DAMAGED = "damaged-"
-# What exact resumption takes beside the weights; without one of them the Trainer would start it anew, silently.
-RESUMED_FILES = ("optimizer.pt", "scheduler.pt")
 
 
 @dataclass
@@ -73,12 +73,9 @@ def what_is_damaged(checkpoint: Path) -> str | None:
     """The first damaged file and what is wrong with it; None where all are whole."""
     if not (checkpoint / STATE_FILE).exists():
         return f"{STATE_FILE} is missing, so it was not written to its end"
-    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
-    there = {file.name for file in files} & set(RESUMED_FILES)
-    missing = set(RESUMED_FILES) - there
-    if there and missing:  # all of them: the recipe saves weights alone, or a sharded layout has its own
-        return f"{min(missing)} is missing"
-    for file in files:
+    if damage := layout_damage(checkpoint):
+        return damage
+    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         try:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
@@ -86,7 +83,7 @@ def what_is_damaged(checkpoint: Path) -> str | None:
             elif file.suffix == ".json":
                 form = _State if file.name == STATE_FILE else dict[str, Any]
                 TypeAdapter(form).validate_python(from_json(file.read_bytes()))
-            elif file.suffix in (".pt", ".pth"):
+            elif file.suffix in (".pt", ".pth", ".bin"):
                 with zipfile.ZipFile(file) as archive:
                     broken = archive.testzip()
                 if broken is not None:

@@ -1,22 +1,30 @@
-"""Ctrl-C in training: end after the step at work, with a checkpoint, so that nothing computed is lost."""
+"""Ctrl-C and SIGTERM in training: end after the step at work, with a checkpoint, so that nothing computed is lost."""
 
 import signal
 import threading
+import time
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import TrainerCallback, TrainerControl
 
+from draftsmith.recipes.signals import Terminated
+
+# A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
+SAME_SIGNAL_S = 1.0
+
 
 class StopOnInterrupt(TrainerCallback):
-    """The first SIGINT or SIGTERM saves and stops after the current step, in all processes; a second one acts at once.
+    """The first SIGINT or SIGTERM saves and stops after the current step, in all processes of a distributed run.
 
-    `requested` says afterwards whether training was stopped.
+    A second Ctrl-C acts at once. A second SIGTERM does not: schedulers and launchers send several, and what cannot wait
+    any longer is killed. `requested` says afterwards whether training was stopped.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._signal, self._since_s = 0, 0.0
         self._previous: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
@@ -26,16 +34,26 @@ class StopOnInterrupt(TrainerCallback):
             self._previous[number] = signal.signal(number, self._request)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self.requested = bool(largest_of_all_processes(self.requested))
+        # The largest of the processes' signals; SIGTERM is larger than SIGINT.
+        self._signal = int(largest_of_all_processes(self._signal or int(self.requested) * signal.SIGINT))
+        self.requested = self._signal != 0
         if self.requested:
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self.restore()
 
+    def raise_interrupt(self) -> NoReturn:
+        """What the command ends with, when all is saved."""
+        raise Terminated if self._signal == signal.SIGTERM else KeyboardInterrupt
+
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self.restore()
+        now_s = time.monotonic()
+        if self.requested and number == signal.SIGINT and now_s - self._since_s > SAME_SIGNAL_S:
+            self.restore()
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._signal, self._since_s = True, number, now_s
 
     def restore(self) -> None:
         """Give the signals back; at the end of training, and after an error that `on_train_end` does not see."""

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
-from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -34,7 +33,11 @@ from draftsmith.train.drafter.same_bits import reproducible_where, same_bits_eve
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
-from draftsmith.train.features.offline import keep_what_is_read, open_features, refuse_obstacle
+from draftsmith.train.features.offline import open_features, refuse_obstacle
+from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, settle
+from draftsmith.train.processes.launch import Launch, launch_of
+from draftsmith.train.processes.layouts import refuse_other_launch
+from draftsmith.train.processes.refusals import refuse_what_cannot_work
 
 SETTINGS = "settings.json"
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
@@ -57,8 +60,9 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     args = training_arguments(
         recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=recipe.target.device == "cpu"
     )
-    drafter_class = load_drafter_class(recipe.drafter.kind)
     offline = recipe.data.features.source == "offline"
+    launch = launch_of(args)
+    refuse_what_cannot_work(recipe, args, launch)
     if offline:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
@@ -70,13 +74,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
 
-    # Each process of a multi-process run holds the target on its own device; offline, its embedding and LM head only.
-    target, _ = load_target(recipe.target.model_copy(update={"device": "cpu" if offline else str(args.device)}))
-    torch.manual_seed(args.seed)
-    drafter = drafter_class.from_target(target, recipe.drafter.options)
-    drafter.prepare(to_train)
-    start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
-    enable_gradient_checkpointing(args, drafter)
+    with outside_the_launch():
+        target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)
     rows: Dataset | PackedRows = to_train
     if recipe.data.packing:
         check_packing(target)
@@ -84,7 +83,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     cache = None
     if offline:
         cache = open_features(recipe, settings["data (its tokens)"], drafter)
-        keep_what_is_read(target, drafter, args.device)
     half = recipe.data.features.autocast
     trainer, stop = DrafterTrainer(drafter, target, args, rows, cache, to_eval, half), StopOnInterrupt()
     trainer.add_callback(stop)
@@ -96,7 +94,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             print(f"{recipe.name}: {start_sentence(start)}")
         if drafter.draft_vocabulary is not None:
             print(f"{recipe.name}: {drafter.draft_vocabulary.sentence()}")
-    checkpoint = _checkpoint_to_go_on_from(trainer)
+    checkpoint = _checkpoint_to_go_on_from(trainer, launch)
     if checkpoint is not None:
         trainer.go_on_from(checkpoint)
     try:
@@ -108,7 +106,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     finally:
         stop.restore()
     if trainer.state.global_step < trainer.state.max_steps:
-        raise KeyboardInterrupt
+        stop.raise_interrupt()
     trainer.evaluate_at_end()
     trained = set(drafter.parameters())  # which may lie inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
@@ -117,8 +115,22 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if trainer.is_world_process_zero():
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
-        raise KeyboardInterrupt
+        stop.raise_interrupt()
     return TrainReport.read(run.drafter, was_finished=False)
+
+
+def _target_and_drafter(
+    recipe: Recipe, args: TrainingArguments, to_train: Dataset, begun_from: Path | None
+) -> tuple[PreTrainedModel, Drafter, Start | None]:
+    """The frozen target, and the drafter as it begins, the same in all processes; both on this process's device."""
+    target = load_frozen_target(recipe, args.device)
+    torch.manual_seed(args.seed)
+    drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+    drafter.prepare(to_train)
+    start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
+    enable_gradient_checkpointing(args, drafter)
+    settle(recipe, target, drafter, args.device)
+    return target, drafter, start
 
 
 def _refuse_evaluation_of_nothing(args: TrainingArguments, to_eval: Dataset | None) -> None:
@@ -142,15 +154,22 @@ def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
         )
 
 
-def _checkpoint_to_go_on_from(trainer: DrafterTrainer) -> Path | None:
-    """The same in all processes. Says which it is, and which are damaged."""
+def _checkpoint_to_go_on_from(trainer: DrafterTrainer, launch: Launch) -> Path | None:
+    """The same in all processes. Says which it is, and which are damaged.
+
+    Raises:
+        UserError: It was written by another number of processes, or under another way of splitting.
+    """
     folder = Path(trainer.args.output_dir)
     if trainer.is_world_process_zero():
         for sentence in set_damaged_aside(folder):
             print(sentence)
     trainer.accelerator.wait_for_everyone()
     checkpoint = newest_checkpoint(folder)
-    if checkpoint is not None and trainer.is_world_process_zero():
+    if checkpoint is None:
+        return None
+    refuse_other_launch(checkpoint, launch)
+    if trainer.is_world_process_zero():
         print(f"going on from {checkpoint}")
     return checkpoint
 
@@ -167,6 +186,8 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     }
     settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
     settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
+    if recipe.target.quantization is not None:
+        settings["target.quantization"] = recipe.target.quantization
     if recipe.data.features.source == "offline":
         chosen = recipe.data.features
         settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}

@@ -35,6 +35,9 @@ from draftsmith.train.drafter.progress import Progress, restore
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
 from draftsmith.train.features.online import training_features
 from draftsmith.train.monitoring.step_guard import StepGuard
+from draftsmith.train.processes.launch import launch_of
+from draftsmith.train.processes.sharding import set_up_fsdp
+from draftsmith.train.processes.whole_weights import load_whole_weights, whole_weights
 
 SUSPECT_BATCHES = "suspect_batches"  # beside the checkpoints
 
@@ -74,6 +77,7 @@ class DrafterTrainer(Trainer):
             if isinstance(dataset, Dataset) and ROWS_COLUMN not in dataset.column_names:
                 dataset = dataset.add_column(ROWS_COLUMN, [[row] for row in range(len(dataset))])
         kwargs |= {"train_dataset": dataset, "eval_dataset": eval_dataset}
+        self._launch = launch_of(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self.add_callback(LogLastStep())
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
@@ -86,6 +90,11 @@ class DrafterTrainer(Trainer):
         self.guard = StepGuard(folder, dataset, lambda t: self.accelerator.reduce(t, reduction="mean"), self.log)
         for callback in (self.progress, self.guard):
             self.add_callback(callback)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self._launch.strategy == "fsdp":
+            set_up_fsdp(self)
 
     def compute_loss(
         self,
@@ -224,7 +233,12 @@ class DrafterTrainer(Trainer):
         return {f"share_depth{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
+        # A checkpoint has what the launch's own way of saving writes; what training ends with is one whole file.
+        weights = None if _internal_call else whole_weights(self, self._launch)
+        if weights is None:
+            super().save_model(output_dir, _internal_call)
+        elif self.is_world_process_zero():
+            self._save(output_dir, state_dict=weights)
         if self.is_world_process_zero():
             share_as_usual(Path(output_dir or self.args.output_dir))
 
@@ -235,7 +249,10 @@ class DrafterTrainer(Trainer):
     def take_over(self, checkpoint: Path) -> None:
         """Be where a checkpoint was when all steps were done: the Trainer itself would train one more."""
         self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
-        self._load_from_checkpoint(str(checkpoint))
+        if self._launch.strategy in ("fsdp", "zero"):
+            load_whole_weights(self.model, checkpoint, self._launch)
+        else:
+            self._load_from_checkpoint(str(checkpoint))
 
     def go_on_from(self, checkpoint: Path) -> None:
         """Take what callbacks of ours counted; the Trainer itself takes the rest."""

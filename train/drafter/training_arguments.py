@@ -1,6 +1,7 @@
 """The recipe's `train:` section -> `transformers.TrainingArguments`, with mistakes told by key."""
 
 import dataclasses
+import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
     """
     fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     hints = typing.get_type_hints(TrainingArguments)
-    use_cpu = (
-        use_cpu or not torch.accelerator.is_available()
-    )  # transformers refuses bf16 on a CPU that is not asked for
+    # Asked for by accelerate too; and transformers refuses bf16 on a CPU that nobody asked for.
+    asked_for = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    use_cpu = use_cpu or asked_for or not torch.accelerator.is_available()
     checked = {key: _checked(key, value, fields, hints) for key, value in values.items()}
     defaults = {
         "output_dir": str(output_dir),
@@ -38,6 +39,9 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         args = TrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
+    if args.n_gpu > 1:
+        # Without a launcher the Trainer would take all of them by nn.DataParallel, which copies no target.
+        args._n_gpu = 1
     _refuse_doubled_rows(args)
     return args
 

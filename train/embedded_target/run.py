@@ -84,7 +84,7 @@ def train_target(recipe: EmbeddedTargetRecipe, snapshot_dir: Path | None = None)
         stop.restore()
     if stop.requested:
         logger.info("stopped; the same command goes on from %s", recipe.work_dir)
-        raise KeyboardInterrupt
+        stop.raise_interrupt()
     _export(trainer, tokenizer, recipe.output_dir, torch.bfloat16)
     if not trainer.is_world_process_zero():
         return None

@@ -1,0 +1,55 @@
+"""The target in 8 or 4 bits by bitsandbytes: `target.quantization`. The embedding and the LM head stay as they are.
+
+It is another target then, everywhere: features, answers and the proof of identity are those of the quantised model.
+LLM.int8() is arXiv 2208.07339; nf4 and the quantised scales are QLoRA's (2305.14314).
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetRecipe
+
+NF4_BLOCK, SCALES_BLOCK = 64, 256  # weights that share a scale, and scales that share one of their own
+INT8_BYTES = 1.0
+# Half a byte, a scale in 8 bits for each block, and an fp32 one for each block of scales.
+NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALES_BLOCK)
+
+
+def quantization_options(recipe: TargetRecipe) -> dict[str, Any]:
+    """For `from_pretrained`; empty without `target.quantization`.
+
+    Raises:
+        UserError: bitsandbytes is not installed.
+    """
+    if recipe.quantization is None:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"key `target.quantization`: {recipe.quantization} needs bitsandbytes, which is not installed: "
+            "`pip install bitsandbytes`, or leave the key out"
+        )
+    if recipe.quantization == "int8":
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    computed_in = torch.bfloat16 if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computed_in,
+    )
+    return {"quantization_config": config}
+
+
+def saved_bytes(recipe: TargetRecipe, target: PreTrainedModel) -> int:
+    """What quantisation takes off an unquantised target of this shape, which may have no values."""
+    if recipe.quantization is None:
+        return 0
+    weight_bytes = INT8_BYTES if recipe.quantization == "int8" else NF4_BYTES
+    head = target.get_output_embeddings()
+    weights = [module.weight for module in target.modules() if isinstance(module, nn.Linear) and module is not head]
+    return round(sum(weight.numel() * (weight.element_size() - weight_bytes) for weight in weights))

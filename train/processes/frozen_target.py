@@ -1,0 +1,136 @@
+"""The frozen target p of a training in several processes: it stays outside what the launcher wraps and splits.
+
+Replicated (the default), every process reads it to its own device. Sharded (`data.features.sharded`), FSDP2 splits its
+decoder layers among the processes and puts each together while it runs; embedding, final norm and LM head, which
+drafters read at any time, are whole everywhere. Offline no layer stays at all. In the latter two only the first process
+reads the files, into host memory, and the others take from it what they keep.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+from transformers.integrations import deepspeed
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.target.features import decoder_layers
+from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
+from draftsmith.models.target.loading import load_target, target_without_weights
+from draftsmith.recipes.schema import Recipe, TargetRecipe
+from draftsmith.train.features.offline import keep_what_is_read
+
+RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+@contextmanager
+def outside_the_launch() -> Iterator[None]:
+    """In here transformers gives every process whole models.
+
+    Under FSDP's RAM-efficient loading it would leave zeros in all but the first, for FSDP to fill, which never sees the
+    target; under ZeRO-3 it would split the weights, of the target for an engine that never runs it, of the drafter
+    before it has read the target's.
+    """
+    setting = os.environ.pop(RAM_EFFICIENT, None)
+    zero = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = zero
+        if setting is not None:
+            os.environ[RAM_EFFICIENT] = setting
+
+
+def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    """The target to make a drafter from, which `settle` is called with afterwards; both `outside_the_launch`.
+
+    Args:
+        device: Of this process.
+
+    Raises:
+        UserError: As `load_target`.
+    """
+    features = recipe.data.features
+    waits = features.source == "offline" or features.sharded
+    chosen = recipe.target.model_copy(update={"device": "cpu" if waits else str(device)})
+    if not waits or not _is_one_of_several():
+        return load_target(chosen)[0]
+    target = load_target(chosen)[0] if distributed.get_rank() == 0 else None
+    return _taken_from_the_first(chosen, target, device)
+
+
+@torch.no_grad()
+def settle(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
+    """Keep of the target what training needs, on this process's device, and put the drafter beside it.
+
+    The drafter is everywhere the one that the first process made.
+    """
+    features = recipe.data.features
+    if features.source == "offline":
+        if _is_one_of_several():
+            _share(drafter.state_dict().values(), device)
+        keep_what_is_read(target, drafter, device)
+    elif features.sharded:
+        _share(drafter.state_dict().values(), device)
+        _shard(target, device)
+        drafter.to(device)
+        drafter.attach(target)  # again: what an `attach` made lies on the old device
+
+
+def _is_one_of_several() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@torch.no_grad()
+def _taken_from_the_first(
+    recipe: TargetRecipe, target: PreTrainedModel | None, device: torch.device
+) -> PreTrainedModel:
+    """The first process's target; in the others one whose layers have an address and no memory behind it."""
+    dtypes = [None if target is None else {name: tensor.dtype for name, tensor in _tensors(target)}]
+    distributed.broadcast_object_list(dtypes, device=device)
+    if target is None:
+        with torch.device("meta"):
+            target = target_without_weights(recipe)
+        for name, tensor in _tensors(target):
+            tensor.data = tensor.data.to((dtypes[0] or {})[name])
+        target = target.to_empty(device="cpu")
+        target.tie_weights()
+        use_grouped_sdpa(target)
+    of_layers = {id(parameter) for layer in decoder_layers(target) for parameter in layer.parameters()}
+    _share((tensor for _, tensor in _tensors(target) if id(tensor) not in of_layers), device)
+    return target
+
+
+def _tensors(target: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers whether they are saved or not."""
+    yield from target.named_parameters()
+    yield from target.named_buffers()
+
+
+def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give the tensors the first process's values, one after the other by way of the device."""
+    for tensor in tensors:
+        there = tensor.detach().to(device).contiguous()
+        distributed.broadcast(there, 0)
+        tensor.copy_(there)
+
+
+def _shard(target: PreTrainedModel, device: torch.device) -> None:
+    """Each layer on its own: its parts are put together when it is called and given back when it returns."""
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    of_layers = set()
+    for layer in decoder_layers(target):
+        whole = layer.state_dict() if distributed.get_rank() == 0 else {}
+        fully_shard(layer, mesh=mesh)
+        set_model_state_dict(layer, whole, options=options)
+        of_layers |= {id(tensor) for _, tensor in layer.named_parameters()}
+    for _, tensor in _tensors(target):
+        if id(tensor) not in of_layers:
+            tensor.data = tensor.data.to(device)
