@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -32,6 +33,13 @@ WAITING = {
     aten.bincount: "bincount", aten.equal: "equal", aten.unique_dim: "unique", aten._unique2: "unique",
     aten.repeat_interleave: "repeat_interleave", aten.multinomial: "multinomial",
 }  # fmt: skip
+# Operations that run nothing on the device.
+NOT_LAUNCHED = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach, aten.alias,
+    aten._local_scalar_dense, aten.lift_fresh, aten._fused_sdp_choice, aten.resize_, aten.set_,
+}  # fmt: skip
+# What a copy that the host does not wait for is counted as.
+NOT_WAITED_FOR = "copy, not waited for"
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
@@ -64,7 +72,8 @@ class GhostTensor(Tensor):
 class GhostDevice(TorchDispatchMode):
     """Tensors made for CUDA in here are ghosts.
 
-    counts: ("back" | "in" | "kernel", what) to how often, while `counting`; `lines`: the same with the file's line.
+    counts: ("back" | "in" | "kernel" | "launch", what) to how often, while `counting`; `lines`: the same with the
+    file's line. A launch is any operation that runs on the device, a kernel one of attention's.
     """
 
     counts: ClassVar[Counter[tuple[str, str]]] = Counter()
@@ -87,7 +96,7 @@ class GhostDevice(TorchDispatchMode):
 
     @classmethod
     def of(cls, kind: str) -> int:
-        """All that was counted of `back`, `in` or `kernel`."""
+        """All that was counted of `back`, `in`, `kernel` or `launch`."""
         return sum(count for (found, _), count in cls.counts.items() if found == kind)
 
     @classmethod
@@ -108,6 +117,7 @@ def ghost_device(capability: tuple[int, int] = (9, 0)) -> Iterator[type[GhostDev
     changes: dict[str, Any] = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 1,
         "current_device": lambda: 0, "get_device_capability": lambda *_: capability,
+        "is_bf16_supported": lambda *_: capability >= (8, 0),
         "synchronize": lambda *_: GhostDevice.note("back", "synchronize"), "current_stream": lambda *_: _Stream(),
         "Event": _Event,
     }  # fmt: skip
@@ -191,6 +201,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         _check_devices(func, packet, args, tensors)
         if packet in WAITING:
             GhostDevice.note("back", WAITING[packet])
+    if (has_ghosts or to_cuda) and not (func.is_view or packet in NOT_LAUNCHED):
+        GhostDevice.note("launch", packet.__name__)
     if (has_ghosts or to_cuda) and (kernel := _KERNELS.get(packet)):
         return kernel(args, options)
     held_args, held_options = tree_map(_held, (args, options))
@@ -211,7 +223,10 @@ def _copied(func: Any, source: Tensor, kwargs: Any) -> Tensor:
     was_ghost = isinstance(source, GhostTensor)
     becomes_ghost = was_ghost if device is None else _on_cuda(device)
     if was_ghost != becomes_ghost:
-        GhostDevice.note("in" if becomes_ghost else "back", "copy")
+        waits = was_ghost or not kwargs.get("non_blocking")
+        GhostDevice.note("in" if becomes_ghost else "back", "copy" if waits else NOT_WAITED_FOR)
+    elif was_ghost:
+        GhostDevice.note("launch", "_to_copy")
     out = func(_held(source), **options)
     return GhostTensor(out) if becomes_ghost else out
 
@@ -253,6 +268,37 @@ def _flash_backward(args: Any, options: Any) -> Any:
     return _cpu_backward(tensors, _held(args[5]), args[10], args[11], options)
 
 
+def _packed_flash(args: Any, options: Any) -> Any:
+    """Documents one behind the other, [T, H, Dh]; the host says how long the longest is."""
+    GhostDevice.note("kernel", "packed flash")
+    q, k, v, bounds = map(_held, args[:4])
+    outs, lses = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for begin, end in _spans(bounds, args[5]):
+        parts = [part[begin:end].transpose(0, 1).unsqueeze(0).contiguous() for part in (q, k, v)]
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*parts, *args[7:9], scale=options.get("scale"))
+        outs[begin:end], lses[:, begin:end] = out[0].transpose(0, 1), lse[0]
+    state, unused = (GhostTensor(torch.empty(shape, dtype=torch.uint64)) for shape in (2, ()))
+    return GhostTensor(outs), GhostTensor(lses), state, unused, unused
+
+
+def _packed_flash_backward(args: Any, options: Any) -> Any:
+    GhostDevice.note("kernel", "packed flash backward")
+    *tensors, lse, bounds = map(_held, args[:7])
+    grads = [torch.zeros_like(part) for part in tensors[1:4]]
+    for begin, end in _spans(bounds, args[8]):
+        parts = [part[begin:end].transpose(0, 1).unsqueeze(0).contiguous() for part in tensors]
+        there = _cpu_backward(parts, lse[:, begin:end].unsqueeze(0).contiguous(), args[10], args[11], options)
+        for grad, part in zip(grads, there, strict=True):
+            grad[begin:end] = part.held[0].transpose(0, 1)
+    return tuple(map(GhostTensor, grads))
+
+
+def _spans(bounds: Tensor, longest: int) -> list[tuple[int, int]]:
+    if bounds.dtype != torch.int32 or bounds.diff().max() != longest:
+        raise RuntimeError(f"the kernel was told of {longest} tokens at most in documents of {bounds.diff().tolist()}")
+    return [(begin, end) for begin, end in pairwise(bounds.tolist()) if begin < end]
+
+
 def _efficient(args: Any, options: Any) -> Any:
     GhostDevice.note("kernel", f"efficient {args[0].dtype}".replace("torch.", ""))
     q, k, v, bias = map(_held, args[:4])
@@ -282,6 +328,8 @@ def _cpu_backward(tensors: list[Tensor], lse: Tensor, dropout: float, causal: bo
 _KERNELS = {
     aten._scaled_dot_product_flash_attention: _flash,
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    aten._flash_attention_forward: _packed_flash,
+    aten._flash_attention_backward: _packed_flash_backward,
     aten._scaled_dot_product_efficient_attention: _efficient,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     aten._fused_sdp_choice: lambda args, options: 0,

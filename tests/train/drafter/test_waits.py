@@ -1,0 +1,110 @@
+"""A training step asks a CUDA device twice for a number, and packed documents are no kernels more: on a ghost of one.
+
+Autograd has no ghost: the backwards of kinds' own operations ask for nothing, those of attention are called by hand.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
+from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
+from torch import Tensor
+
+from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.groups.attention import _FoldedGroupAttention
+from draftsmith.models.groups.documents import Documents
+from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.packing import pack_documents
+from draftsmith.train.features.online import training_features
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "eagle": [{"first_token": False, "draft_vocab_size": 40}],
+    "eagle3": [{"draft_vocab_size": 40}, {"first_token": False}],
+    "eagle_parallel": [{"keep_ratio": 0.6, "mask_residual": True, "draft_vocab_size": 40}],
+    "hydra": [{"prefix_attention": True, "loss": "kl"}],
+    "peagle": [{"draft_vocab_size": 40, "keep_ratio": 0.7, "keep_ratio_min": 0.2}],
+}
+CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *OPTIONS.get(kind, [])]]
+
+
+def step_batch(documents: int) -> dict[str, Tensor]:
+    """Two rows of 96 tokens in so many documents each."""
+    generator, packed = torch.Generator().manual_seed(3), []
+    for _ in range(2):
+        parts = []
+        for length in [len(part) for part in torch.arange(96).tensor_split(documents)]:
+            ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+            parts.append({"input_ids": ids, "loss_mask": [int(t % 5 != 2) for t in range(length)]})
+        packed.append(pack_documents(parts) if documents > 1 else parts[0])
+    return collate_right_padded(packed)
+
+
+def counted_step(kind: str, options: dict[str, Any], documents: int) -> type[GhostDevice]:
+    """The counts of a step's forward, in bf16 autocast: the labels of the batch, the target, the drafter."""
+    target = tiny_target(num_hidden_layers=4).bfloat16()
+    drafter = tiny_drafter_of(kind, target, **options).train()
+    batch = step_batch(documents)
+    with ghost_device() as ghosts:
+        drafter.to("cuda:0").attach(target.to("cuda:0"))
+        batch = {name: value.to("cuda:0") for name, value in batch.items()}
+        ids, positions, mask = batch["input_ids"], batch.get("position_ids"), batch["loss_mask"]
+        ghosts.counting = True
+        with torch.no_grad():
+            counts = drafter.label_counts(ids, mask, positions)
+            features, teacher = training_features(drafter, target, ids, positions)
+            with torch.autocast("cuda", torch.bfloat16):
+                drafter(ids, features, mask, positions, teacher_features=teacher, label_counts=counts)
+        ghosts.counting = False
+    return ghosts
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_a_step_waits_twice(kind: str, options: dict[str, Any], documents: int) -> None:
+    """transformers asks whether rows are packed, in each forward of the target; we, how many rows there are."""
+    ghosts = counted_step(kind, options, documents)
+    forwards_of_the_target = 2 if kind == "medusa2" else 1
+    assert dict(ghosts.counts).get(("back", "tolist")) == 1, ghosts.lines
+    assert ghosts.counts["back", "item"] == forwards_of_the_target, ghosts.lines
+    assert ghosts.of("back") == forwards_of_the_target + 1, ghosts.lines
+    assert {what for kind, what in ghosts.counts if kind == "in"} <= {NOT_WAITED_FOR}, ghosts.lines
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra", "parallel"])
+def test_launches_do_not_grow_with_documents(kind: str) -> None:
+    few, many = (dict(counted_step(kind, {}, documents).counts) for documents in (2, 12))
+    assert sum(few.values()) > 200
+    assert few == many
+
+
+def test_attention_of_documents_is_one_kernel_each_way() -> None:
+    """And what it gives, forward and backward, is what the CPU gives document by document."""
+    results = []
+    for lengths in ([5, 19], [3, 1, 9, 0, 4, 7]):
+        documents = Documents(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
+        generator = torch.Generator().manual_seed(1)
+        q, k, v = (torch.randn(1, heads, 3, 24, 8, generator=generator).bfloat16() for heads in (4, 2, 2))
+        found = []
+        for device in ("cpu", "cuda:0"):
+            with ghost_device() as ghosts, torch.no_grad():
+                kept: Any = _Kept()
+                parts = [part.to(device) for part in (q, k, v)]
+                there = Documents(documents.bounds_d.to(device), documents.max_length_tokens)
+                ghosts.counting = True
+                out = _FoldedGroupAttention.forward(kept, *parts, 0.3, there)
+                grads = _FoldedGroupAttention.backward(kept, out.sin())[:3]
+                ghosts.counting = False
+                found.append([part.cpu() for part in (out, *grads) if part is not None])
+        torch.testing.assert_close(found[0], found[1], atol=0.03, rtol=0.03)
+        assert ghosts.counts["kernel", "packed flash"] == ghosts.counts["kernel", "packed flash backward"] == 1
+        assert (ghosts.of("back"), ghosts.of("in"), ghosts.of("kernel")) == (0, 0, 2)
+        results.append(dict(ghosts.counts))
+    assert results[0] == results[1]
+
+
+class _Kept:
+    """In place of autograd's context."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
