@@ -63,6 +63,7 @@ class SpecBench:
         stop: Sequence[str] = (),
         compiles: bool = False,
     ) -> None:
+        self.target = target
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
@@ -138,12 +139,10 @@ class SpecBench:
         """
         max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
         self.session.read_layers(arm.feature_layers)
-        history: list[Turn] = []
         turns: list[AnswerRecord] = []
-        for number, text in enumerate(question.turns):
+        for number in range(len(question.turns)):
             arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
-            history.append(Turn("user", text))
-            prompt_ids = prompt_token_ids(self._tokenizer, history)
+            prompt_ids = self.prompt_ids(question.turns, [str(turn.text) for turn in turns])
             if number == 0:
                 settings = answer_settings(self._of_target, prompt_ids, question.turns, arm.sampling, max_new_tokens)
             room = self.session.max_length_tokens - len(prompt_ids)
@@ -164,7 +163,6 @@ class SpecBench:
             if answer.text is None:
                 answer.text = self._tokenizer.decode(answer.ids, skip_special_tokens=True)
             answer.text = answer.text.strip()
-            history.append(Turn("assistant", answer.text))
             turns.append(answer)
         return ArmRecord(
             method=arm.method.name,
@@ -176,6 +174,13 @@ class SpecBench:
             turns=turns,
             turns_left_out=len(question.turns) - len(turns),
         )
+
+    def prompt_ids(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+        """Of the turn that follows so many answers, with these and the turns before it as history."""
+        history: list[Turn] = []
+        for text, answer in zip(turns, answers, strict=False):
+            history += [Turn("user", text), Turn("assistant", answer)]
+        return prompt_token_ids(self._tokenizer, [*history, Turn("user", turns[len(answers)])])
 
 
 def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:

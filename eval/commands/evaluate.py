@@ -10,11 +10,13 @@ import torch
 
 from draftsmith.data.sources.questions import load_questions, questions_file
 from draftsmith.eval.bench.arms import drafter_folders, load_models, make_arms
+from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.kept.drafter_card import update_card
 from draftsmith.eval.kept.measurement import (
+    DIVERGENCES,
     NOTES,
     RECORDS,
     SETTINGS,
@@ -24,6 +26,7 @@ from draftsmith.eval.kept.measurement import (
     measured_records,
     measured_summary,
     measurement_settings,
+    recorded_divergences,
     recorded_notes,
     untimed_figures,
 )
@@ -67,7 +70,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     write_settings(folder.eval / SETTINGS, settings)
     log = RecordLog(folder.eval / RECORDS)
     # What cannot be continued, and what the report could not read, is refused before anything is measured.
-    list(log), recorded_proof(recipe), recorded_served(recipe)
+    list(log), recorded_proof(recipe), recorded_served(recipe), recorded_divergences(recipe)
     untimed = untimed_figures(recipe)
     weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
@@ -76,6 +79,8 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     try:
         arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(arms, log, choices.runs, choices.warmup_questions)
+        parted = find_divergences(bench, log, recorded_divergences(recipe))
+        write_atomically(folder.eval / DIVERGENCES, json.dumps({"answers": list(map(asdict, parted))}, indent=2) + "\n")
         if choices.untimed_questions and untimed is None:
             figures = measure_untimed(bench, arms, choices.untimed_questions)
             measured = {"questions": choices.untimed_questions, "arms": figures}
@@ -108,7 +113,7 @@ def rewrite_report(recipe: Recipe) -> list[dict[str, Any]]:
     records = measured_records(recipe)
     recipe = as_measured(recipe)
     notes = recorded_notes(recipe)
-    summary = measured_summary(records, notes)
+    summary = measured_summary(records, notes, recorded_divergences(recipe))
     timing = summarize_timing(records, untimed_figures(recipe))
     write_answers(records, folder.eval / "answers", recipe.name)
     write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -2,9 +2,8 @@
 
 Of lossless methods; those with a lenience below 1 are left out and named.
 
-1. Greedy identity: every method's greedy answers against the loop's without a draft. At the first difference the gap
-   between the target's two largest logits tells a numerical tie from a bug: a gap within the noise between two correct
-   ways of computing the same logits (token by token with a cache, and all at once) may fall either way.
+1. Greedy identity: every method's greedy answers against the loop's without a draft. At the first difference a
+   numerical tie is told from a bug (`draftsmith.eval.bench.divergence`).
 2. Distribution: sampled answers against the target's probabilities, by Rosenblatt's transform. If x is drawn from p,
    u = p(tokens more likely than x) + v p(x) with v uniform is uniform on [0, 1], at every position whatever came
    before. So all tokens of all answers make one chi-square test, for any vocabulary and any prompts; the baseline's own
@@ -27,17 +26,17 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import Arm, load_models, make_arms
+from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.kept.drafter_card import update_card
 from draftsmith.eval.kept.measurement import drafter_weights
-from draftsmith.eval.kept.proof import BINS, PROOF, DistributionProof, Divergence, GreedyProof, Proof
+from draftsmith.eval.kept.proof import BINS, PROOF, DistributionProof, GreedyProof, Proof
 from draftsmith.eval.kept.tuned_tree import with_tuned_trees
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.eval.trees.tree import root_only
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -127,29 +126,12 @@ def compare_answers(
     proof = GreedyProof(method, len(asked), sum(map(len, answers.values())))
     for question_id, prompt in asked:
         expected, found = reference[question_id], answers[question_id]
-        if expected == found:
-            continue
-        pairs = enumerate(zip(expected, found, strict=False))
-        position = next((index for index, (a, b) in pairs if a != b), min(len(expected), len(found)) - 1)
-        gap, noise = _gap_and_noise(target, session, prompt, expected[:position])
-        proof.divergences.append(Divergence(question_id, position, expected[position], found[position], gap, noise))
+        position = first_difference(expected, found)
+        if position is not None:
+            proof.divergences.append(
+                divergence_at(position, target, session, question_id, prompt, expected, found, block_tokens=1)
+            )
     return proof
-
-
-@torch.inference_mode()
-def _gap_and_noise(
-    target: PreTrainedModel, session: TargetSession, prompt: list[int], answer: list[int]
-) -> tuple[float, float]:
-    """Of the token after `answer`: how far apart its two largest logits are, and how exactly they are known."""
-    at_once = target(input_ids=torch.tensor([[*prompt, *answer]], device=target.device), use_cache=False)
-    logits_v = at_once.logits[0, -1].float()
-    step = session.prefill(prompt)
-    for token in answer:
-        step = session.forward_tree(root_only(token))
-        session.commit([0])
-    top = logits_v.topk(2)
-    noise = (step.logits[-1].float() - logits_v)[top.indices].abs().max()
-    return float(top.values[0] - top.values[1]), float(noise)
 
 
 @torch.inference_mode()

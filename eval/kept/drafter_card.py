@@ -10,6 +10,7 @@ from draftsmith.eval.kept.measurement import (
     drafter_weights,
     measured_records,
     measured_summary,
+    recorded_divergences,
     recorded_notes,
     recorded_settings,
 )
@@ -45,7 +46,7 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
     timed = {(row["method"], row["temperature"]): row for row in summarize_timing(records)}
     rows = [
         row | {"acceptance_by_depth": timed[row["method"], row["temperature"]]["acceptance_by_depth"]}
-        for row in measured_summary(records, notes)
+        for row in measured_summary(records, notes, recorded_divergences(measured))
         if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None
     ]
     if not rows:

@@ -1,6 +1,7 @@
 """What the records in `runs/<name>/eval/` were made with, and what was measured beside them."""
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from pydantic import FiniteFloat
 
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.bench.arms import drafter_folders
+from draftsmith.eval.bench.divergence import RecordedDivergence
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.methods.registry import method_of
@@ -23,6 +25,7 @@ SETTINGS = "settings.json"
 RECORDS = "records.jsonl"
 NOTES = "notes.json"
 UNTIMED = "untimed.json"
+DIVERGENCES = "divergences.json"
 # Of the recipe's eval section: may differ from what the records were made with.
 FREE_KEYS = {"runs", "untimed_questions"}
 
@@ -66,6 +69,13 @@ class Untimed:
 
     questions: int
     arms: dict[str, UntimedFigures]
+
+
+@dataclass
+class Divergences:
+    """`divergences.json`: of greedy answers that differ from the target's, the place."""
+
+    answers: list[RecordedDivergence]
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
@@ -135,9 +145,17 @@ def measured_records(recipe: Recipe) -> list[QuestionRecord]:
     return [record for record in RecordLog(folder / RECORDS) if record.run < recipe.eval.runs]
 
 
-def measured_summary(records: list[QuestionRecord], notes: Notes) -> list[dict[str, Any]]:
+def measured_summary(
+    records: list[QuestionRecord], notes: Notes, divergences: Iterable[RecordedDivergence]
+) -> list[dict[str, Any]]:
     """The summary, always from the records: `summary.json` is for others to read."""
-    return [row | {"target_change": notes.target_change} for row in summarize(records)]
+    return [row | {"target_change": notes.target_change} for row in summarize(records, divergences)]
+
+
+def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
+    """What is known of greedy answers that differ from the target's."""
+    file = RunFolder(recipe).eval / DIVERGENCES
+    return read_json(file, Divergences, "delete it and run `draftsmith eval` again").answers if file.is_file() else []
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:

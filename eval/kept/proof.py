@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval.bench.divergence import Divergence
 from draftsmith.eval.kept.measurement import drafter_weights
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
@@ -13,24 +14,7 @@ from draftsmith.recipes.schema import Recipe
 PROOF = "proof.json"
 BINS = 20  # of a distribution test
 SIGNIFICANCE = 1e-3  # of all distribution tests together
-TIE_NOISE = 2.0  # a gap of up to so many times the noise is a tie
 ENUMERATION_TOLERANCE = 1e-9
-
-
-@dataclass
-class Divergence:
-    """Where a greedy answer first differed. `gap`: between the two largest logits; `noise`: see the module."""
-
-    question_id: int | str
-    position: int
-    expected: int
-    found: int
-    gap: float
-    noise: float
-
-    @property
-    def is_tie(self) -> bool:
-        return self.gap <= TIE_NOISE * self.noise
 
 
 @dataclass
@@ -111,7 +95,7 @@ class Proof:
             for found in greedy.divergences:
                 console.print(
                     f"{greedy.method}, question {found.question_id}, token {found.position}: {found.found} instead of "
-                    f"{found.expected}; the two largest logits are {found.gap:.2e} apart, noise {found.noise:.2e}: "
+                    f"{found.expected}; its logit is {found.gap:.2e} below the largest, noise {found.noise:.2e}: "
                     + ("a tie" if found.is_tie else "[bold red]a bug[/bold red]")
                 )
         table = Table(title="distribution of sampled tokens", title_justify="left")

@@ -49,13 +49,21 @@ def headline(summary: list[dict[str, Any]]) -> str:
         f"autoregressive loop, at {best['tau']:.2f} tokens per round "
         f"({best['tau_without_bonus']:.2f} without the target's own)"
     )
-    identical = [row["greedy_identical"] for row in rows if row["greedy_identical"] is not None]
-    if not identical:
+    greedy = [row for row in rows if row["greedy_identical"] is not None]
+    if not greedy:
         return sentence + "."
     whose = "the changed target's" if best.get("target_change") else "the target's"
-    if all(identical):
+    if all(row["greedy_identical"] for row in greedy):
         return sentence + f"; every greedy answer is identical to {whose}."
+    if all(_only_ties(row) for row in greedy):
+        ties = sum(row["numerical_ties"] for row in greedy)
+        return sentence + f"; the greedy answers are {whose}, but for {ties} that part from it at a numerical tie."
     return sentence + f"; NOT LOSSLESS: some greedy answers differ from {whose}."
+
+
+def _only_ties(row: dict[str, Any]) -> bool:
+    """Of a greedy row: every answer that differs, if any, was found to part at a numerical tie."""
+    return row["different_answers"] == row["numerical_ties"]
 
 
 def write_report(
@@ -167,9 +175,10 @@ def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], reci
             )
     if recipe["eval"]["runs"] < 3:
         steps.append("Set eval.runs=3 or more, so that the spread of the speedup means something.")
-    if any(row["greedy_identical"] is False for row in summary):
+    if any(row["greedy_identical"] is False and not _only_ties(row) for row in summary):
         steps.append(
-            "Greedy answers differ: use target.dtype=float32 or float64; rounding decides ties in low precision."
+            "Greedy answers differ, and not only at numerical ties: `draftsmith prove` shows where, and "
+            "target.dtype=float64 whether rounding is the cause."
         )
     steps.append("Try other tree shapes (eval.methods) under another recipe name; the drafter needs no new training.")
     return steps
@@ -238,6 +247,8 @@ def _identity(row: dict[str, Any]) -> str:
     """Whether the greedy answers are the target's; of a method with lenience nobody claims it."""
     if not row["lossless"]:
         return NOT_LOSSLESS
+    if row["greedy_identical"] is False and _only_ties(row):
+        return f"but for {row['numerical_ties']} ties"
     return {True: "yes", False: "NO", None: "-"}[row["greedy_identical"]]
 
 

@@ -6,7 +6,10 @@ from draftsmith.eval.report.seed_spread import seed_spread
 from draftsmith.eval.report.summary import OVERALL
 from draftsmith.recipes.schema import Recipe
 
-OF_A_CATEGORY = ("tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical")
+OF_A_CATEGORY = (
+    "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
+    "different_answers", "numerical_ties",
+)  # fmt: skip
 
 
 def evaluation_figures(

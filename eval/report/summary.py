@@ -22,13 +22,14 @@ What theory makes of these figures is in `theory_table.py`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from draftsmith.data.sources.questions import MT_BENCH, task_of
+from draftsmith.eval.bench.divergence import RecordedDivergence, differing_answers
 from draftsmith.eval.bench.fair_clock import check_fair_clock
 from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
 from draftsmith.eval.decoding.answer import AnswerRecord
@@ -38,8 +39,11 @@ from draftsmith.eval.report.theory_table import theory_row
 OVERALL = "overall"
 
 
-def summarize(records: list[QuestionRecord]) -> list[dict[str, Any]]:
+def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[dict[str, Any]]:
     """One row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
+
+    Args:
+        divergences: Of greedy answers that differ, where what is known of them was found out.
 
     Raises:
         UserError: There is no record, or one compares what cannot be compared.
@@ -49,8 +53,9 @@ def summarize(records: list[QuestionRecord]) -> list[dict[str, Any]]:
     together = [category for category in categories if task_of(category) == MT_BENCH]
     if 1 < len(together) < len(categories) and MT_BENCH not in categories:
         categories.append(MT_BENCH)
+    ties = {(each.run, each.question_id, each.arm) for each in divergences if each.is_tie}
     return [
-        _row(_pairs(records, key, category), category)
+        _row(_pairs(records, key, category), category) | _identity(records, key, category, ties)
         for key in records[0].answers
         for category in [*categories, OVERALL]
     ]
@@ -62,10 +67,14 @@ Pair = tuple[int, ArmRecord, ArmRecord]  # run, the method's answers, the baseli
 def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]:
     pairs = []
     for record in records:
-        if category in (OVERALL, record.category, task_of(record.category)):
+        if _belongs(record, category):
             answer = record.answers[key]
             pairs.append((record.run, answer, record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]))
     return pairs
+
+
+def _belongs(record: QuestionRecord, category: str) -> bool:
+    return category in (OVERALL, record.category, task_of(record.category))
 
 
 def _turns(answers: Iterable[ArmRecord]) -> list[AnswerRecord]:
@@ -85,7 +94,6 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         by_question.append(sum(map(_speed, mine)) / sum(map(_speed, baseline)))
     kept = [[length for turn in answer.turns for length in turn.accept_lengths] for answer in answers]
     taus = [statistics.fmean(lengths) for lengths in kept if lengths]
-    greedy = first.temperature == 0 and first.lossless
     return {
         "method": first.method,
         "temperature": first.temperature,
@@ -104,8 +112,26 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         "first_token_s": statistics.median(turn.first_token_s for turn in turns),
         **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(turns, 50, 90), strict=True)),
         "lossless": first.lossless,
-        "greedy_identical": all(answer.ids == baseline.ids for _, answer, baseline in pairs) if greedy else None,
         **draft_vocabulary_figures(turns),
+    }
+
+
+def _identity(
+    records: list[QuestionRecord], key: str, category: str, ties: Collection[tuple[int, int | str, str]]
+) -> dict[str, bool | int | None]:
+    """Of greedy answers of a lossless method: are they the baseline's, how many are not, how many of these are ties."""
+    answer = records[0].answers[key]
+    if answer.temperature > 0 or not answer.lossless:
+        return {"greedy_identical": None, "different_answers": None, "numerical_ties": None}
+    different = [
+        (record.run, record.question_id, key)
+        for record in records
+        if _belongs(record, category) and any(key == arm for arm, *_ in differing_answers(record))
+    ]
+    return {
+        "greedy_identical": not different,
+        "different_answers": len(different),
+        "numerical_ties": sum(each in ties for each in different),
     }
 
 

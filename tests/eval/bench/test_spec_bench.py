@@ -135,7 +135,8 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
     assert len(summary) == 6 * 3
     keys = """method temperature category task tau tau_by_question tau_without_bonus speedup_mean speedup_std
         speedup_by_question_mean speedup_by_question_std runs tokens tokens_per_s first_token_s latency_p50_s
-        latency_p90_s lossless greedy_identical decoded_coverage rounds_ended_outside tau_lost_at_most"""
+        latency_p90_s lossless decoded_coverage rounds_ended_outside tau_lost_at_most greedy_identical different_answers
+        numerical_ties"""
     for row in summary:
         assert list(row) == keys.split()
         assert row["lossless"]
@@ -143,6 +144,7 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
         assert row["first_token_s"] > 0
         assert row["runs"] == 2
         assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
+        assert row["different_answers"] == row["numerical_ties"] == (0 if row["temperature"] == 0 else None)
         assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
         if row["method"] == "autoregressive":
             assert (row["tau"], row["speedup_mean"], row["speedup_std"]) == (1, 1, 0)
@@ -293,7 +295,7 @@ def test_speedup_by_hand() -> None:
     assert row["speedup_mean"] == pytest.approx(2.5)
     assert row["speedup_std"] == pytest.approx(0.5**0.5)
     assert (row["tau"], row["tau_without_bonus"], row["tokens"], row["runs"]) == (3, 2, 20, 2)
-    assert row["greedy_identical"] is False
+    assert (row["greedy_identical"], row["different_answers"], row["numerical_ties"]) == (False, 1, 0)
     assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
 
 

@@ -9,6 +9,7 @@ from support.tiny_models import tiny_target
 from torch import Tensor
 
 from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.bench.divergence import Divergence
 from draftsmith.eval.commands.prove import (
     _test,
     chi_square_uniform,
@@ -19,7 +20,7 @@ from draftsmith.eval.commands.prove import (
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.kept.proof import DistributionProof, Divergence, GreedyProof, Proof
+from draftsmith.eval.kept.proof import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
@@ -117,8 +118,7 @@ def test_a_wrong_token_is_a_bug_and_a_tie_is_none() -> None:
     (found,) = proof.divergences
     assert (found.question_id, found.position, found.expected) == (7, 5, answer[5])
     logits = target(torch.tensor([PROMPT + answer[:5]])).logits[0, -1]
-    top = logits.topk(2).values
-    assert found.gap == pytest.approx(float(top[0] - top[1]), abs=1e-4)
+    assert found.gap == pytest.approx(float(logits.max() - logits[wrong[5]]), abs=1e-4)
     assert found.noise < 1e-4
     assert not proof.holds
     tie = Divergence(7, 5, 1, 2, gap=1e-6, noise=1e-6)

@@ -35,10 +35,14 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "latency_p50_s": 0.0021,
         "latency_p90_s": None,
         "greedy_identical": True if temperature == 0 else None,
+        "different_answers": 0 if temperature == 0 else None,
+        "numerical_ties": 0 if temperature == 0 else None,
     }
     return values | changes
 
 
+BUG = row("bad", "overall", greedy_identical=False, different_answers=3, numerical_ties=2)
+TIES = row("rounded", "overall", greedy_identical=False, different_answers=3, numerical_ties=3)
 CATEGORIES = ("writing", "math", "overall")
 SUMMARY = [
     *(row("autoregressive", name, tau=1.0, tau_without_bonus=0.0, speedup_mean=1.0) for name in CATEGORIES),
@@ -192,7 +196,11 @@ def test_headline() -> None:
         "tree generates 2.01 +- 0.10 times as fast as the autoregressive loop, at 2.50 tokens per round "
         "(1.50 without the target's own); every greedy answer is identical to the target's."
     )
-    assert "NOT LOSSLESS" in headline([*SUMMARY, row("bad", "overall", greedy_identical=False)])
+    assert "NOT LOSSLESS" in headline([*SUMMARY, BUG])
+    assert headline([*SUMMARY, TIES]).endswith(
+        "; the greedy answers are the target's, but for 3 that part from it at a numerical tie."
+    )
+    assert "NOT LOSSLESS" in headline([*SUMMARY, TIES, BUG])
     assert headline(SUMMARY[:3]) == "Only the autoregressive baseline was measured."
 
 
@@ -202,10 +210,11 @@ def test_next_steps_follow_from_the_numbers() -> None:
     assert "kept in 50% of the rounds of tree" in steps
     assert "lost outside the models" not in steps
     slow = [TIMING[0] | {"loop_efficiency": 0.7, "cost_ratio": 0.5}]
-    steps = " ".join(next_steps([row("bad", "overall", greedy_identical=False)], slow, recipe))
+    steps = " ".join(next_steps([BUG], slow, recipe))
     assert "30% of the possible speedup is lost outside the models" in steps
     assert "Drafting costs 0.50 of a target step" in steps
     assert "Greedy answers differ" in steps
+    assert "Greedy answers differ" not in " ".join(next_steps([TIES], slow, recipe))
 
 
 def test_terminal_table() -> None:
@@ -216,6 +225,11 @@ def test_terminal_table() -> None:
     assert re.search(r"tree +writing +2.50 +1.50 +2.01 ± 0.10 +1.73 +yes", text)
     assert "the mean of the questions' tokens per second" in " ".join(text.split())
     assert "1234" not in text, "a cell without a heading"
+    console = Console(record=True, width=140)
+    print_table([BUG, TIES], console)
+    cells = console.export_text()
+    assert re.search(r"bad .* NO\s", cells)
+    assert re.search(r"rounded .* but for 3 ties", cells)
     assert "including the one token that the target itself contributes" in text
     assert "autoregressive" not in text
 

@@ -10,6 +10,7 @@ def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dic
     return {
         "method": method, "temperature": temperature, "category": category, "tau": tau, "tau_without_bonus": tau - 1,
         "speedup_mean": tau / 2, "speedup_std": None, "tokens": 100, "greedy_identical": True, "runs": 1,
+        "different_answers": 0, "numerical_ties": 0,
     }  # fmt: skip
 
 

@@ -1,0 +1,149 @@
+"""Where a greedy answer parts from the target's, and whether that is a numerical tie or a bug.
+
+Rounding depends on how many tokens are computed at once, so a draft tree's forward and single steps do not give the
+same bits, and where two logits are nearly equal either may come out larger. In fp32 that is rare; in half precision an
+answer of some dozens of tokens often has such a place. Behind it the two answers are answers to different prefixes.
+
+Of a tie, the token that was found has a logit as large as the target's largest, within the noise between two correct
+ways of computing the same logits: all at once, and in blocks behind a cache as in decoding.
+
+Shapes: P prompt, n answer tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.spec_bench import SpecBench
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+
+TIE_NOISE = 2.0  # a gap of up to so many times the noise is a tie
+NEAR = 8  # largest logits, of which the noise is the largest
+BLOCK_TOKENS = 8
+
+
+@dataclass
+class Divergence:
+    """Where a greedy answer first differed, in logits: `gap` from the largest one down to the token that was found;
+    `noise` of two correct computations."""
+
+    question_id: int | str
+    position: int
+    expected: int
+    found: int
+    gap: float
+    noise: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.gap <= TIE_NOISE * self.noise
+
+
+@dataclass
+class RecordedDivergence(Divergence):
+    """Of one answer in records.jsonl."""
+
+    run: int
+    turn: int
+    arm: str
+
+
+def first_difference(expected: list[int], found: list[int]) -> int | None:
+    """Where two answers first differ; None if they do not."""
+    if expected == found:
+        return None
+    pairs = enumerate(zip(expected, found, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(expected), len(found)) - 1)
+
+
+@torch.inference_mode()
+def divergence_at(
+    position: int,
+    target: PreTrainedModel,
+    session: TargetSession,
+    question_id: int | str,
+    prompt: list[int],
+    expected: list[int],
+    found: list[int],
+    block_tokens: int = BLOCK_TOKENS,
+) -> Divergence:
+    """By how little the target decided where a greedy answer parts from the expected one.
+
+    Args:
+        position: See `first_difference`.
+        session: Of the target, long enough for `expected` behind its prompt.
+        block_tokens: Of the answer at once behind the cache; 1 is token by token.
+    """
+    ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
+    at_once_v = target(input_ids=ids, use_cache=False).logits[0, -1].float()
+    in_blocks_v = _logits_in_blocks(session, prompt, expected[:position], block_tokens).float()
+    largest = at_once_v.topk(min(NEAR, len(at_once_v)))
+    # The logits themselves are rounded.
+    spacing = torch.finfo(target.dtype).eps * float(largest.values[0].abs())
+    noise = max(float((at_once_v - in_blocks_v)[largest.indices].abs().max()), spacing)
+    gap = float(largest.values[0] - at_once_v[[expected[position], found[position]]].min())
+    return Divergence(question_id, position, expected[position], found[position], gap, noise)
+
+
+def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[int], block_tokens: int) -> Tensor:
+    """[V] after the answer."""
+    step = session.prefill(prompt)
+    for start in range(0, len(answer), block_tokens):
+        block = answer[start : start + block_tokens]
+        step = session.forward_tree(DraftTree(block, TreeShape.chain(len(block) - 1)))
+        session.commit(list(range(len(block))))
+    return step.logits[-1]
+
+
+def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, ArmRecord, ArmRecord]]:
+    """(arm, its answers, the baseline's) of lossless greedy arms whose answers are not the baseline's."""
+    for key, answer in record.answers.items():
+        baseline = record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
+        if answer.temperature == 0 and answer.lossless and answer.ids != baseline.ids:
+            yield key, answer, baseline
+
+
+def find_divergences(
+    bench: SpecBench, records: Iterable[QuestionRecord], known: Iterable[RecordedDivergence]
+) -> list[RecordedDivergence]:
+    """Of every greedy answer that is not the baseline's, the first place; those that are known are not looked at again.
+
+    A later turn's prompt has the answers before it, so that only the first turn which differs can be compared.
+    """
+    turns_of = {question.question_id: question.turns for question in bench.questions}
+    by_place = {_place(each): each for each in known}
+    measured: dict[tuple[object, ...], Divergence] = {}
+    found: list[RecordedDivergence] = []
+    for record in records:
+        question_id = record.question_id
+        for arm, answer, baseline in differing_answers(record):
+            for turn, (theirs, ours) in enumerate(zip(baseline.turns, answer.turns, strict=False)):
+                position = first_difference(theirs.ids, ours.ids)
+                if position is None:
+                    continue
+                place = (record.run, arm, turn, question_id, position, theirs.ids[position], ours.ids[position])
+                if place not in by_place:
+                    same = (question_id, turn, *theirs.ids[: position + 1], ours.ids[position])
+                    if same not in measured:
+                        prompt = bench.prompt_ids(
+                            turns_of[question_id], [str(each.text) for each in baseline.turns[:turn]]
+                        )
+                        measured[same] = divergence_at(
+                            position, bench.target, bench.session, question_id, prompt, theirs.ids, ours.ids
+                        )
+                    by_place[place] = RecordedDivergence(**asdict(measured[same]), run=record.run, turn=turn, arm=arm)
+                found.append(by_place[place])
+                break
+    return found
+
+
+def _place(each: RecordedDivergence) -> tuple[object, ...]:
+    return (each.run, each.arm, each.turn, each.question_id, each.position, each.expected, each.found)

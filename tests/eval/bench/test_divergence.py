@@ -1,0 +1,108 @@
+"""Of greedy answers that differ, a numerical tie is told from a bug."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.records import made_up
+from support.tiny_models import tiny_target
+
+from draftsmith.data.sources.questions import Question
+from draftsmith.eval.bench.divergence import divergence_at, find_divergences, first_difference
+from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.report.summary import summarize
+from draftsmith.eval.trees.sampling import Sampling
+
+PROMPT = [5, 9, 33, 12]
+TOKENS = 20
+
+
+class Asked:
+    """What `find_divergences` needs of a bench: one question of two turns."""
+
+    def __init__(self, target: Any, session: TargetSession) -> None:
+        self.target, self.session = target, session
+        self.questions = [Question(1, "writing", ("first", "second"))]
+        self.prompts: list[tuple[str, ...]] = []
+
+    def prompt_ids(self, turns: tuple[str, ...], answers: list[str]) -> list[int]:
+        self.prompts.append(tuple(answers))
+        return PROMPT
+
+
+@pytest.fixture
+def target() -> Any:
+    return tiny_target()
+
+
+@pytest.fixture
+def asked(target: Any) -> Iterator[Asked]:
+    with TargetSession(target, 64) as session:
+        yield Asked(target, session)
+
+
+def greedy_answer(target: Any) -> list[int]:
+    with TargetSession(target, 64) as session:
+        return generate(session, Autoregressive(), PROMPT, Sampling(), TOKENS).ids
+
+
+def with_equal_logits(target: Any, token: int) -> int:
+    """Another token that the target's head cannot tell from this one: the last, as greedy decoding takes the first."""
+    other = len(target.lm_head.weight) - 1
+    with torch.no_grad():
+        target.lm_head.weight[other] = target.lm_head.weight[token]
+    return other
+
+
+def recorded(expected: list[list[int]], found: list[list[int]]) -> QuestionRecord:
+    record = made_up(0, 2.0, 4.0)
+    for key, answers in (("autoregressive@0", expected), ("chain@0", found)):
+        (turn,) = record.answers[key].turns
+        record.answers[key].turns = [replace(turn, ids=ids, text=f"answer {n}") for n, ids in enumerate(answers)]
+    return record
+
+
+def test_where_answers_part() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 1, "one ended where the other went on"
+
+
+def test_a_tie_and_a_bug_in_records(target: Any, asked: Asked) -> None:
+    """In the second turn, whose prompt has the first answer; turns behind it are other conversations."""
+    answer = greedy_answer(target)
+    position = 11
+    twin = with_equal_logits(target, answer[position])
+    tie = [*answer[:position], twin, *answer[position + 1 :]]
+    bug = [*answer[:position], (answer[position] + 1) % twin, *answer[position + 1 :]]
+    records = [recorded([answer, answer], [answer, tie]), replace(recorded([answer], [bug]), run=1)]
+    at_tie, at_bug = found = find_divergences(asked, records, [])  # type: ignore[arg-type]
+    assert (at_tie.run, at_tie.turn, at_tie.arm, at_tie.position, at_tie.found) == (0, 1, "chain@0", position, twin)
+    assert at_tie.gap == 0.0
+    assert at_tie.is_tie
+    logits = target(torch.tensor([PROMPT + answer[:position]])).logits[0, -1]
+    assert at_bug.gap == pytest.approx(float(logits.max() - logits[bug[position]]), abs=1e-5)
+    assert at_bug.gap > 100 * at_bug.noise
+    assert not at_bug.is_tie
+    assert asked.prompts == [("answer 0",), ()]
+    assert find_divergences(asked, records, found) == found  # type: ignore[arg-type]
+    assert len(asked.prompts) == 2, "what is known is not looked at again"
+    row = summarize(records, found)[-1]
+    assert (row["greedy_identical"], row["different_answers"], row["numerical_ties"]) == (False, 2, 1)
+
+
+def test_noise_is_never_below_what_the_dtype_can_tell_apart(target: Any) -> None:
+    """A logit of bf16 has 8 bits: that two computations round it alike says nothing about its neighbours."""
+    target = target.bfloat16()
+    answer = greedy_answer(target)
+    wrong = [*answer[:-1], (answer[-1] + 1) % 61]
+    with TargetSession(target, 64) as session:
+        found = divergence_at(TOKENS - 1, target, session, 1, PROMPT, answer, wrong)
+    largest = target(torch.tensor([PROMPT + answer[:-1]])).logits[0, -1].float().max()
+    assert found.noise >= 2**-7 * float(largest)
+    assert found.gap >= 0
