@@ -251,6 +251,20 @@ class DrafterRecipe(Section):
     )
 
 
+class ValidationRecipe(Section):
+    """What rows kept out of training (`data.eval_rows_frac`) decide, by tau of a chain, every `train.eval_steps`."""
+
+    keep: Literal["last", "best"] = Field(
+        "last", description="the weights of the last step, or those of the evaluation with the highest tau"
+    )
+    patience: int | None = Field(None, ge=1, description="end after so many evaluations without a higher tau")
+    decode_steps: int | None = Field(
+        None, ge=1, description="every so many steps decode greedily for real, and log the tau as `decoded_tau`"
+    )
+    decode_prompts: int = Field(8, ge=1, description="prompts of such a decode, from the rows kept out")
+    decode_new_tokens: int = Field(64, ge=2, description="of each answer, at most")
+
+
 class MethodRecipe(Section):
     """One row of the table. The autoregressive baseline always runs beside it.
 
@@ -325,4 +339,5 @@ class Recipe(Section):
     data: DataRecipe = DataRecipe()
     drafter: DrafterRecipe = DrafterRecipe()
     train: dict[str, Any] = {}
+    validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()

@@ -32,7 +32,8 @@ class Start:
 class Training:
     """`training.json`: what training did. Earlier versions noted less.
 
-    draft_vocabulary_coverage: share of the supervised tokens that a reduced draft vocabulary has.
+    draft_vocabulary_coverage: share of the supervised tokens that a reduced draft vocabulary has. best_step: whose
+    weights these are, where not the last ones were kept.
     """
 
     steps: int
@@ -47,6 +48,8 @@ class Training:
     draft_vocabulary_coverage: float | None = None
     weights_sha256: dict[str, str] | None = None
     start: Start | None = None
+    best_step: int | None = None
+    stopped_early: bool = False
 
 
 def load_drafter_class(kind: str) -> type[Drafter]:

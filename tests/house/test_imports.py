@@ -14,7 +14,7 @@ ORDER = [
     *["data/stdlib", "data/sources", "data/tokens", "data/engines", "data/distill", "data/checks", "data/card", "data"],
     *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
     *["models/formats"],
-    *["train/batches", "train/features", "train/monitoring", "train/processes", "train/drafter", "train/plan"],
+    *["train/batches", "train/features", "train/processes", "train/monitoring", "train/drafter", "train/plan"],
     *["train/embedded_target", "train"],
     *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report"],
     *["eval/kept", "eval/serving", "eval/commands", "eval"],

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
+from draftsmith.train.monitoring.validation import EarlyStopping
 from draftsmith.train.processes.layouts import layout_damage
 
 STATE_FILE = "trainer_state.json"  # the Trainer writes it last
@@ -43,9 +44,10 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
 
 
 def is_last_checkpoint(checkpoint: Path) -> bool:
-    """Whether all steps of the training were done when it was written."""
+    """Whether all steps of the training were done when it was written, or validation had ended it."""
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    return state["global_step"] >= state["max_steps"]
+    early = state["stateful_callbacks"].get(EarlyStopping.__name__, {}).get("attributes", {})
+    return state["global_step"] >= state["max_steps"] or bool(early.get("stopped"))
 
 
 def set_damaged_aside(folder: Path) -> list[str]:

@@ -53,7 +53,11 @@ class Progress(TrainerCallback, ExportableState):
         self._last_s = time.monotonic()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last_s = time.monotonic()  # that was no training
+        self.pause()
+
+    def pause(self) -> None:
+        """What came since the last step was no training."""
+        self._last_s = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         now_s = time.monotonic()

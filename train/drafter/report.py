@@ -24,8 +24,9 @@ class TrainReport(Training):
 
     @property
     def heldout(self) -> dict[str, float]:
-        """The last figures on the rows that were kept out of training, if any were."""
-        return next((entry for entry in reversed(self.history) if "eval_loss" in entry), {})
+        """The figures of these weights on the rows that were kept out of training, if any were."""
+        evaluations = [entry for entry in reversed(self.history) if "eval_loss" in entry]
+        return next((entry for entry in evaluations if self.best_step in (None, entry["step"])), {})
 
     @property
     def heldout_accuracy(self) -> list[float]:
@@ -53,6 +54,8 @@ class TrainReport(Training):
         if self.heldout_tau:
             shares = ", ".join(f"{value:.0%}" for value in self.heldout_accuracy)
             last += f"; on rows kept out: {shares}, tau of a chain {self.heldout_tau[-1]:.2f}"
+        if self.best_step not in (None, self.steps):
+            last += f", with the weights of step {self.best_step}, the best there"
         if self.was_finished:
             return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"

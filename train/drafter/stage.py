@@ -6,6 +6,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from draftsmith.train.drafter.start import start_folder, start_from, start_sente
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.features.offline import open_features, refuse_obstacle
+from draftsmith.train.monitoring.validation import refuse_validation, validation_callbacks
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, settle
 from draftsmith.train.processes.launch import Launch, launch_of
 from draftsmith.train.processes.layouts import refuse_other_launch
@@ -46,6 +48,9 @@ HARMLESS_TRAIN_KEYS = (
     "disable_tqdm", "dataloader_num_workers", "run_name", "log_level", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "per_device_eval_batch_size",
 )  # fmt: skip
+
+# Of these, what decides which weights are kept, where validation does.
+EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay")
 
 
 @alone_in_its_run("train")
@@ -63,6 +68,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     offline = recipe.data.features.source == "offline"
     launch = launch_of(args)
     refuse_what_cannot_work(recipe, args, launch)
+    refuse_validation(recipe, args, launch)
     if offline:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
@@ -85,7 +91,9 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         cache = open_features(recipe, settings["data (its tokens)"], drafter)
     half = recipe.data.features.autocast
     trainer, stop = DrafterTrainer(drafter, target, args, rows, cache, to_eval, half), StopOnInterrupt()
-    trainer.add_callback(stop)
+    decode = partial(trainer.decode_kept_out, recipe.validation.decode_prompts, recipe.validation.decode_new_tokens)
+    for callback in (stop, *validation_callbacks(recipe, args, drafter.config.num_depths, decode)):
+        trainer.add_callback(callback)
     if trainer.is_world_process_zero():
         write_settings(run.drafter / SETTINGS, settings)
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
@@ -105,13 +113,16 @@ def train_drafter(recipe: Recipe) -> TrainReport:
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stop.restore()
-    if trainer.state.global_step < trainer.state.max_steps:
+    if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
         stop.raise_interrupt()
     trainer.evaluate_at_end()
+    if recipe.validation.keep == "best":
+        trainer.take_best()
     trained = set(drafter.parameters())  # which may lie inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
-    _save(trainer, run.drafter, args, settings, start)
+    best_step = trainer.state.best_global_step if recipe.validation.keep == "best" else None
+    _save(trainer, run.drafter, args, settings, start, best_step)
     if trainer.is_world_process_zero():
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
@@ -140,7 +151,7 @@ def _refuse_evaluation_of_nothing(args: TrainingArguments, to_eval: Dataset | No
             "training with data.eval_rows_frac=0.02"
         )
     if args.load_best_model_at_end:
-        raise UserError("key `train.load_best_model_at_end`: the last weights are kept, which resumption is exact for")
+        raise UserError("key `train.load_best_model_at_end`: leave it out; validation.keep=best is what it would be")
 
 
 def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
@@ -186,6 +197,9 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     }
     settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
     settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
+    if recipe.validation.keep == "best" or recipe.validation.patience is not None:
+        settings |= {"validation.keep": recipe.validation.keep, "validation.patience": recipe.validation.patience}
+        settings |= {f"train.{key}": value for key, value in recipe.train.items() if key in EVALUATION_KEYS}
     if recipe.target.quantization is not None:
         settings["target.quantization"] = recipe.target.quantization
     if recipe.data.features.source == "offline":
@@ -203,7 +217,12 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
 
 
 def _save(
-    trainer: DrafterTrainer, folder: Path, args: TrainingArguments, settings: dict[str, Any], start: Start | None
+    trainer: DrafterTrainer,
+    folder: Path,
+    args: TrainingArguments,
+    settings: dict[str, Any],
+    start: Start | None,
+    best_step: int | None,
 ) -> None:
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
@@ -212,6 +231,8 @@ def _save(
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; settings.json says the same
         metrics = {
             "steps": trainer.state.global_step,
+            "best_step": best_step,
+            "stopped_early": trainer.stopped_early,
             "epochs": trainer.state.epoch,
             "wall_time_s": round(trainer.progress.elapsed_s, 1),
             "tokens": trainer.progress.tokens,

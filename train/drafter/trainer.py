@@ -21,6 +21,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from draftsmith.models.base.drafter import Drafter
@@ -34,7 +35,9 @@ from draftsmith.train.drafter.evaluation import HeldOutFigures
 from draftsmith.train.drafter.progress import Progress, restore
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
 from draftsmith.train.features.online import training_features
+from draftsmith.train.monitoring.decoded_chains import GreedyAnswer, decoded_chains, first_prompts, greedy_answers
 from draftsmith.train.monitoring.step_guard import StepGuard
+from draftsmith.train.monitoring.validation import EarlyStopping, best_checkpoint
 from draftsmith.train.processes.launch import launch_of
 from draftsmith.train.processes.sharding import set_up_fsdp
 from draftsmith.train.processes.whole_weights import load_whole_weights, whole_weights
@@ -85,6 +88,7 @@ class DrafterTrainer(Trainer):
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
         self._micro_batch = 0  # of the optimiser step at work, in this process
+        self._answers: list[GreedyAnswer] | None = None  # of the target, to the prompts of `decode_kept_out`
         self.progress = Progress()
         folder = Path(args.output_dir) / SUSPECT_BATCHES
         self.guard = StepGuard(folder, dataset, lambda t: self.accelerator.reduce(t, reduction="mean"), self.log)
@@ -191,6 +195,23 @@ class DrafterTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
         return metrics
 
+    def decode_kept_out(self, max_prompts: int, max_new_tokens: int) -> None:
+        """Log the tau of a real decode on prompts of rows that were kept out; every process takes its share of them."""
+        drafter = self._drafter
+        with torch.random.fork_rng():
+            drafter.eval()
+            if self._answers is None or drafter.target_change is not None:
+                rows = cast(Dataset, self.eval_dataset)
+                prompts = first_prompts(rows.select(range(min(max_prompts, len(rows)))))
+                mine = prompts[self.args.process_index :: self.args.world_size]
+                self._answers = greedy_answers(drafter, self._target, mine, max_new_tokens)
+            counted = torch.tensor(decoded_chains(drafter, self._answers), dtype=torch.float64)
+            drafter.train()
+        tokens, rounds = self.accelerator.reduce(counted.to(self.args.device), reduction="sum").tolist()
+        if rounds:
+            self.log({"decoded_tau": round(tokens / rounds, 4), "decoded_tokens": tokens})
+        self.progress.pause()
+
     def evaluate_at_end(self) -> None:
         """Unless the last step was evaluated already."""
         is_done = any("eval_loss" in log and log["step"] == self.state.global_step for log in self.state.log_history)
@@ -255,9 +276,20 @@ class DrafterTrainer(Trainer):
             self._load_from_checkpoint(str(checkpoint))
 
     def go_on_from(self, checkpoint: Path) -> None:
-        """Take what callbacks of ours counted; the Trainer itself takes the rest."""
-        for callback in (self.progress, self.guard):
-            restore(callback, checkpoint)
+        """Take what callbacks counted; the Trainer itself takes the rest."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                restore(callback, checkpoint)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether validation ended the training."""
+        return any(isinstance(each, EarlyStopping) and each.stopped for each in self.callback_handler.callbacks)
+
+    def take_best(self) -> None:
+        """Have the weights of the best evaluation."""
+        if self.state.best_global_step and self.state.best_global_step != self.state.global_step:
+            self._load_from_checkpoint(str(best_checkpoint(self.args, self.state)))
 
     def _settle(self) -> None:
         """Add up over all processes what was counted, for a log or a checkpoint; each must ask at the same step."""

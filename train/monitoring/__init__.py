@@ -1,5 +1,6 @@
 """What watches over a training while it runs.
 
-Read `step_guard` first: it looks at every step's loss and gradient, with `suspect_batch` for what it writes down. May
-import `train.batches` and `train.features`.
+Read `step_guard` first: it looks at every step's loss and gradient, with `suspect_batch` for what it writes down. Then
+`validation`: which weights are kept and when training ends, by rows kept out of it; `decoded_chains` is a real decode
+of such prompts. May import `train.batches`, `train.features` and `train.processes`.
 """
