@@ -67,8 +67,16 @@ def test_a_wrong_answer_ends_with_exit_code_1() -> None:
     """The second side gives another token in one of two prompts."""
     right: script.Side = lambda prompt: ([prompt[0], 1], 1.0, [])  # noqa: E731
     wrong: script.Side = lambda prompt: ([7, 1], 0.5, [2])  # noqa: E731
-    found = script.take_turns({script.BASELINE: right, "ours: x": wrong}, [[7], [8]], runs=2)
+    ties: list[tuple[int, list[int], list[int]]] = []
+
+    def is_tie(*answers: object) -> bool:
+        ties.append(answers)  # type: ignore[arg-type]
+        return False
+
+    found = script.take_turns({script.BASELINE: right, "ours: x": wrong}, [[7], [8]], 2, is_tie)
+    assert ties == [(1, [8, 1], [7, 1])]
     assert found["ours: x"] == {
-        "tokens_per_s": 4.0, "tokens_per_s_of_runs": [4.0, 4.0], "tau": 2.0, "different_answers": 1
+        "tokens_per_s": 4.0, "tokens_per_s_of_runs": [4.0, 4.0], "tau": 2.0, "different_answers": 1,
+        "numerical_ties": 0,
     }  # fmt: skip
     assert (found[script.BASELINE]["tokens_per_s"], found[script.BASELINE]["different_answers"]) == (2.0, 0)
