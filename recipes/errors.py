@@ -44,6 +44,8 @@ USER_ERROR_EXIT_CODE = 2
 class UserError(Exception):
     """A mistake in what the user gave us (recipe, conversations, target), told in one sentence without a traceback."""
 
+    exit_code = USER_ERROR_EXIT_CODE
+
     def __str__(self) -> str:
         """Without the secrets of a URL or an override that it quotes."""
         return masked(super().__str__())
@@ -69,7 +71,7 @@ def exit_with_one_sentence() -> Iterator[None]:
             yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(USER_ERROR_EXIT_CODE) from None
+        raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as stop:
         print(INTERRUPTED, file=sys.stderr)
         code = TERMINATED_EXIT_CODE if isinstance(stop, Terminated) else INTERRUPTED_EXIT_CODE

@@ -247,6 +247,9 @@ def plan(
     labelled_share: Annotated[
         float | None, typer.Option(help="Plan for full rows with this share of labels, not for the data there is.")
     ] = None,
+    processes: Annotated[
+        int, typer.Option(help="Say what each of so many holds: DDP, FSDP2, ZeRO; the target whole, split, quantised.")
+    ] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
 ) -> None:
     """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
@@ -256,8 +259,8 @@ def plan(
     from draftsmith.train.plan.table import show_plan
 
     heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share))
-    show_plan(planned, console)
+    planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share, processes))
+    show_plan(planned, console, memory_gib)
     write_json(json_file, asdict(planned))
     _next("doctor", recipe, overrides)
 

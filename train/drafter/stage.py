@@ -39,6 +39,7 @@ from draftsmith.train.monitoring.validation import refuse_validation, validation
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, settle
 from draftsmith.train.processes.launch import Launch, launch_of
 from draftsmith.train.processes.layouts import refuse_other_launch
+from draftsmith.train.processes.lost_process import told_of_a_lost_process
 from draftsmith.train.processes.refusals import refuse_what_cannot_work
 
 SETTINGS = "settings.json"
@@ -54,12 +55,14 @@ EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay")
 
 
 @alone_in_its_run("train")
+@told_of_a_lost_process()
 def train_drafter(recipe: Recipe) -> TrainReport:
     """Train the recipe's drafter on `runs/<name>/data/tokens`, going on from the last checkpoint if there is one.
 
     Raises:
         UserError: No tokens yet, a wrong option, or the folder holds a drafter trained with other settings.
-        KeyboardInterrupt: Ctrl-C; the step at work was finished and saved.
+        LostProcess: Another process of this training ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the step at work was finished and saved.
     """
     run = RunFolder(recipe)
     args = training_arguments(

@@ -39,7 +39,7 @@ from draftsmith.train.monitoring.decoded_chains import GreedyAnswer, decoded_cha
 from draftsmith.train.monitoring.step_guard import StepGuard
 from draftsmith.train.monitoring.validation import EarlyStopping, best_checkpoint
 from draftsmith.train.processes.launch import launch_of
-from draftsmith.train.processes.sharding import set_up_fsdp
+from draftsmith.train.processes.sharding import set_up_fsdp, set_up_zero
 from draftsmith.train.processes.whole_weights import load_whole_weights, whole_weights
 
 SUSPECT_BATCHES = "suspect_batches"  # beside the checkpoints
@@ -99,6 +99,8 @@ class DrafterTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if self._launch.strategy == "fsdp":
             set_up_fsdp(self)
+        elif self._launch.strategy == "zero":
+            set_up_zero(self)
 
     def compute_loss(
         self,

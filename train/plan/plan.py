@@ -23,6 +23,7 @@ from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import Batch, TrainingData, training_data
 from draftsmith.train.plan.data_scaling import stored_fits, what_more_data_is_worth
+from draftsmith.train.plan.set_ups import SetUp, set_ups
 from draftsmith.train.plan.step_cost import FakeTraining, StepCost
 
 MEASURING_S = 0.5
@@ -64,6 +65,7 @@ class Plan:
     throughput: list[Line]
     verdict: Verdict | None
     notes: list[str]
+    set_ups: list[SetUp]
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,18 @@ class PlanOptions:
         utilisation: Share of that rate which a training step reaches.
         labelled_share: Plan for rows of `data.max_length_tokens` of which this share carries labels, whatever data
             there is.
+        processes: Of a launch, for what each of them holds under every set-up.
     """
 
     memory_gib: float | None = None
     peak_tflops: float | None = None
     utilisation: float = 0.4
     labelled_share: float | None = None
+    processes: int = 1
 
     def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise UserError(f"option --processes must be at least 1, not {self.processes}")
         for key, value, most in (
             ("memory-gib", self.memory_gib, None),
             ("peak-tflops", self.peak_tflops, None),
@@ -119,8 +125,8 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
             f"distilling and decoding on this CPU may keep packed copies of the target's layers: up to {copies}"
         )
     notes.append(
-        "one process; of several each holds all of this, and DDP adds a copy of the gradients. A CUDA context, the "
-        "kernels' workspaces and fragmentation come on top"
+        "one process with the target whole; `--processes N` shows what each of several holds under every set-up. A "
+        "CUDA context, the kernels' workspaces and fragmentation come on top"
     )
     return Plan(
         name=recipe.name,
@@ -134,6 +140,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         throughput=_throughput(training, args, typical, data, options, device),
         verdict=_verdict(training, args, largest, data.largest, options.memory_gib),
         notes=notes,
+        set_ups=set_ups(planned, args, data.largest.inputs, options.processes) if options.processes > 1 else [],
     )
 
 
@@ -301,8 +308,9 @@ def _way_out(training: FakeTraining, args: TrainingArguments, need_bytes: int, b
     if room_bytes < 0:
         smaller = "" if training.target.dtype.itemsize <= 2 else "set target.dtype=bfloat16, "
         return (
-            f"one row alone needs {one_bytes / 2**30:.3g} GiB: {smaller}lower data.max_length_tokens or take a smaller "
-            "target"
+            f"one row alone needs {one_bytes / 2**30:.3g} GiB: {smaller}lower data.max_length_tokens, split "
+            "the target over several processes (data.features.sharded=true; `--processes N` says what each holds), or "
+            "take a smaller target"
         )
     fitting = 1 + int(room_bytes / max((need_bytes - one_bytes) / (rows - 1), 1)) if rows > 1 else 1
     # Keep the product: the same training.

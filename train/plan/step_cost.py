@@ -19,6 +19,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun, Phase
 from draftsmith.models.target.features import drop_decoder_layers
 from draftsmith.models.target.loading import target_without_weights
+from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing
@@ -73,6 +74,7 @@ class FakeTraining:
         self._features = recipe.data.features
         if self._features.source == "offline":
             drop_decoder_layers(self.target)
+        self._quantised_away_bytes = saved_bytes(recipe.target, self.target)
         run.adopt(self.target, "target")
         run.adopt(self.drafter, "drafter")
         run.logits_widths = _vocabulary_sizes(self.target.config, self.drafter.config)
@@ -111,6 +113,9 @@ class FakeTraining:
                 nn.utils.clip_grad_norm_(self.trained, args.max_grad_norm)
             self._optimizer.step()
             self._optimizer.zero_grad()
+        for phase in run.phases.values():
+            phase.at_peak_bytes["target"] -= self._quantised_away_bytes
+            phase.peak_bytes -= self._quantised_away_bytes
         return StepCost(run.phases, int(inputs["attention_mask"].sum()))
 
     def _from_disk(self, ids_bs: Tensor) -> Tensor | None:

@@ -5,7 +5,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.recipes.units import bytes_text, scaled
-from draftsmith.train.plan.plan import Line, Plan
+from draftsmith.train.plan.plan import USABLE_FRAC, Line, Plan
+from draftsmith.train.plan.set_ups import SetUp
 
 GROUPS = {
     "parameters": "Parameters",
@@ -17,8 +18,8 @@ GROUPS = {
 }
 
 
-def show_plan(plan: Plan, console: Console) -> None:
-    """Print it."""
+def show_plan(plan: Plan, console: Console, memory_gib: float | None = None) -> None:
+    """Print it; memory_gib: of the device, which set-ups that do not fit are marked by."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("", "amount", "how it was computed"):
         table.add_column(heading, justify="right" if heading == "amount" else "left", overflow="fold")
@@ -30,11 +31,36 @@ def show_plan(plan: Plan, console: Console) -> None:
             phases = ", ".join(f"{name} {bytes_text(size)}" for name, size in plan.phase_peak_bytes.items())
             table.add_row("  peaks", "", phases)
     console.print(table, soft_wrap=False)  # folded at the terminal's width
+    if plan.set_ups:
+        console.print(_of_set_ups(plan.set_ups, memory_gib))
     for note in plan.notes:
         console.print(f"Note: {escape(note)}.")
     if plan.verdict is not None:
         colour = "green" if plan.verdict.sentence.startswith("fits") else "yellow" if plan.verdict.fits else "red"
         console.print(f"[bold {colour}]{plan.verdict.sentence}[/bold {colour}]")
+
+
+def _of_set_ups(set_ups: list[SetUp], memory_gib: float | None) -> Table:
+    """A row for each launch, a column for each place of the target; GiB of one process."""
+    placements = list(dict.fromkeys(each.target for each in set_ups))
+    processes = set_ups[0].processes
+    title = f"Memory of each of {processes} processes, by where the target is"
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=title, title_justify="left")
+    table.add_column("")
+    for placement in placements:
+        table.add_column(placement, justify="right")
+    for launch in dict.fromkeys(each.launch for each in set_ups):
+        cells = [set_up_cell(each, memory_gib) for each in set_ups if each.launch == launch]
+        table.add_row(f"  {launch}", *cells)
+    return table
+
+
+def set_up_cell(set_up: SetUp, memory_gib: float | None) -> str:
+    """`17.2 GiB`; with a cross where that does not fit, and a dash where it cannot be done."""
+    if set_up.bytes is None:
+        return "-"
+    fits = memory_gib is None or set_up.bytes <= USABLE_FRAC * memory_gib * 2**30
+    return bytes_text(set_up.bytes) + ("" if fits else " ✗")
 
 
 def amount_of(line: Line) -> str:

@@ -1,0 +1,95 @@
+"""`train/train_parallel.py` under a launcher, with a process that gets a signal at the beginning of a step.
+
+launch(CPU_X2, recipe)                              # as `accelerate launch` starts it
+launch(CPU_X2, recipe, signals={1: (5, "SIGKILL")})  # the second process, in its fifth step
+"""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from support.places import ROOT
+from support.tiny_runs import recipe_file
+from transformers import TrainerCallback
+
+from draftsmith.recipes.schema import Recipe
+
+SCRIPT = ROOT / "train" / "train_parallel.py"
+SHIPPED = ROOT / "recipes" / "accelerate"
+SIGNALS = "TEST_SIGNALS"  # {rank: [step, name]}
+
+
+def on_two_cpus(name: str, folder: Path) -> Path:
+    """A shipped configuration with what makes it run here."""
+    values = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
+    file = folder / f"launch-{name}.yaml"
+    file.write_text(yaml.safe_dump({**values, "num_processes": 2, "use_cpu": True}), encoding="utf-8")
+    return file
+
+
+def _environment(signals: dict[int, tuple[int, str]] | None) -> dict[str, str]:
+    values = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if signals is not None:
+        values[SIGNALS] = json.dumps(signals)
+        values["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    return values
+
+
+def start_each(recipe: Recipe, signals: dict[int, tuple[int, str]] | None = None) -> list[int]:
+    """Two processes told by the environment who they are, as a scheduler's tasks are; what they end with."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = SCRIPT if signals is None else Path(__file__)
+    common = {**_environment(signals), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), recipe_file(recipe)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    return [process.wait(timeout=300) for process in processes]
+
+
+def launch(
+    config: Path, recipe: Recipe, *overrides: str, signals: dict[int, tuple[int, str]] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` on a free port, until it ends."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    script = SCRIPT if signals is None else Path(__file__)
+    return subprocess.run(
+        [*command, str(config), str(script), recipe_file(recipe), *overrides],
+        capture_output=True, text=True, check=False, env=_environment(signals), timeout=300,
+    )  # fmt: skip
+
+
+class SignalItself(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step, name = json.loads(os.environ[SIGNALS]).get(os.environ["RANK"], (0, ""))
+        if state.global_step == step - 1:
+            os.kill(os.getpid(), getattr(signal, name))
+
+
+def main() -> None:
+    """The script, whose trainer has one callback more."""
+    from draftsmith.train.drafter import stage
+    from draftsmith.train.drafter.trainer import DrafterTrainer
+
+    class Signalled(DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[SignalItself()], **kwargs)
+
+    stage.DrafterTrainer = Signalled  # type: ignore[misc]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The frozen target beside a launch: which process reads it, and what each then holds."""
+
+import json
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.held_targets import hold_target
+from support.tiny_runs import save_target, tiny_run
+from transformers.integrations import deepspeed
+
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target import loading
+from draftsmith.models.target.features import decoder_layers, target_features
+from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.quantized import saved_bytes
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, outside_the_launch
+
+
+def two_processes(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=hold_target, args=(rank, port, recipe, str(folder))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=300)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("features", "kind", "share", "reads"),
+    [
+        ({}, "parallel", 1.0, [1, 1]),
+        ({"sharded": True}, "parallel", 0.5, [1, 0]),
+        ({"sharded": True}, "draft_model", 0.5, [1, 0]),  # starts from the target's layers
+        ({"sharded": True}, "medusa", 0.5, [1, 0]),  # and from its LM head
+        ({"source": "offline"}, "draft_model", 0.0, [1, 0]),
+    ],
+)
+def test_what_each_process_holds(
+    tmp_path: Path, features: dict[str, Any], kind: str, share: float, reads: list[int]
+) -> None:
+    """Under FSDP's RAM-efficient loading, which would leave zeros in the second. The drafters are those of one process.
+
+    Only the first reads the files where the target is split or dropped.
+    """
+    options = {"feature_layers": [1, 3, -1]} if kind == "parallel" else {}
+    recipe = tiny_run(tmp_path, drafter={"kind": kind, "options": options}, data={"features": features})
+    found = two_processes(recipe, tmp_path)
+    target, _ = load_target(recipe.target)
+    torch.manual_seed(0)
+    drafter = load_drafter_class(kind).from_target(target, options)
+    layers_bytes = sum(p.numel() * p.element_size() for layer in decoder_layers(target) for p in layer.parameters())
+    expected = {name: tensor.double().sum().item() for name, tensor in drafter.state_dict().items()}
+    for each in found:
+        assert each["layer_bytes"] == share * layers_bytes
+        assert each["head"] == target.get_output_embeddings().weight.flatten().tolist()
+        assert each["drafter"] == expected
+        if share:
+            alone = target_features(target, torch.arange(3, 15)[None], layers=(1, 3, -1))
+            assert each["features"] == alone.flatten().tolist()
+    assert [each["reads"] for each in found] == reads
+
+
+def test_outside_the_launch_transformers_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Zero3:
+        def is_zero3(self) -> bool:
+            return True
+
+    config = Zero3()
+    monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: config)
+    monkeypatch.setenv(RAM_EFFICIENT, "true")
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    with outside_the_launch():
+        assert not deepspeed.is_deepspeed_zero3_enabled()
+        assert RAM_EFFICIENT not in os.environ
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    assert os.environ[RAM_EFFICIENT] == "true"
+
+
+def test_weights_go_straight_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor by tensor: a host's memory never holds a target that a GPU is to hold."""
+    seen: dict[str, Any] = {}
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.update(options)
+        return load_weights(*args, **options)
+
+    load_weights = loading.load_weights
+    monkeypatch.setattr(loading, "load_weights", noted)
+    recipe = tiny_run(tmp_path)
+    load_target(recipe.target)
+    assert "device_map" not in seen
+    monkeypatch.setattr(loading, "target_device", lambda _: torch.device("meta"))
+    target, _ = load_target(recipe.target)
+    assert seen["device_map"] == {"": torch.device("meta")}
+    assert {parameter.device.type for parameter in target.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_quantised_target(tmp_path: Path, quantization: str) -> None:
+    """Its layers take the bytes that the plan counts, up to the scales of int8; embedding and head stay as they are."""
+    pytest.importorskip("bitsandbytes")
+    save_target(tmp_path / "target", hidden_size=64, head_dim=16, intermediate_size=128)  # blocks of 64 weights
+    recipe = tiny_run(tmp_path)
+    whole, _ = load_target(recipe.target)
+    recipe.target.quantization = quantization  # type: ignore[assignment]
+    target, _ = load_target(recipe.target)
+    sizes = [sum(p.numel() * p.element_size() for p in model.base_model.parameters()) for model in (whole, target)]
+    saved = saved_bytes(recipe.target, whole)
+    assert sizes[0] - sizes[1] == pytest.approx(saved, rel=0.03)
+    assert torch.equal(target.get_output_embeddings().weight, whole.get_output_embeddings().weight)
+    ids = torch.arange(3, 15)[None]
+    found, expected = (target_features(model, ids).flatten() for model in (target, whole))
+    assert torch.cosine_similarity(found, expected, dim=0) > (0.99 if quantization == "int8" else 0.7)

@@ -1,0 +1,138 @@
+"""What was launched is read off the environment, and what cannot work together is refused before anything is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_runs import recipe_in
+from transformers import TrainingArguments
+
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.target import quantized
+from draftsmith.recipes.errors import UserError
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.processes import refusals
+from draftsmith.train.processes.launch import Launch, launch_of
+from draftsmith.train.processes.refusals import refuse_what_cannot_work
+
+DDP, FSDP2, ZERO2, ZERO3 = Launch("ddp", 2), Launch("fsdp", 2, 2), Launch("zero", 2, 2), Launch("zero", 2, 3)
+ALONE = Launch("single")
+SHARDED = {"features": {"sharded": True}}
+
+
+def arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
+    return training_arguments(train, tmp_path, seed=0, use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ALONE),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, Launch("fsdp", 1, 2)),
+        ({"ACCELERATE_USE_FSDP": "true"}, Launch("fsdp", 1, 1)),
+        ({"ACCELERATE_USE_FSDP": "false"}, ALONE),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, Launch("zero", 1, 2)),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, Launch("zero", 1, 3)),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none"}, Launch("zero", 1, 2)),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Launch("megatron", 1)),
+    ],
+)
+def test_what_was_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Launch
+) -> None:
+    args = arguments(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch_of(args) == expected
+
+
+def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path)
+    file = tmp_path / "zero.json"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    with pytest.raises(UserError, match=r"DeepSpeed configuration .*zero\.json cannot be read .*: correct it"):
+        launch_of(args)
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    assert launch_of(args) == Launch("zero", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("launch", "kind", "data", "train", "message"),
+    [
+        (Launch("megatron", 2), "parallel", {}, {}, "Megatron-LM, which has no drafters: launch with"),
+        (Launch("fsdp", 2, 1), "parallel", {}, {}, "FSDP version 1, .* set fsdp_version: 2"),
+        (Launch("fsdp", 1, 2), "parallel", {}, {}, "FSDP splits weights among processes and there is one"),
+        (FSDP2, "parallel", {}, {"save_only_model": True}, r"`train\.save_only_model`: with FSDP2 a checkpoint"),
+        (FSDP2, "medusa2", {}, {}, "`medusa2` cannot be trained with FSDP2, as its LoRA lies inside the target"),
+        (ZERO3, "medusa2", {}, {}, "`medusa2` cannot be trained with ZeRO-3, as its LoRA lies inside the target"),
+        (ALONE, "parallel", SHARDED, {}, r"`data\.features\.sharded`: the target is split among processes and there"),
+        (DDP, "medusa2", SHARDED, {}, r"`data\.features\.sharded`: not with drafter\.kind `medusa2`, as it changes"),
+        (DDP, "pass_embeddings", SHARDED, {}, r"sharded`: not with drafter\.kind `pass_embeddings`, as its own"),
+        (
+            DDP, "parallel", {"features": {"sharded": True, "source": "offline"}}, {},
+            r"`data\.features\.sharded`: with data\.features\.source=offline no process holds the target's layers",
+        ),
+    ],
+)  # fmt: skip
+def test_refused_by_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: Launch,
+    kind: str,
+    data: dict[str, Any],
+    train: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)  # whatever is installed
+    recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
+    with pytest.raises(UserError, match=message):
+        refuse_what_cannot_work(recipe, arguments(tmp_path, **train), launch)
+
+
+@pytest.mark.parametrize("launch", [ALONE, DDP, FSDP2, ZERO2, ZERO3])
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, kind: str) -> None:
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
+    if launch.splits_weights and load_drafter_class(kind).split_obstacle is not None:
+        pytest.skip("refused")
+    recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}})
+    refuse_what_cannot_work(recipe, arguments(tmp_path), launch)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("PARALLELISM_CONFIG_TP_SIZE", "2", r"asks for tp_size above 1: drafters are trained data-parallel only"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", r"leave it out and set train\.gradient_checkpointing=true"),
+    ],
+)
+def test_other_ways_to_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=message):
+        refuse_what_cannot_work(recipe_in(tmp_path), arguments(tmp_path), FSDP2)
+
+
+def test_libraries_that_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded: there is neither a target nor tokens in this folder."""
+    for module in (refusals, quantized):
+        monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"ZeRO-2 needs DeepSpeed, which is not installed: `pip install"):
+        refuse_what_cannot_work(recipe_in(tmp_path), arguments(tmp_path), ZERO2)
+    target = {"quantization": "nf4"}
+    with pytest.raises(UserError, match=r"`target\.quantization`: nf4 needs bitsandbytes, which is not installed"):
+        train_drafter(recipe_in(tmp_path, target=target))
+
+
+def test_several_gpus_without_a_launcher_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer would wrap the drafter into nn.DataParallel, whose copies have no target."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    args = training_arguments({}, tmp_path, seed=0)
+    assert args.n_gpu == 1
+    assert args.train_batch_size == args.per_device_train_batch_size

@@ -1,0 +1,112 @@
+"""Two processes over gloo, as `accelerate launch` starts them with the shipped configurations: DDP, FSDP2, ZeRO.
+
+DeepSpeed's tests are skipped where it is not installed (on a CPU: `DS_BUILD_OPS=0 pip install --no-build-isolation
+deepspeed`).
+"""
+
+import importlib.util
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.launched_training import launch, on_two_cpus, start_each
+from support.tiny_runs import tiny_run
+from torch import Tensor
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.stage import train_drafter
+
+pytestmark = pytest.mark.slow
+NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+OTHERS = ["fsdp2", pytest.param("zero2", marks=NEEDS_DEEPSPEED), pytest.param("zero3", marks=NEEDS_DEEPSPEED)]
+SHARDED: dict[str, Any] = {"features": {"sharded": True}}
+STEPS = 50
+CURVE = {"max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
+
+
+def weights(recipe: Recipe) -> dict[str, Tensor]:
+    return load_file(RunFolder(recipe).drafter / "model.safetensors")
+
+
+def record(recipe: Recipe) -> dict[str, Any]:
+    return json.loads((RunFolder(recipe).drafter / "training.json").read_text())
+
+
+def losses(recipe: Recipe) -> list[float]:
+    return [log["loss"] for log in record(recipe)["history"] if "loss" in log]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """One process with the batch of two."""
+    recipe = tiny_run(tmp_path_factory.mktemp("alone"), train={**CURVE, "per_device_train_batch_size": 6})
+    train_drafter(recipe)
+    return recipe
+
+
+@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
+@pytest.mark.parametrize("data", [{}, SHARDED], ids=["replicated", "sharded"])
+def test_two_processes_are_one(alone: Recipe, tmp_path: Path, name: str, data: dict[str, Any]) -> None:
+    """The loss curve, the weights, and the file that training ends with, which is whole."""
+    recipe = tiny_run(tmp_path, name, train=CURVE, data=data)
+    result = launch(on_two_cpus(name, tmp_path), recipe)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert record(recipe)["batch_size"] == record(alone)["batch_size"] == 6
+    assert record(recipe)["tokens"] == record(alone)["tokens"]
+    assert len(losses(recipe)) == STEPS
+    assert losses(recipe) == pytest.approx(losses(alone), abs=1e-5)
+    assert losses(alone)[-1] < 0.9 * losses(alone)[0]
+    for key, value in weights(alone).items():
+        torch.testing.assert_close(weights(recipe)[key], value, atol=1e-5, rtol=0)
+    config = json.loads((RunFolder(recipe).drafter / "config.json").read_text())
+    assert config["architectures"] == ["ParallelDrafter"]
+
+
+@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
+@pytest.mark.parametrize(
+    ("number", "checkpoint"), [(signal.SIGTERM, 5), (signal.SIGKILL, 4)], ids=["SIGTERM", "SIGKILL"]
+)
+def test_stopped_and_resumed_is_unbroken_bit_for_bit(
+    tmp_path: Path, name: str, number: signal.Signals, checkpoint: int
+) -> None:
+    """SIGTERM of one process saves in all of them; SIGKILL of one leaves the other a sentence to say."""
+    whole, broken = tiny_run(tmp_path, "whole"), tiny_run(tmp_path, "broken")
+    config = on_two_cpus(name, tmp_path)
+    assert launch(config, whole).returncode == 0
+    result = launch(config, broken, signals={1: (5, number.name)})
+    assert result.returncode != 0
+    checkpoints = RunFolder(broken).drafter / "checkpoints"
+    assert not (RunFolder(broken).drafter / "training.json").exists()
+    assert max(int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*")) == checkpoint
+    assert "[rank0]" not in result.stderr  # of a traceback
+    if number == signal.SIGKILL:
+        assert "another process of this training ended" in result.stderr
+    resumed = launch(config, broken)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert f"going on from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
+    found, expected = weights(broken), weights(whole)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    launch(on_two_cpus("fsdp2", tmp_path), recipe, signals={0: (5, "SIGTERM")})
+    refused = launch(on_two_cpus("cpu_x2", tmp_path), recipe).stderr
+    assert "was written under FSDP2, which DDP cannot read: launch it as before" in refused
+    with pytest.raises(UserError, match=r"was written by 2 processes and there is one now: .* launch 2 again"):
+        train_drafter(recipe)
+
+
+def test_as_slurm_starts_them(tmp_path: Path) -> None:
+    """Each process by the environment alone, without a launcher: SIGTERM of one ends both with 143, all saved."""
+    recipe = tiny_run(tmp_path)
+    assert start_each(recipe, signals={1: (5, "SIGTERM")}) == [143, 143]
+    assert (RunFolder(recipe).drafter / "checkpoints" / "checkpoint-5" / "trainer_state.json").exists()
+    assert start_each(recipe) == [0, 0]
+    assert record(recipe)["steps"] == 6
