@@ -37,6 +37,7 @@ from draftsmith.eval.report.report import print_table, write_report
 from draftsmith.eval.report.result import evaluation_figures
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
+from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.result import recorded_served
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.recipes.errors import UserError
@@ -97,7 +98,9 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         **({} if command is None else {"command": masked(command)}),
     }
     write_atomically(folder.eval / NOTES, json.dumps(notes, indent=2) + "\n")
-    return report_again(recipe)
+    summary = report_again(recipe)
+    add_to_trackers(recipe, summary)
+    return summary
 
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from draftsmith.train.drafter.start import start_folder, start_from, start_sente
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.features.offline import open_features, refuse_obstacle
+from draftsmith.train.monitoring.trackers import refuse_missing_trackers, tracked
 from draftsmith.train.monitoring.validation import refuse_validation, validation_callbacks
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, settle
 from draftsmith.train.processes.launch import Launch, launch_of
@@ -72,6 +73,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     launch = launch_of(args)
     refuse_what_cannot_work(recipe, args, launch)
     refuse_validation(recipe, args, launch)
+    refuse_missing_trackers(args.report_to)
     if offline:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
@@ -108,17 +110,18 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     checkpoint = _checkpoint_to_go_on_from(trainer, launch)
     if checkpoint is not None:
         trainer.go_on_from(checkpoint)
-    try:
-        if checkpoint is not None and is_last_checkpoint(checkpoint):
-            trainer.take_over(checkpoint)
-        else:
-            with same_bits_every_time(args):
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    finally:
-        stop.restore()
-    if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
-        stop.raise_interrupt()
-    trainer.evaluate_at_end()
+    with tracked(recipe, trainer):
+        try:
+            if checkpoint is not None and is_last_checkpoint(checkpoint):
+                trainer.take_over(checkpoint)
+            else:
+                with same_bits_every_time(args):
+                    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            stop.restore()
+        if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
+            stop.raise_interrupt()
+        trainer.evaluate_at_end()
     if recipe.validation.keep == "best":
         trainer.take_best()
     trained = set(drafter.parameters())  # which may lie inside the target

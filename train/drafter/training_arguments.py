@@ -29,6 +29,7 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         "output_dir": str(output_dir),
         "seed": seed,
         "report_to": "none",
+        "project": "draftsmith",  # of trackers
         "logging_nan_inf_filter": False,  # which would wait for the device twice a micro-batch; StepGuard stops at NaN
         "use_cpu": use_cpu,
         "dataloader_pin_memory": not use_cpu,

@@ -1,0 +1,68 @@
+"""The report's table, in the run of every tracker that the training had (`train.report_to`)."""
+
+from typing import Any
+
+from draftsmith.recipes.masking import masked
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.monitoring.trackers import begin_wandb, end_trackio, tracked_run
+
+FILES = ("report.md", "report.html", "eval/result.json")
+
+
+def add_to_trackers(recipe: Recipe, summary: list[dict[str, Any]]) -> None:
+    """wandb and trackio get it as a table and as an artifact with the report's files, TensorBoard as text.
+
+    Args:
+        recipe: Of the run, whose report is written.
+        summary: Rows of the table, all with the same keys.
+
+    Raises:
+        UserError: wandb refuses.
+    """
+    folder = RunFolder(recipe)
+    about = tracked_run(folder) | {"recipe": masked(recipe.model_dump())}
+    columns = list(summary[0])
+    rows = [[row[column] for column in columns] for row in summary]
+    for tracker in about.get("trackers", []):
+        ADD[tracker](folder, about, columns, rows)
+
+
+def _to_wandb(folder: RunFolder, about: dict[str, Any], columns: list[str], rows: list[list[Any]]) -> None:
+    import wandb  # an optional dependency
+
+    run = begin_wandb(folder, about)
+    artifact = wandb.Artifact(f"{about['name']}-report", type="report")
+    for name in FILES:
+        artifact.add_file(str(folder.root / name))
+    artifact.add(wandb.Table(columns=columns, data=rows, allow_mixed_types=True), "table")
+    run.log_artifact(artifact)
+    run.log({"report": wandb.Table(columns=columns, data=rows, allow_mixed_types=True)})
+    run.finish()
+
+
+def _to_tensorboard(folder: RunFolder, about: dict[str, Any], columns: list[str], rows: list[list[Any]]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    lines = [columns, ["---"] * len(columns), *rows]
+    with SummaryWriter(about["tensorboard_folder"]) as writer:
+        writer.add_text("report", "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
+
+
+def _to_trackio(folder: RunFolder, about: dict[str, Any], columns: list[str], rows: list[list[Any]]) -> None:
+    import trackio  # an optional dependency
+
+    project, name = about["project"], about["name"]
+    # It forgets the config of a run that goes on.
+    earlier = next((dict(run.config) for run in trackio.Api().runs(project) if run.name == name), {})
+    config = {key: value for key, value in earlier.items() if not key.startswith("_")} | {"recipe": about["recipe"]}
+    trackio.init(project=project, name=name, resume="allow", embed=False, config=config)
+    trackio.log({"report": trackio.Table(columns=columns, data=rows, allow_mixed_types=True)})
+    artifact = trackio.Artifact(f"{name}-report", type="report")
+    for name in FILES:
+        artifact.add_file(str(folder.root / name))
+    trackio.log_artifact(artifact)
+    end_trackio()
+
+
+ADD = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_trackio}

@@ -1,0 +1,129 @@
+"""Experiment trackers, by transformers' own `train.report_to`: what its callbacks leave out.
+
+They log every curve by depth as it is logged here. Beside that a tracked run begins with the whole recipe in its
+config, goes on as the same run after an interruption, lies in the run's folder where it lies on a disk, and ends before
+the next training of the process begins. `trackers.json` says afterwards where the evaluation's table belongs.
+"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+from transformers import Trainer, TrainerCallback
+from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.recipes.masking import masked
+from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
+from draftsmith.recipes.schema import Recipe
+
+TRACKERS_FILE = "trackers.json"
+TENSORBOARD_FOLDER = "tensorboard"
+KNOWN = ("tensorboard", "trackio", "wandb")  # which the evaluation's table goes to as well
+
+
+def refuse_missing_trackers(names: list[str]) -> None:
+    """
+    Raises:
+        UserError: transformers does not know one, or it is not installed.
+    """
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            hint = did_you_mean(name, INTEGRATION_TO_CALLBACK, f"use {', '.join(KNOWN)}")
+            raise UserError(f"key `train.report_to`: there is no tracker {name}: {hint}")
+        if name in KNOWN and importlib.util.find_spec(name) is None:
+            raise UserError(f"key `train.report_to`: {name} is not installed: `pip install 'draftsmith[{name}]'`")
+
+
+@contextmanager
+def tracked(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
+    """In here a training is tracked: around `trainer.train`, and what is logged after it.
+
+    Raises:
+        UserError: A tracker cannot begin, as without an API key.
+    """
+    args = trainer.args
+    if not args.report_to or not trainer.is_world_process_zero():
+        yield
+        return
+    folder, resolved = RunFolder(recipe), masked(recipe.model_dump())
+    args.run_name = args.run_name or recipe.name
+    trackers = [name for name in KNOWN if name in args.report_to]
+    about = {"trackers": trackers, "name": args.run_name, "project": args.project}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback):
+            callback.logging_dir = callback.logging_dir or str(folder.root / TENSORBOARD_FOLDER)
+            about["tensorboard_folder"] = callback.logging_dir
+    run = None
+    if "wandb" in trackers:
+        run = begin_wandb(folder, about | tracked_run(folder))
+        run.config.update({"recipe": resolved}, allow_val_change=True)
+        about["wandb_id"] = run.id
+    write_atomically(folder.root / TRACKERS_FILE, json.dumps(about, indent=2) + "\n")
+    trainer.add_callback(RecipeInTrackers(resolved, about))
+    try:
+        yield
+    finally:
+        if run is not None:
+            run.finish()
+        if "trackio" in trackers:
+            end_trackio()
+
+
+def tracked_run(folder: RunFolder) -> dict[str, Any]:
+    """What `trackers.json` says; nothing where no training was tracked."""
+    file = folder.root / TRACKERS_FILE
+    if not file.exists():
+        return {}
+    return read_json(file, dict[str, Any], "delete it: the next training is then tracked as a run of its own")
+
+
+def begin_wandb(folder: RunFolder, about: dict[str, Any]) -> Any:
+    """A wandb run in this process: the one of before, if there was one.
+
+    Raises:
+        UserError: wandb refuses.
+    """
+    import wandb  # an optional dependency
+
+    folder.root.mkdir(parents=True, exist_ok=True)
+    project, name, number = os.getenv("WANDB_PROJECT", about["project"]), about["name"], about.get("wandb_id")
+    try:
+        return wandb.init(project=project, name=name, id=number, resume="allow", dir=str(folder.root))
+    except wandb.errors.Error as error:
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"wandb cannot begin ({said}): run `wandb login`, or set WANDB_MODE=offline in the environment"
+        ) from None
+
+
+def end_trackio() -> None:
+    """If a run is open: its callback opens one anew for what is logged behind the last step."""
+    import trackio  # an optional dependency
+
+    if trackio.context_vars.current_run.get() is not None:
+        trackio.finish()
+
+
+class RecipeInTrackers(TrainerCallback):
+    """Behind transformers' callbacks: adds the recipe where their run begins with the training."""
+
+    def __init__(self, resolved: dict[str, Any], about: dict[str, Any]) -> None:
+        self._resolved, self._about = resolved, about
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if "tensorboard" in self._about["trackers"]:
+            from torch.utils.tensorboard import SummaryWriter
+
+            lines = yaml.safe_dump(self._resolved, sort_keys=False, allow_unicode=True).splitlines()
+            with SummaryWriter(self._about["tensorboard_folder"]) as writer:
+                writer.add_text("recipe", "\n".join(f"    {line}" for line in lines), state.global_step)  # a code block
+        if "trackio" in self._about["trackers"]:
+            import trackio
+
+            trackio.config.update({"recipe": self._resolved}, allow_val_change=True)
