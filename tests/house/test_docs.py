@@ -13,7 +13,7 @@ from draftsmith.eval.commands.cli import app
 PAGES = [
     ROOT / name
     for name in (
-        *("README.md", "CONTRIBUTING.md", "docs/formats.md", "docs/serving.md"),
+        *("README.md", "CONTRIBUTING.md", "docs/formats.md", "docs/scaling.md", "docs/serving.md"),
         "models/embedded_target/README.md",
     )
 ]
