@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import DraftedShare, Drafter, DrafterConfig
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.models.groups.alignment import IGNORED_LABEL
-from draftsmith.models.losses import DrafterOutput, depth_loss
+from draftsmith.models.head_loss import depth_loss
+from draftsmith.models.losses import DrafterOutput
 
 ROWS_AT_ONCE = 1000
 
@@ -152,7 +153,7 @@ class DraftVocabulary(Drafter):
         counts_g: Tensor | None = None,
         head: nn.Linear | None = None,
     ) -> DrafterOutput:
-        """`losses.depth_loss` of `config.loss`, through the draft head or a given one of `own_heads`.
+        """`depth_loss` of `config.loss`, through the draft head or a given one of `own_heads`.
 
         Rows of final-normed hidden states, labels of the target; `counts_g` as there. A label outside carries no `ce`;
         other losses have a teacher, who says what is likely inside.

@@ -32,7 +32,8 @@ from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.losses import DrafterOutput, head_loss, one_for_none
+from draftsmith.models.head_loss import head_loss
+from draftsmith.models.losses import DrafterOutput, one_for_none
 from draftsmith.models.target.adapter import (
     ALL_LINEAR,
     LoraPair,

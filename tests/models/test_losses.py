@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.models import losses
-from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, chunk_rows, depth_loss, head_loss, lk_lambda, smooth_l1
+from draftsmith.models import head_loss as through_head
+from draftsmith.models.head_loss import chunk_rows, chunks_made_for, depth_loss, head_loss
+from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, lk_lambda, smooth_l1
 
 N, D, V, T = 7, 5, 11, 17  # rows, hidden, the head's vocabulary, a larger vocabulary of the teacher
 NAMES = tuple(LOSSES)
@@ -165,7 +166,7 @@ class Setting:
         self.weights_n = normal(N).abs()
         self.columns = torch.randperm(T, generator=generator)[:V] if reduced else None
 
-    def run(self, loss: str, rows: slice = slice(None)) -> losses.HeadLoss:
+    def run(self, loss: str, rows: slice = slice(None)) -> through_head.HeadLoss:
         return head_loss(
             self.hidden_nd[rows], self.head, self.labels_n[rows], self.weights_n[rows], loss, self.teacher_nd[rows],
             self.teacher_head, self.columns,
@@ -188,7 +189,7 @@ class Setting:
 @pytest.mark.parametrize("chunk", [1, 3, N, 100])
 @pytest.mark.parametrize("reduced", [True, False])
 def test_head_loss_equals_plain_autograd(name: str, chunk: int, reduced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk * V)
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * V)
     assert chunk_rows(V, D) == chunk
     setting = Setting(reduced=reduced)
     result = setting.run(name)
@@ -205,7 +206,7 @@ def test_head_loss_equals_plain_autograd(name: str, chunk: int, reduced: bool, m
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"lk_lambda"}))
 def test_gradcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 3 * V)
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
     setting = Setting()
 
     def loss(hidden_nd: Tensor, weight_vd: Tensor) -> Tensor:
@@ -389,12 +390,55 @@ def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPat
             head_loss(hidden_nd, head, labels_n, weights_n, name, teacher_nd).loss.backward()
         return live.peak
 
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk * vocabulary)
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * vocabulary)
     few, many = peak(100), peak(300)
     assert few < 16 * chunk * vocabulary
     assert many - few < 200 * 5 * hidden_size
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 10**9)
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 10**9)
     assert peak(300) > 300 * vocabulary  # the count sees them where they do exist
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_trained_heads_gradient_lies_in_memory_once(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three heads: what `.grad` holds in the end, and at most one more of them, however many batches add up.
+
+    The gradients are those that are kept where the size allows it, bit for bit.
+    """
+    hidden_size, vocabulary, num_rows, num_heads = 40, 300, 10, 3
+    generator = torch.Generator().manual_seed(2)
+    hidden_bnd = torch.randn(micro_batches, num_rows, hidden_size, generator=generator)
+    labels_n = torch.arange(num_rows)
+
+    def gradients(heads: list[nn.Linear]) -> int:
+        with LiveElements() as live:
+            for hidden_nd in hidden_bnd:
+                losses = [head_loss(hidden_nd, head, labels_n, torch.rand(num_rows)).loss for head in heads]
+                torch.stack(losses).sum().backward()
+                del losses
+        return live.peak
+
+    results = []
+    for large_bytes in (1, 1 << 28):
+        monkeypatch.setattr(through_head, "LARGE_GRADIENT_BYTES", large_bytes)
+        torch.manual_seed(0)
+        heads = [nn.Linear(hidden_size, vocabulary, bias=False) for _ in range(num_heads)]
+        peak = gradients(heads)
+        one_head = hidden_size * vocabulary
+        peak -= num_heads * one_head  # the weights
+        others = 8 * num_rows * vocabulary  # a chunk's logits and their like
+        if large_bytes == 1:
+            assert num_heads * one_head < peak < (num_heads + 1) * one_head + others
+        elif micro_batches > 1:  # the count sees them where all are kept
+            assert peak > 2 * num_heads * one_head
+        results.append([head.weight.grad for head in heads])
+    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
+
+
+def test_a_backward_again_computes_the_heads_gradient_again() -> None:
+    setting = Setting(reduced=False)
+    loss = setting.run("kl").loss
+    first, second = (torch.autograd.grad(loss, setting.head.weight, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
 
 
 def test_chunk_rows() -> None:
@@ -403,6 +447,34 @@ def test_chunk_rows() -> None:
     assert chunk_rows(1 << 24, 8) == 1
     assert chunk_rows(128_256, 4096) == 256
     assert chunk_rows(49_152, 576, head_is_trained=True) == 288  # 85 with a frozen one
+    # A GPU would wait for the head with fewer, whether it is trained or not.
+    assert [chunk_rows(128_256, 4096, trained, "cuda") for trained in (False, True)] == [2048, 2048]
+    assert chunk_rows(1000, 64, device_type="cuda") == 4194
+
+
+def test_a_plan_takes_the_chunks_of_its_device() -> None:
+    """Logits of all 1,100 rows at once, where a CPU takes 1,048 at a time."""
+    vocabulary, num_rows = 4000, 1100
+    head = nn.Linear(4, vocabulary, bias=False).requires_grad_(False)
+    shapes = {}
+    for device_type in ("cpu", "cuda"):
+        with chunks_made_for(device_type), Shapes() as shapes[device_type]:
+            head_loss(torch.randn(num_rows, 4), head, torch.zeros(num_rows, dtype=torch.long), torch.ones(num_rows))
+    assert (1048, vocabulary) in shapes["cpu"].seen
+    assert (num_rows, vocabulary) in shapes["cuda"].seen - shapes["cpu"].seen
+
+
+class Shapes(TorchDispatchMode):
+    """Of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
 
 
 # ---- depths ----

@@ -17,8 +17,9 @@ from transformers import Trainer, TrainingArguments
 
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun, Phase
+from draftsmith.models.head_loss import chunks_made_for
 from draftsmith.models.target.features import drop_decoder_layers
-from draftsmith.models.target.loading import target_without_weights
+from draftsmith.models.target.loading import target_device, target_without_weights
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
@@ -71,7 +72,7 @@ class FakeTraining:
         with run.building():
             self.target = target_without_weights(recipe.target)
             self.drafter = load_drafter_class(recipe.drafter.kind).from_target(self.target, recipe.drafter.options)
-        self._features = recipe.data.features
+        self._features, self._device_type = recipe.data.features, target_device(recipe.target).type
         if self._features.source == "offline":
             drop_decoder_layers(self.target)
         self._quantised_away_bytes = saved_bytes(recipe.target, self.target)
@@ -103,9 +104,9 @@ class FakeTraining:
             else:
                 features = self.drafter.split_features(from_disk[0].to(self.target.dtype))
             run.count_as("features", features)
-        with run.phase("drafter forward"), self._autocast():
+        with run.phase("drafter forward"), self._autocast(), chunks_made_for(self._device_type):
             loss = self.drafter(ids, features[0], loss_mask, position_ids=positions, teacher_features=features[1]).loss
-        with run.phase("backward"):
+        with run.phase("backward"), chunks_made_for(self._device_type):
             loss.backward()
         del loss, features, from_disk
         with run.phase("optimiser step"):

@@ -23,7 +23,7 @@ from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter, load_drafter_class
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.models.drafters.peagle import PEagleDrafter
-from draftsmith.models.losses import depth_loss
+from draftsmith.models.head_loss import depth_loss
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.drafter.stage import train_drafter

@@ -1,0 +1,377 @@
+"""The losses of `losses.py` through an LM head.
+
+No [N, V] tensor exists: a chunk's logits give its losses, its argmax and, since the weight of every row is known
+beforehand, the gradient of its hidden states and its share of the head's gradient, and are then dropped. (As Liger's
+fused linear cross entropy does, arXiv 2410.10989; `torch.nn.functional.linear_cross_entropy` gives no argmax without a
+second product.)
+
+The gradient of a head that is trained is kept from the forward to the backward, which hands it on as it is, so that it
+lies in memory once. Where it would lie there beside one of an earlier micro-batch, and is large, the backward computes
+it instead: a product more, for as many bytes as the head has in fp32, and that for each of Medusa's heads.
+
+Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, G depths.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models.losses import (
+    LOSSES,
+    TEACHER_LOSSES,
+    DrafterOutput,
+    ce,
+    numbers_beside,
+    one_for_none,
+    softmax_dtype,
+)
+
+CHUNK_ELEMENTS = 1 << 22
+# Of a chunk's logits, so many are in work at a time on a CPU: they stay in its cache.
+BLOCK_ELEMENTS = 1 << 19
+# Rows of a chunk on any other device, which needs some hundred operations for a byte of the head that it reads.
+DEVICE_ROWS = 2048
+# A head's gradient of this size or more is not kept beside another one.
+LARGE_GRADIENT_BYTES = 1 << 28
+# The device type that chunks are made for, where it is not that of the tensors: in a plan.
+_made_for: ContextVar[str | None] = ContextVar("made_for", default=None)
+
+
+class HeadLoss(NamedTuple):
+    """What the head makes of N rows. Only `loss` carries a gradient."""
+
+    loss: Tensor  # [] weighted sum
+    losses_n: Tensor  # [N] of the chosen loss
+    correct_n: Tensor  # [N] bool: the label is the argmax
+    cross_entropy_n: Tensor  # [N] in nats, whatever the loss
+
+
+def head_loss(
+    hidden_nd: Tensor,
+    head: nn.Module,
+    labels_n: Tensor,
+    weights_n: Tensor,
+    loss: str = "ce",
+    teacher_nd: Tensor | None = None,
+    teacher_head: nn.Module | None = None,
+    teacher_columns: Tensor | None = None,
+) -> HeadLoss:
+    """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
+
+    Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on). In
+    fp16 the row weights meet the gradient only where the loss scale does, so that neither rounds it to zero.
+
+    Args:
+        hidden_nd: [N, D].
+        head: A linear layer [V, D] whose bias, if any, is frozen.
+        labels_n: [N] rows of the head.
+        weights_n: [N] weight of each row in the sum.
+        loss: A key of `LOSSES`.
+        teacher_nd: [N, D] the target's final features that predict these labels, for `TEACHER_LOSSES`.
+        teacher_head: The target's head, a linear layer [T, D]; `head` by default.
+        teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
+            softmax over those alone.
+    """
+    head = _linear(head)
+    teacher = None
+    if loss in TEACHER_LOSSES:
+        if teacher_nd is None:
+            raise ValueError(f"loss `{loss}` compares with the teacher: pass teacher_nd")
+        teacher = _Teacher.of(teacher_nd, head if teacher_head is None else _linear(teacher_head), teacher_columns)
+    weight_vd: Tensor = head.weight
+    if not torch.is_grad_enabled():
+        hidden_nd, weight_vd = hidden_nd.detach(), weight_vd.detach()
+    dtype = _product_dtype(weight_vd)
+    with torch.autocast(hidden_nd.device.type, enabled=False):
+        return HeadLoss(*_HeadLoss.apply(hidden_nd, weight_vd, head.bias, labels_n, weights_n, loss, teacher, dtype))
+
+
+def depth_loss(
+    hidden_nd: Tensor,
+    depth_n: Tensor,
+    labels_n: Tensor,
+    head: nn.Module,
+    depth_weights_g: Tensor | Sequence[float],
+    loss: str = "ce",
+    teacher_nd: Tensor | None = None,
+    teacher_head: nn.Module | None = None,
+    teacher_columns: Tensor | None = None,
+    counts_g: Tensor | None = None,
+) -> DrafterOutput:
+    """A drafter's training loss: the mean over each depth's rows, these weighted with `depth_weights_g`.
+
+    Args:
+        depth_n: [N] depth of each row, counted from 0.
+        labels_n: [N] rows of the head, or a negative number for a token that a reduced head does not have: `ce` then
+            ignores the row, the other losses use its teacher; it counts as wrong, with no cross entropy.
+        depth_weights_g: [G], sum 1. A depth without rows adds nothing.
+        counts_g: [G] what each depth's sum is divided by, where the rows are part of a larger batch: its rows, of which
+            those with an ignored label are none. The rows here by default.
+
+    The others are those of `head_loss`.
+    """
+    weight_g = numbers_beside(hidden_nd, depth_weights_g)
+    zeros_g = torch.zeros_like(weight_g)
+    known_n = (labels_n >= 0).to(weight_g.dtype)
+    counts_n = known_n if loss == "ce" else torch.ones_like(known_n)
+    rows_g = zeros_g.index_add(0, depth_n, counts_n) if counts_g is None else counts_g.to(weight_g.dtype)
+    weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n
+    labels_n = labels_n.clamp(min=0)
+    result = head_loss(hidden_nd, head, labels_n, weights_n, loss, teacher_nd, teacher_head, teacher_columns)
+    return DrafterOutput(
+        loss=result.loss,
+        depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
+        depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
+        depth_count=torch.zeros_like(weight_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
+        correct_n=result.correct_n & (known_n > 0),
+    )
+
+
+@contextmanager
+def chunks_made_for(device_type: str) -> Iterator[None]:
+    """In here chunks are as large as on such a device, whatever the tensors lie on."""
+    token = _made_for.set(device_type)
+    try:
+        yield
+    finally:
+        _made_for.reset(token)
+
+
+def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
+    """Rows whose logits exist at once.
+
+    As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
+    would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
+    of its gradient, beside which that is little. On devices other than a CPU DEVICE_ROWS at least.
+    """
+    rows = max(1, CHUNK_ELEMENTS // vocabulary, hidden_size // (2 if head_is_trained else 16))
+    return rows if device_type == "cpu" else max(rows, DEVICE_ROWS)
+
+
+@dataclass
+class _Teacher:
+    """p of a chunk at a time."""
+
+    hidden_nd: Tensor
+    weight_vd: Tensor
+    bias_v: Tensor | None
+
+    @staticmethod
+    def of(hidden_nd: Tensor, head: nn.Linear, columns_v: Tensor | None) -> "_Teacher":
+        # The columns once, rather than products with the whole vocabulary in every chunk.
+        columns = slice(None) if columns_v is None else columns_v
+        dtype = _product_dtype(head.weight)
+        bias_v = None if head.bias is None else head.bias[columns].to(dtype)
+        return _Teacher(hidden_nd.detach(), head.weight.detach()[columns].to(dtype), bias_v)
+
+
+class _Taken(NamedTuple):
+    """What all chunks together give. Gradients are those of the unweighted losses where they are of rows [N, D]."""
+
+    losses_n: Tensor
+    correct_n: Tensor
+    cross_entropy_n: Tensor
+    grad_nd: Tensor | None
+    grad_vd: Tensor | None
+
+
+@dataclass
+class _Rows:
+    """N rows before a head, taken through it in chunks."""
+
+    hidden_nd: Tensor
+    weight_vd: Tensor
+    bias_v: Tensor | None
+    labels_n: Tensor
+    weights_n: Tensor
+    loss: str
+    teacher: _Teacher | None
+    dtype: torch.dtype  # of the products
+
+    @property
+    def unit(self) -> Tensor:
+        """[] what weights are divided by before they enter a product: in fp16 they would be rounded to zero."""
+        if self.dtype != torch.float16:
+            return self.weights_n.new_ones(())
+        mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))
+        return mean.clamp(min=torch.finfo(torch.float32).tiny)
+
+    def take(self, wants_hidden: bool, wants_weight: bool) -> _Taken:
+        hidden_nd, weight_vd = self.hidden_nd, self.weight_vd
+        # Of the unweighted losses: a weight is 1 / N or less, and beside it fp16 needs the loss scale of the backward.
+        grad_nd = torch.empty_like(hidden_nd, dtype=self.dtype) if wants_hidden else None
+        # A sum over chunks, so in fp32 at least.
+        grad_vd = torch.zeros_like(weight_vd, dtype=softmax_dtype(weight_vd.dtype)) if wants_weight else None
+        weights_n = self.weights_n / self.unit
+        losses_n = torch.empty(len(self.labels_n), dtype=softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
+        cross_entropy_n, correct_n = torch.empty_like(losses_n), torch.empty_like(losses_n, dtype=torch.bool)
+        head_vd, head_bias_v = weight_vd.to(self.dtype), None if self.bias_v is None else self.bias_v.to(self.dtype)
+        vocabulary, hidden_size = weight_vd.shape
+        device_type = _made_for.get() or hidden_nd.device.type
+        chunk = min(chunk_rows(vocabulary, hidden_size, wants_weight, device_type), max(1, len(self.labels_n)))
+        logits_cv = head_vd.new_empty(chunk, vocabulary)
+        teacher_cv = None if self.teacher is None else self.teacher.weight_vd.new_empty(chunk, vocabulary)
+        block_rows = max(1, BLOCK_ELEMENTS // vocabulary) if device_type == "cpu" else chunk
+        for begin in range(0, len(self.labels_n), chunk):
+            rows = slice(begin, min(begin + chunk, len(self.labels_n)))
+            size = rows.stop - begin
+            hidden, logits = hidden_nd[rows].to(self.dtype), logits_cv[:size]
+            _product(hidden, head_vd, head_bias_v, logits)
+            teacher_logits = None
+            if self.teacher is not None and teacher_cv is not None:
+                teacher_logits = teacher_cv[:size]
+                teacher_hidden = self.teacher.hidden_nd[rows].to(teacher_logits.dtype)
+                _product(teacher_hidden, self.teacher.weight_vd, self.teacher.bias_v, teacher_logits)
+            labels, results = self.labels_n[rows], (losses_n[rows], correct_n[rows], cross_entropy_n[rows])
+            wants_grad = wants_hidden or wants_weight
+            for first in range(0, size, block_rows):
+                there = slice(first, first + block_rows)
+                teacher_there = None if teacher_logits is None else teacher_logits[there]
+                given = [part[there] for part in results]
+                _take_block(self.loss, logits[there], labels[there], teacher_there, given, wants_grad)
+            # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
+            if grad_nd is not None:
+                torch.mm(logits, head_vd, out=grad_nd[rows])
+            if grad_vd is not None:
+                weighted = (hidden * weights_n[rows, None]).to(self.dtype)
+                if grad_vd.dtype == self.dtype:
+                    grad_vd.addmm_(logits.t(), weighted)  # no product of the head's size beside the sum
+                else:
+                    grad_vd += logits.t() @ weighted
+        return _Taken(losses_n, correct_n, cross_entropy_n, grad_nd, grad_vd)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_nd: Tensor,
+        weight_vd: Tensor,
+        bias_v: Tensor | None,
+        labels_n: Tensor,
+        weights_n: Tensor,
+        loss: str,
+        teacher: _Teacher | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        rows = _Rows(hidden_nd.detach(), weight_vd.detach(), bias_v, labels_n, weights_n, loss, teacher, dtype)
+        is_large = weight_vd.numel() * softmax_dtype(weight_vd.dtype).itemsize >= LARGE_GRADIENT_BYTES
+        keeps = wants_weight and not (is_large and weight_vd.is_leaf and weight_vd.grad is not None)
+        taken = rows.take(wants_hidden, keeps)
+        ctx.save_for_backward(taken.grad_nd, weights_n)
+        ctx.grad_vd, ctx.rows = taken.grad_vd, rows if wants_weight else None
+        ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
+        ctx.mark_non_differentiable(*taken[:3])
+        return (taken.losses_n * weights_n).sum(), taken.losses_n, taken.correct_n, taken.cross_entropy_n
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grad_outputs[0]
+        grad_nd, weights_n = ctx.saved_tensors
+        if grad_nd is not None:
+            scaled_nd = torch.empty_like(grad_nd, dtype=ctx.dtypes[0])
+            grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=scaled_nd)
+        grad_vd, ctx.grad_vd = ctx.grad_vd, None  # whoever asks twice has it computed again
+        if ctx.rows is not None:
+            if grad_vd is None:
+                grad_vd = ctx.rows.take(wants_hidden=False, wants_weight=True).grad_vd
+            grad_vd = grad_vd.mul_(ctx.rows.unit * scale).to(ctx.dtypes[1])
+        return grad_nd, grad_vd, None, None, None, None, None, None
+
+
+# ---- rows of logits ----
+
+
+def _take_block(
+    loss: str,
+    logits: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor | None,
+    results: Sequence[Tensor],
+    wants_grad: bool,
+) -> None:
+    """Fill in losses, whether the label is the argmax, and cross entropies [n]; their gradient replaces the logits."""
+    losses, correct, cross_entropy = results
+    correct.copy_(_is_argmax(logits, labels))
+    if loss == "ce":
+        _cross_entropy(logits, labels, losses, wants_grad)
+        cross_entropy.copy_(losses)
+    elif loss == "kl" and teacher_logits is not None:
+        _divergence(logits, labels, teacher_logits, losses, cross_entropy, wants_grad)
+    else:
+        cross_entropy.copy_(ce(logits, labels))
+        _any_loss(loss, logits, labels, teacher_logits, losses, wants_grad)
+
+
+def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
+    """[N] bool. An argmax costs several maxima on a CPU: it is taken only where the label is one of them."""
+    if logits.device.type != "cpu":  # where choosing rows would wait for the device
+        return logits.argmax(-1) == labels
+    correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
+    may_be = correct.nonzero().squeeze(1)
+    correct[may_be] = logits[may_be].argmax(-1) == labels[may_be]
+    return correct
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, wants_grad: bool) -> None:
+    """Losses, and in place of the logits d loss / d logits = softmax - one-hot."""
+    columns, log_q = labels.unsqueeze(1), logits.log_softmax(-1, dtype=losses.dtype)
+    losses.copy_(log_q.gather(1, columns).squeeze(1)).neg_()
+    if wants_grad:
+        logits.copy_(log_q.exp_().scatter_add_(1, columns, log_q.new_full(columns.shape, -1.0)))
+
+
+def _divergence(
+    logits: Tensor, labels: Tensor, teacher_logits: Tensor, losses: Tensor, cross_entropy: Tensor, wants_grad: bool
+) -> None:
+    """KL(p || q) and the cross entropy, and in place of the logits the gradient q - p: one softmax of each."""
+    log_q, log_p = (part.log_softmax(-1, dtype=losses.dtype) for part in (logits, teacher_logits))
+    cross_entropy.copy_(log_q.gather(1, labels.unsqueeze(1)).squeeze(1)).neg_()
+    p = log_p.exp()
+    losses.copy_(torch.linalg.vecdot(p, log_p.sub_(log_q)))
+    if wants_grad:
+        logits.copy_(log_q.exp_().sub_(p))
+
+
+def _any_loss(
+    loss: str, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, losses: Tensor, wants_grad: bool
+) -> None:
+    """Losses, and in place of the logits d loss / d logits, of any row loss."""
+    logits_there = logits.to(losses.dtype)
+    if not wants_grad:
+        losses.copy_(LOSSES[loss](logits_there, labels, teacher_logits))
+        return
+    with torch.enable_grad():
+        logits_there = logits_there.detach().requires_grad_()
+        losses_there = LOSSES[loss](logits_there, labels, teacher_logits)
+        (grad,) = torch.autograd.grad(losses_there.sum(), logits_there)
+    losses.copy_(losses_there.detach())
+    logits.copy_(grad)
+
+
+def _product(hidden: Tensor, weight_vd: Tensor, bias_v: Tensor | None, out: Tensor) -> None:
+    """hidden W^T + bias, into `out`."""
+    if bias_v is None:
+        torch.mm(hidden, weight_vd.t(), out=out)
+    else:
+        torch.addmm(bias_v, hidden, weight_vd.t(), out=out)
+
+
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    under_autocast = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
+    return torch.get_autocast_dtype(device) if under_autocast else weight.dtype
+
+
+def _linear(head: nn.Module) -> nn.Linear:
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"a loss needs a plain linear LM head, not a {type(head).__name__}")
+    if head.bias is not None and head.bias.requires_grad:
+        raise ValueError("a loss does not train the bias of an LM head: freeze it, or make the head with bias=False")
+    return head
