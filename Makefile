@@ -36,7 +36,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle pass draft_model)
 
-.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations test test-vllm lint format hooks unit target bench bench-vllm clean
+.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations test test-vllm lint format hooks unit target bench bench-vllm gpu clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -55,6 +55,7 @@ help:
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
+	@echo "make gpu          on a machine with one: the tests that need a GPU, then speed, memory and launches (25 minutes), into docs/results/"
 	@echo "make bench-vllm   what our vllm engine costs against LLM.generate"
 	@echo "make setup        only make the environment in $(VENV)"
 
@@ -140,6 +141,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/batch_throughput.py --json docs/results/batch_throughput.json
 	$(BIN)/python benchmarks/offline_features.py --json docs/results/offline_features.json
 	$(BIN)/python benchmarks/tokenise.py --json docs/results/tokenise.json
+
+# What is done is kept, whatever fails: the exit code says whether all was.
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py --json docs/results/gpu.json --picture docs/results/gpu.png
 
 # On a CPU vLLM's scheduler is best in the same process, and its threads not pinned.
 bench-vllm: vllm-env

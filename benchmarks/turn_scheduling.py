@@ -3,7 +3,8 @@
     python benchmarks/turn_scheduling.py --json docs/results/turn_scheduling.json
 
 Both sides are the project's own distiller and its openai engine, ledger and all, on the same simulated server
-(`simulated_server.py`); the waves are the same engine behind `InWaves`. Same conversations, same answers, alternating.
+(`parts/simulated_server.py`); the waves are the same engine behind `InWaves`. Same conversations, same answers,
+alternating.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from in_waves import InWaves
-from simulated_server import Latencies, SimulatedServer
+from parts.in_waves import InWaves
+from parts.simulated_server import Latencies, SimulatedServer
 
 from draftsmith.data.distill.distill import distill
 from draftsmith.data.engines.engine import Engine, EngineSetting, open_engine

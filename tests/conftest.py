@@ -3,12 +3,18 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
 
 from draftsmith.data.engines import servers
 
 # Fixtures that lie beside what they make.
 pytest_plugins = ["support.finished_run", "support.tiny_runs", "support.tiny_disk"]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture

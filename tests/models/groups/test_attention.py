@@ -206,7 +206,7 @@ class _Kept:
         self.saved_tensors = tensors
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["folded", "flex"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 5, 70, 64), (1, 4, 4, 5, 256, 128)])

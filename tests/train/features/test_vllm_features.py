@@ -52,7 +52,7 @@ def test_without_vllm_or_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
             refuse_without_vllm()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_extracts_what_transformers_computes(tmp_path: Path) -> None:
     """A Llama with heads of 64, which vLLM's kernels know; bf16 on both sides, so equal to a few of its steps."""

@@ -1,0 +1,166 @@
+"""Every kind of drafter at work: its draft alone, the loop around it, and what a round asks of the device.
+
+The drafters are random, but agree with the random target (`shapes.agree`): at T = 0 everything is accepted, at T = 1
+most. Loop efficiency is what `eval/report/summary.py` calls so: the speed that was measured over the one that tau and
+the times of the draft and of the target's forward predict.
+
+Shapes: P prompt, n committed tokens, F features.
+"""
+
+import statistics
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder, StepwiseDecoder
+from draftsmith.recipes.schema import MethodRecipe
+from parts.launches import launches_per_round
+from parts.shapes import (
+    SEED,
+    Shape,
+    agree,
+    at_work,
+    disagree,
+    random_drafter,
+    random_prompt,
+    random_target,
+    tree_paths,
+)
+from parts.suite import Suite
+from parts.target_steps import BACKENDS, open_session
+from parts.timing import seconds
+
+CHANGES_TARGET = "medusa2"  # merges its LoRA into the target: last
+COMPILED_KINDS = ("parallel", "eagle")  # one that drafts at once, one that drafts level by level
+OBSERVED_TOKENS = 3  # committed between two drafts
+DEEPEST = 5
+RUNS = 3
+
+
+def run(suite: Suite) -> None:
+    kinds = sorted(drafter_kinds(), key=lambda kind: (kind == CHANGES_TARGET, kind != "parallel", kind))
+    run_kinds(suite, kinds, compiles=False)
+
+
+def run_compiled(suite: Suite) -> None:
+    run_kinds(suite, list(COMPILED_KINDS), compiles=True)
+
+
+def run_kinds(suite: Suite, kinds: list[str], compiles: bool) -> None:
+    target = random_target(suite.shape, suite.device)
+    for kind in kinds:
+        suite.measure(kind, figures_of_kind, suite.shape, target, kind, compiles)
+
+
+def figures_of_kind(shape: Shape, target: PreTrainedModel, kind: str, compiles: bool) -> dict[str, Any]:
+    """Figures by tree and temperature."""
+    disagree(target)
+    drafter = at_work(random_drafter(kind, target), target)
+    agree(target, drafter)
+    decoder = drafter.decoder(shape.session_tokens)
+    if compiles and isinstance(decoder, Compilable):
+        decoder.compile(BACKENDS[target.device.type])
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        session = stack.enter_context(open_session(target, shape.session_tokens, compiles))
+        session.read_layers(drafter.feature_layers)
+        depth = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else drafter.config.num_depths
+        arms = [(tree, temperature) for temperature in (0.0, 1.0) for tree in ("chain", "tree")]
+        methods = {arm: drafting(shape, decoder, *arm, min(depth, DEEPEST), target.device) for arm in arms}
+        if isinstance(session, CompiledSession):  # all sizes before any is compiled
+            for (_, temperature), method in methods.items():
+                with session.learning():
+                    answer(shape, session, method, temperature)
+        for (tree, temperature), method in methods.items():
+            found[f"{tree}@{temperature:g}"] = figures_of_method(shape, session, method, temperature)
+    return {"parameters": sum(p.numel() for p in drafter.parameters()), **found}
+
+
+def drafting(
+    shape: Shape, decoder: SequenceDecoder, tree: str, temperature: float, depth: int, device: torch.device
+) -> DrafterMethod:
+    """A chain, or a fixed tree of `drafted_nodes`, root included: a random drafter's best tree has no depth."""
+    recipe = MethodRecipe(name=tree, max_depth=depth)
+    if tree == "tree":
+        recipe = MethodRecipe(name=tree, tree="static", paths=tree_paths(shape.drafted_nodes, depth))
+    generator = torch.Generator(device).manual_seed(SEED)
+    return DrafterMethod(tree, decoder, tree_builder(recipe, decoder), Sampling(temperature), generator)
+
+
+def answer(
+    shape: Shape, session: TargetSession, method: Method, temperature: float, tokens: int | None = None
+) -> AnswerRecord:
+    """The same in every turn, as far as the device computes the same."""
+    generator = torch.Generator(session.device).manual_seed(SEED)
+    new_tokens = shape.answer if tokens is None else tokens
+    return generate(session, method, random_prompt(shape), Sampling(temperature), new_tokens, generator=generator)
+
+
+@torch.inference_mode()
+def figures_of_method(
+    shape: Shape, session: TargetSession, method: DrafterMethod, temperature: float
+) -> dict[str, Any]:
+    """Medians over turns, each beside the baseline; what a round asks of the device."""
+
+    def both() -> dict[str, float]:
+        drafted = answer(shape, session, method, temperature)
+        return loop_figures(drafted, answer(shape, session, Autoregressive(), temperature))
+
+    both()  # warms up
+    by_turn = [both() for _ in range(RUNS)]
+    asked = launches_per_round(
+        lambda tokens: answer(shape, session, method, temperature, tokens).rounds,
+        shape.answer // 4,
+        shape.answer,
+        session.device,
+    )
+    return {
+        **{key: statistics.median(figures[key] for figures in by_turn) for key in by_turn[0]},
+        "draft_alone_s": draft_alone_s(shape, session, method),
+        "round": asked,
+    }
+
+
+def loop_figures(answer: AnswerRecord, baseline: AnswerRecord) -> dict[str, float]:
+    """Per round, and the loop's efficiency against the baseline of the same turn."""
+    tau = sum(answer.accept_lengths) / answer.rounds
+    draft_s, verify_s = answer.draft_s / answer.rounds, answer.verify_s / answer.rounds
+    single_s = baseline.verify_s / baseline.rounds
+    predicted = tau * single_s / (draft_s + verify_s)
+    speeds = [sum(record.accept_lengths) / (record.wall_time_s - record.prefill_s) for record in (answer, baseline)]
+    return {
+        "tau": tau,
+        "draft_s": draft_s,
+        "verify_s": verify_s,
+        "choose_s": answer.choose_s / answer.rounds,
+        "commit_s": answer.commit_s / answer.rounds,
+        "target_step_s": single_s,
+        "tokens_per_s": speeds[0],
+        "baseline_tokens_per_s": speeds[1],
+        "speedup_predicted": predicted,
+        "speedup": speeds[0] / speeds[1],
+        "loop_efficiency": speeds[0] / speeds[1] / predicted,
+    }
+
+
+def draft_alone_s(shape: Shape, session: TargetSession, method: DrafterMethod) -> float:
+    """Median seconds of a draft, from an idle device to its tokens, a few tokens after the one before."""
+    prompt = random_prompt(shape)
+    features = session.prefill(prompt).features
+    method.start(prompt, features)
+    times_s = []
+    for _ in range(shape.repeats):
+        method.observe(prompt[-OBSERVED_TOKENS:], features[-OBSERVED_TOKENS:])
+        times_s.append(seconds(method.propose, session.device))
+    return statistics.median(times_s)

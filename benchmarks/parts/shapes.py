@@ -1,0 +1,173 @@
+"""Sizes to measure at, a random target of such a size, and random drafters for it.
+
+No weights are read from anywhere: what a step costs does not depend on them. What a loop costs depends on how much is
+accepted, so there the LM heads are given a bias towards one token (`agree`).
+"""
+
+import heapq
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from draftsmith.eval.trees.candidates import StaticPaths
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
+
+SEED = 0
+FAVOURITE = 7  # the token that is agreed on
+# Of kinds that draft otherwise than their defaults say.
+OPTIONS: dict[str, dict[str, Any]] = {"parallel": {"num_masks": 4, "inputs": "both"}}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target, and how much is done with it.
+
+    Args:
+        dtype: Of the target and of drafters at work; drafters are trained in fp32, under autocast if this is half.
+        num_masks: K.
+        length: S, tokens of a row in training; rows: of the larger batch.
+        prompt, answer: tokens, in decoding.
+        tree_nodes: root included, the most important first; the last of them is also what drafters draft.
+        repeats: of what takes about a step.
+    """
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    dtype: str
+    length: int
+    rows: int
+    prompt: int
+    answer: int
+    tree_nodes: tuple[int, ...]
+    drafted_nodes: int
+    repeats: int
+    training_steps: int
+    num_masks: int = 4
+
+    @property
+    def session_tokens(self) -> int:
+        """Of a sequence, with room for drafting again and again."""
+        return self.prompt + 4 * self.answer
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=8192,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            dtype=self.dtype,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+TREES = (1, 48, 64, 32, 16, 8, 4, 2)
+SHAPES = {
+    "8b": Shape(
+        "8b", 4096, 14336, 32, 32, 8, 128_256, "bfloat16",
+        length=2048, rows=4, prompt=512, answer=192, tree_nodes=TREES, drafted_nodes=48, repeats=20, training_steps=8,
+    ),
+    # SmolLM2-135M's sizes: on a CPU.
+    "135m": Shape(
+        "135m", 576, 1536, 30, 9, 3, 49_152, "float32",
+        length=256, rows=2, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=5, training_steps=3,
+    ),
+    # To see that everything runs, anywhere.
+    "tiny": Shape(
+        "tiny", 64, 96, 4, 4, 2, 331, "float32",
+        length=32, rows=2, prompt=12, answer=20, tree_nodes=(1, 5, 3), drafted_nodes=5, repeats=2, training_steps=2,
+    ),
+}  # fmt: skip
+
+
+def random_target(shape: Shape, device: torch.device) -> PreTrainedModel:
+    """Made where it stays: the host never holds it."""
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        target = LlamaForCausalLM._from_config(shape.config, dtype=shape.torch_dtype)
+    target.eval().requires_grad_(False)
+    use_grouped_sdpa(target)
+    return target
+
+
+def random_drafter(kind: str, target: PreTrainedModel, **options: Any) -> Drafter:
+    """As a training begins with it: in fp32, attached."""
+    torch.manual_seed(SEED)
+    with torch.device(target.device):
+        return load_drafter_class(kind).from_target(target, {**OPTIONS.get(kind, {}), **options})
+
+
+def at_work(drafter: Drafter, target: PreTrainedModel) -> Drafter:
+    """As `load_drafter` gives it: in the target's dtype, frozen."""
+    return drafter.to(target.dtype).freeze()
+
+
+def agree(target: PreTrainedModel, drafter: Drafter | None, share: float = 0.7) -> None:
+    """Make both give about this share of their probability to one token, and all of it when they are greedy.
+
+    A head's bias, which costs nothing: so drafts are accepted, at T = 0 all and at T = 1 most of them.
+    """
+    vocabulary = target.config.vocab_size
+    linears = [module for module in (drafter.modules() if drafter is not None else []) if isinstance(module, nn.Linear)]
+    head = target.get_output_embeddings()
+    for linear in [head, *(one for one in linears if one.out_features == vocabulary)]:
+        # Logits of normed states are normal: their exponentials add up to V exp(s^2 / 2).
+        deviation = float(linear.weight.detach().float().std()) * math.sqrt(linear.in_features)
+        rest = math.log(vocabulary) + deviation**2 / 2
+        bias = torch.zeros(vocabulary, dtype=linear.weight.dtype, device=linear.weight.device)
+        bias[FAVOURITE] = rest + math.log(share / (1 - share))
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def disagree(target: PreTrainedModel) -> None:
+    """Take the bias off the target's head again, for the next drafter to start from."""
+    target.get_output_embeddings().bias = None
+
+
+def tree_paths(nodes: int, depth: int) -> list[list[int]]:
+    """The best tree of so many nodes, root included, no path longer than `depth`, if rank r costs 1 + r."""
+    paths: list[list[int]] = []
+    heap: list[tuple[int, list[int]]] = [(1, [0])]
+    while heap and len(paths) < nodes - 1:
+        cost, path = heapq.heappop(heap)
+        paths.append(path)
+        heapq.heappush(heap, (cost + 1, [*path[:-1], path[-1] + 1]))
+        if len(path) < depth:
+            heapq.heappush(heap, (cost + 1, [*path, 0]))
+    return paths
+
+
+def random_tree(nodes: int, depth: int = 5) -> DraftTree:
+    """Of so many nodes, root included; any tokens."""
+    shape = StaticPaths.of(tree_paths(nodes, depth)).shape
+    return DraftTree([3 + node for node in range(nodes)], shape)
+
+
+def random_prompt(shape: Shape) -> list[int]:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(3, shape.vocabulary, (shape.prompt,), generator=generator).tolist()
