@@ -118,7 +118,7 @@ def figures_of_method(
         return loop_figures(drafted, answer(shape, session, Autoregressive(), temperature))
 
     both()  # warms up
-    by_turn = [both() for _ in range(RUNS)]
+    by_turn = [both() for _ in range(min(RUNS, shape.repeats))]
     asked = launches_per_round(
         lambda tokens: answer(shape, session, method, temperature, tokens).rounds,
         shape.answer // 4,

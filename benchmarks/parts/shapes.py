@@ -99,7 +99,7 @@ SHAPES = {
     ),
     # To see that everything runs, anywhere.
     "tiny": Shape(
-        "tiny", 64, 96, 4, 4, 2, 331, "float32",
+        "tiny", 64, 96, 2, 4, 2, 331, "float32",
         length=32, rows=2, prompt=12, answer=20, tree_nodes=(1, 5, 3), drafted_nodes=5, repeats=2, training_steps=2,
     ),
 }  # fmt: skip
