@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaModel, PreTrainedModel
 
-from draftsmith.models.losses import head_loss
+from draftsmith.models.head_loss import head_loss
 from draftsmith.models.target.features import target_features
 from parts.shapes import SEED, random_drafter, random_target
 from parts.suite import Suite
