@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.eval.decoding.session import TargetSession, TargetStep, cached_logits
+from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.attention_masks import aligned
 from draftsmith.models.compiling import BACKEND, compiled
@@ -90,12 +92,31 @@ class CompiledSession(TargetSession):
         inputs = torch.tensor([ids, positions, range(start, start + size)], device=self.device)
         with torch.inference_mode():
             mask = self._static_mask(tree.shape, size)
-            logits, features = self._graph(inputs[:1], inputs[1:2], inputs[2], mask)
-            # Features wait in the drafter's queue; on CUDA the next forward may reuse their memory.
-            features = self._wanted(features.clone() if self.device.type == "cuda" else features)
+            return self._step(inputs[:1], inputs[1:2], inputs[2], mask, nodes)
+
+    def forward_device_tree(self, tree: DeviceTree) -> TargetStep:
+        nodes = len(tree)
+        self._largest = max(self._largest, nodes)
+        if self._learns or nodes > self._sizes[-1]:
+            return super().forward_device_tree(tree)
+        size = next(size for size in self._sizes if size >= nodes)
+        start = self._cache.committed
+        with torch.inference_mode():
+            ids = F.pad(tree.tokens.clamp_min(0), (0, size - nodes))[None]
+            positions = F.pad(tree.depths, (0, size - nodes))[None] + start
+            places = self._positions[0, start : start + size].clone()
+            mask = self._padded_mask(self._device_bias(tree), size)
+            return self._step(ids, positions, places, mask, nodes)
+
+    def _step(self, ids: Tensor, positions: Tensor, places: Tensor, mask: Tensor, nodes: int) -> TargetStep:
+        logits, features = self._graph(ids, positions, places, mask)
+        # Features wait in the drafter's queue; on CUDA the next forward may reuse their memory.
+        features = self._wanted(features.clone() if self.device.type == "cuda" else features)
         return TargetStep(logits[:nodes], features[:nodes])
 
-    def _forward(self, token_ids: list[int], positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+    def _forward(
+        self, token_ids: list[int] | Tensor, positions: Tensor, mask: Tensor | None, **options: Any
+    ) -> TargetStep:
         step = super()._forward(token_ids, positions, mask, **options)
         return TargetStep(step.logits, self._wanted(step.features))
 
@@ -107,7 +128,14 @@ class CompiledSession(TargetSession):
         return torch.cat([parts[self._feature_layers.index(layer)] for layer in self._wanted_layers], dim=-1)
 
     def _static_mask(self, shape: TreeShape, size: int) -> Tensor:
-        """[1, 1, N, S] additive: one buffer for each size, in which every round opens what was committed since."""
+        bias = torch.zeros(len(shape), len(shape), dtype=self._mask.dtype)
+        return self._padded_mask(bias.masked_fill_(~shape.attention_mask, torch.finfo(bias.dtype).min), size)
+
+    def _padded_mask(self, bias: Tensor, size: int) -> Tensor:
+        """[1, 1, N, S] additive: one buffer for each size, in which every round opens what was committed since.
+
+        bias: of the tree's own nodes among each other, fewer than N perhaps.
+        """
         start, dtype = self._cache.committed, self._mask.dtype
         closed = torch.finfo(dtype).min
         mask = self._masks.get(size)
@@ -117,8 +145,8 @@ class CompiledSession(TargetSession):
             self._masks[size] = mask
         mask[..., self._open.get(size, 0) : start] = 0
         self._open[size] = start
-        block = torch.full((size, size), closed, dtype=dtype)
-        block[: len(shape), : len(shape)].masked_fill_(shape.attention_mask, 0)
+        padding = size - len(bias)
+        block = F.pad(bias, (0, padding, 0, padding), value=closed)
         mask[..., start : start + size] = block.to(self.device)
         return mask
 

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.tree import DraftTree, root_only
 from draftsmith.models.decoding.token_columns import TokenColumns
 
@@ -59,6 +60,17 @@ class DraftsColumns(Protocol):
     """A method that says which tokens it can draft. Of one that does not, nothing is counted."""
 
     columns: TokenColumns
+
+
+@runtime_checkable
+class DraftsOnDevice(Protocol):
+    """A method that can leave its trees on the device, and take committed tokens from there."""
+
+    def propose_on_device(self) -> DraftTree | DeviceTree:
+        """As `propose`."""
+
+    def observe_on_device(self, committed_ids: list[int], ids: Tensor, features: Tensor) -> None:
+        """As `observe`; ids [n]: the same on the device."""
 
 
 @runtime_checkable

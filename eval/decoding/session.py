@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.attention_masks import aligned, open_mask
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
@@ -170,9 +171,7 @@ class TargetSession(Session):
 
     def forward_tree(self, tree: DraftTree) -> TargetStep:
         """Run all nodes at once. Nothing is kept until `commit`."""
-        start, nodes = self._cache.committed, len(tree)
-        if start + nodes > self._cache.capacity_tokens:
-            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        start, nodes = self._cache.committed, self._fitting(len(tree))
         if nodes == 1:
             # One token looks at the whole cache: without a mask the fastest attention kernels apply.
             return self._forward(tree.tokens, self._positions[:, start : start + 1], None)
@@ -182,29 +181,58 @@ class TargetSession(Session):
             positions = (tree.shape.depths_tensor.to(self.device) + start)[None]
         return self._forward(tree.tokens, positions, self._tree_mask(tree.shape, start))
 
-    @torch.inference_mode()
-    def commit(self, path: list[int]) -> None:
-        """Keep the accepted nodes (root first) of the last `forward_tree`."""
-        self._cache.keep(path)
+    def forward_device_tree(self, tree: DeviceTree) -> TargetStep:
+        """The same for a tree on the device, whose tokens nobody has read."""
+        start, nodes = self._cache.committed, self._fitting(len(tree))
+        ids = tree.tokens.clamp_min(0)[None]
+        if nodes == 1:
+            return self._forward(ids, self._positions[:, start : start + 1], None)
+        bias = self._device_bias(tree)
+        return self._forward(ids, (tree.depths + start)[None], self._opened_mask(bias, start))
 
-    def _forward(self, token_ids: list[int], positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
-        step = self._run(torch.tensor([token_ids], device=self.device), positions, mask, **options)
+    @torch.inference_mode()
+    def commit(self, path: list[int], path_on_device: Tensor | None = None) -> None:
+        """Keep the accepted nodes (root first) of the last `forward_tree`."""
+        self._cache.keep(path, path_on_device)
+
+    def _fitting(self, nodes: int) -> int:
+        if self._cache.committed + nodes > self._cache.capacity_tokens:
+            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        return nodes
+
+    def _forward(
+        self, token_ids: list[int] | Tensor, positions: Tensor, mask: Tensor | None, **options: Any
+    ) -> TargetStep:
+        """token_ids: [1, N] where they are on the device."""
+        ids = token_ids if isinstance(token_ids, Tensor) else torch.tensor([token_ids], device=self.device)
+        step = self._run(ids, positions, mask, **options)
         return TargetStep(step.logits[0], step.features[0])
 
     def _tree_mask(self, shape: TreeShape, start: int) -> Tensor:
         """[1, 1, N, start + N] additive: a view of one buffer, of which only the tree's own columns are written."""
-        nodes = len(shape)
-        if nodes > self._mask.shape[2]:
-            self._mask = open_mask(1, 1, nodes, self._mask.shape[3], dtype=self._mask.dtype, device=self.device)
-            self._mask_dirty = (0, 0)
         bias = self._bias_of.get(shape)
         if bias is None:
-            blocked = ~shape.attention_mask
-            bias = torch.zeros(nodes, nodes, dtype=self._mask.dtype)
-            bias = bias.masked_fill_(blocked, torch.finfo(self._mask.dtype).min).to(self.device)
+            bias = _bias(shape.attention_mask, self._mask.dtype).to(self.device)
             if len(self._bias_of) >= MOST_SHAPES:
                 self._bias_of.clear()
             self._bias_of[shape] = bias
+        return self._opened_mask(bias, start)
+
+    def _device_bias(self, tree: DeviceTree) -> Tensor:
+        """[N, N] additive; a shape that recurs is remembered."""
+        if tree.shape is None or tree.shape not in self._bias_of:
+            bias = _bias(tree.seen, self._mask.dtype)
+            if tree.shape is None or tree.host is not None or len(self._bias_of) >= MOST_SHAPES:
+                return bias
+            self._bias_of[tree.shape] = bias
+        return self._bias_of[tree.shape]
+
+    def _opened_mask(self, bias: Tensor, start: int) -> Tensor:
+        """[1, 1, N, start + N]: the buffer with the tree's own columns as in [N, N]."""
+        nodes = len(bias)
+        if nodes > self._mask.shape[2]:
+            self._mask = open_mask(1, 1, nodes, self._mask.shape[3], dtype=self._mask.dtype, device=self.device)
+            self._mask_dirty = (0, 0)
         first, last = self._mask_dirty
         if first < last:
             self._mask[..., first:last] = 0
@@ -250,3 +278,8 @@ class TargetSession(Session):
         """The last logits [V] of a plain forward without a cache."""
         output = self._target(input_ids=torch.tensor([token_ids], device=self.device), use_cache=False)
         return output.logits[0, -1]
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, N] additive, of booleans."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

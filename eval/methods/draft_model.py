@@ -22,8 +22,9 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.attention_masks import open_mask
-from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree, nodes_on
 from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.models.decoding.transfers import to_device
 from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.packed_linear import pack_linears
@@ -43,6 +44,8 @@ class DraftModelDecoder:
         vocab_size: V; what the model has beyond it is never drafted, what it lacks has no probability.
     """
 
+    reads_tokens = True
+
     def __init__(self, model: Any, num_depths: int, max_length_tokens: int, vocab_size: int) -> None:
         self.num_depths, self.columns = num_depths, ALL_TOKENS
         self._model, self._vocab_size, self._device = model, vocab_size, model.device
@@ -50,7 +53,7 @@ class DraftModelDecoder:
         self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_NODES)
         self._pending: list[int] = []
         # Node i > 0 has row i - 1 behind the committed ones. Node 0 is the newest committed token.
-        self._tree = GrowingTree()
+        self._tree = GrowingTree(self._device)
         self._node_of: dict[tuple[int, int], int] = {}  # by parent and token
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
@@ -76,40 +79,41 @@ class DraftModelDecoder:
             raise ValueError("nothing was observed since the last tree")
         begin, count = self._cache.committed, len(self._pending)
         # The model's own causal mask is right for a prompt.
-        mask = self._mask(torch.ones(count, count, dtype=torch.bool).tril()) if begin else None
-        logits = self._forward(self._pending, torch.arange(begin, begin + count), mask)[-1:]
+        places = torch.arange(begin, begin + count, device=self._device)
+        mask = self._mask(places[:, None] >= places) if begin and count > 1 else None
+        logits = self._forward(to_device(self._pending, self._device), places, mask)[-1:]
         self._cache.committed += count
         self._pending = []
         self._tree.begin()
         return logits
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        first = len(self._tree.depths)
-        seen = self._tree.add(parents)
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
+        ids, parents_w = nodes_on(tokens, parents, self._device)
+        seen, depths = self._tree.add(parents, parents_w)
         self._cache.ahead = first - 1
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
             self._node_of.setdefault(below, node)
-        positions = torch.tensor(self._tree.depths[-len(tokens) :]) + (self._cache.committed - 1)
-        logits = self._forward(tokens, positions, self._mask(seen))
+        # A single row that sees all others needs no mask, and fast kernels apply.
+        mask = None if is_chain and self._tree.depths[-1] == first else self._mask(seen)
+        logits = self._forward(ids, depths + (self._cache.committed - 1), mask)
         self._cache.ahead = 0
         return logits
 
-    def _forward(self, ids: list[int], positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """fp32 logits [R, V]."""
-        ids_1r = torch.tensor([ids], device=self._device)
-        logits = cached_logits(self._model, self._cache, ids_1r, positions[None].to(self._device), mask)
+        logits = cached_logits(self._model, self._cache, ids[None], positions[None], mask)
         logits = logits[0, :, : self._vocab_size].float()
         missing = self._vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _mask(self, seen: Tensor) -> Tensor | None:
+    def _mask(self, seen: Tensor) -> Tensor:
         """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
-        if len(seen) == 1 and bool(seen.all()):
-            return None  # a single row that sees all others needs no mask, and fast kernels apply
         committed = self._cache.committed
         mask = open_mask(len(seen), committed + seen.shape[1], dtype=self._model.dtype, device=self._device)
-        mask[:, committed:].masked_fill_(~seen.to(self._device), torch.finfo(mask.dtype).min)
+        mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
         return mask[None, None]
 
     def _forget_tree(self) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.builders import TreeBuilder
+from draftsmith.eval.trees.builders import DeviceBuilder, TreeBuilder
+from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.protocols import SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import ReadsTokens, SequenceDecoder, StepwiseDecoder
 
 
 class DrafterMethod:
@@ -36,18 +37,33 @@ class DrafterMethod:
         self.name, self.sequential = name, isinstance(decoder, StepwiseDecoder)
         self.columns = decoder.columns
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
-        self._newest = -1
+        self._newest, self._newest_1 = -1, torch.empty(0)
+        self._on_host = isinstance(decoder, ReadsTokens)
 
     def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
         """The same method over another decoder of the same kind."""
         return DrafterMethod(self.name, decoder, self._builder, self._sampling, self._generator)
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
-        self.decoder.start(torch.tensor(prompt_ids, device=features.device), features)
+        self.decoder.start(self._tensor(prompt_ids, features), features)
 
     def propose(self) -> DraftTree:
         return self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
 
+    def propose_on_device(self) -> DraftTree | DeviceTree:
+        """The tree, left on the device where builder and decoder can."""
+        builder = self._builder
+        if self._on_host or not isinstance(builder, DeviceBuilder):
+            return self.propose()
+        return builder.propose_on_device(self._newest_1, self.decoder, self._sampling, self._generator)
+
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        self._newest = committed_ids[-1]
-        self.decoder.observe(torch.tensor(committed_ids, device=features.device), features)
+        self.observe_on_device(committed_ids, self._tensor(committed_ids, features), features)
+
+    def observe_on_device(self, committed_ids: list[int], ids: Tensor, features: Tensor) -> None:
+        """ids [n]: the same on the device."""
+        self._newest, self._newest_1 = committed_ids[-1], ids[-1:]
+        self.decoder.observe(torch.tensor(committed_ids) if self._on_host else ids, features)
+
+    def _tensor(self, ids: list[int], features: Tensor) -> Tensor:
+        return torch.tensor(ids, device="cpu" if self._on_host else features.device)

@@ -29,7 +29,7 @@ from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import drafter_config, load_drafter
 from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
-from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.protocols import ReadsTokens, StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
@@ -95,12 +95,16 @@ class SpecInfer:
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         for decoder in self._decoders:
-            decoder.start(torch.tensor(prompt_ids, device=features.device), features)
+            decoder.start(self._tensor(decoder, prompt_ids, features), features)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
         for decoder in self._decoders:
-            decoder.observe(torch.tensor(committed_ids, device=features.device), features)
+            decoder.observe(self._tensor(decoder, committed_ids, features), features)
+
+    @staticmethod
+    def _tensor(decoder: StepwiseDecoder, ids: list[int], features: Tensor) -> Tensor:
+        return torch.tensor(ids, device="cpu" if isinstance(decoder, ReadsTokens) else features.device)
 
     def propose(self) -> DraftTree:
         tree = _MergedTree(self._newest)

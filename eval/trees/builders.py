@@ -17,23 +17,28 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.candidates import (
     StaticPaths,
+    candidates_on_device,
     draw_without_replacement,
+    likeliest,
     most_likely,
     ranked,
     without_blanks,
 )
+from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
-from draftsmith.eval.trees.sampling import Sampling, largest
+from draftsmith.eval.trees.path_pool import path_pool
+from draftsmith.eval.trees.sampling import Sampling, largest, raced
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
+from draftsmith.models.decoding.transfers import index_on
 from draftsmith.recipes.schema import MethodRecipe
 
 
@@ -46,6 +51,16 @@ class TreeBuilder(Protocol):
         """`decoder` is of the one kind that the builder works with."""
 
 
+@runtime_checkable
+class DeviceBuilder(Protocol):
+    """A builder that can leave the tree on the device, so that the host need not wait for it."""
+
+    def propose_on_device(
+        self, root: Tensor, decoder: Any, sampling: Sampling, generator: torch.Generator | None
+    ) -> DeviceTree:
+        """The same tree as `propose`, under the root's token [1]."""
+
+
 class MarginalBuilder(ABC):
     """Builds a tree from the marginals of all depths, drafted at once."""
 
@@ -53,6 +68,11 @@ class MarginalBuilder(ABC):
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         return self.build(root_token, decoder.draft(), sampling, generator, decoder.columns)
+
+    def propose_on_device(
+        self, root: Tensor, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DeviceTree:
+        return self.build_on_device(root, decoder.draft(), sampling, generator, decoder.columns)
 
     @abstractmethod
     def build(
@@ -64,6 +84,17 @@ class MarginalBuilder(ABC):
         columns: TokenColumns = ALL_TOKENS,
     ) -> DraftTree:
         """logits: [G, V'], of these columns."""
+
+    @abstractmethod
+    def build_on_device(
+        self,
+        root: Tensor,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
+    ) -> DeviceTree:
+        """The same under the root's token [1]."""
 
 
 class ChainBuilder(MarginalBuilder):
@@ -88,6 +119,20 @@ class ChainBuilder(MarginalBuilder):
         q = sampling.probabilities(logits)
         drawn = columns.tokens(torch.multinomial(q, 1, generator=generator)[:, 0].tolist())
         return DraftTree([root_token, *drawn], shape, _q_of_children(columns.widened(q, 0.0), shape))
+
+    def build_on_device(
+        self,
+        root: Tensor,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
+    ) -> DeviceTree:
+        logits = logits[: self._max_depth]
+        q = None if sampling.greedy else sampling.probabilities(logits)
+        drafted = largest(logits) if q is None else raced(q, generator)
+        tokens = torch.cat([root, columns.tokens_of(drafted)])
+        return DeviceTree.shaped(tokens, TreeShape.chain(len(logits)), None if q is None else columns.widened(q, 0.0))
 
 
 class StaticBuilder(MarginalBuilder):
@@ -117,6 +162,28 @@ class StaticBuilder(MarginalBuilder):
         candidates = draw_without_replacement(q, max(paths.siblings) + 1, generator, columns)
         tokens = self._fill(root_token, candidates, paths.siblings)
         return without_blanks(DraftTree(tokens, paths.shape, _q_of_children(columns.widened(q, 0.0), paths.shape)))
+
+    def build_on_device(
+        self,
+        root: Tensor,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
+    ) -> DeviceTree:
+        paths = self._paths
+        paths.check(len(logits), columns.vocabulary_of(logits))
+        shape, logits = paths.shape, logits[: paths.shape.max_depth]
+        places = paths.ranks if sampling.greedy else paths.siblings
+        width = 1 + max(places)
+        q, candidates = candidates_on_device(logits, width, sampling, generator, columns)
+        chosen = tuple((depth - 1) * width + place for depth, place in zip(shape.depths, places, strict=True))[1:]
+        tokens = torch.cat([root, candidates.flatten()[index_on(chosen, root.device)]])
+        if q is None:
+            return DeviceTree.shaped(tokens, shape)
+        depths = tuple(depth for depth, below in zip(shape.depths, shape.children, strict=True) if below)
+        q = columns.widened(q, 0.0).index_select(0, index_on(depths, root.device))
+        return DeviceTree.shaped(tokens, shape, q)
 
     def _fill(self, root_token: int, candidates: list[list[int]], columns: tuple[int, ...]) -> list[int]:
         depths = self._paths.shape.depths
@@ -164,6 +231,21 @@ class BestFirstBuilder(MarginalBuilder):
                 heapq.heappush(heap, child)
                 arrivals += 1
         return DraftTree(tokens, TreeShape.of(tuple(parents)), log_confidence=log_confidence)
+
+    def build_on_device(
+        self,
+        root: Tensor,
+        logits: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        columns: TokenColumns = ALL_TOKENS,
+    ) -> DeviceTree:
+        logits = logits[: self._max_depth].float()
+        top, log_q = likeliest(logits, self._branch, sampling)
+        pool = path_pool(self._nodes, log_q.shape[1], len(log_q), log_q.device)
+        if pool is None:  # a tree of hundreds of nodes
+            return DeviceTree.of(self.build(int(root), logits, sampling, generator, columns), root.device)
+        return pool.best(root, columns.tokens_of(top), log_q, self._nodes)
 
 
 def tree_builder(method: MethodRecipe, decoder: SequenceDecoder) -> TreeBuilder:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.sampling import Sampling, race
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
+from draftsmith.models.decoding.transfers import to_host
 from draftsmith.recipes.errors import UserError
 
 
@@ -72,10 +73,33 @@ def most_likely(
     logits: Tensor, count: int, sampling: Sampling, columns: TokenColumns = ALL_TOKENS
 ) -> tuple[list[list[int]], list[list[float]]]:
     """The `count` most likely tokens of each row of [R, V], best first, and their log probabilities, none above 0."""
+    top, log_q = likeliest(logits, count, sampling)
+    if logits.device.type == "cpu":
+        return _tokens(top, columns), log_q.tolist()
+    # Columns are exact in double precision: one copy for both.
+    chosen, read = to_host(torch.stack([top.double(), log_q.double()]))
+    return [columns.tokens([int(column) for column in row]) for row in chosen], read
+
+
+def likeliest(logits: Tensor, count: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The `count` most likely columns of each row of [R, V], best first, and their log probabilities, on the device."""
     if not sampling.greedy:
         logits = logits / sampling.temperature
     top = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return _tokens(top.indices, columns), (top.values - logits.logsumexp(-1, keepdim=True)).tolist()
+    return top.indices, top.values - logits.logsumexp(-1, keepdim=True)
+
+
+def candidates_on_device(
+    logits: Tensor, width: int, sampling: Sampling, generator: torch.Generator | None, columns: TokenColumns
+) -> tuple[Tensor | None, Tensor]:
+    """q [R, V] at T > 0, and `width` tokens of each row of [R, V], ranked or drawn; -1 where there are no more."""
+    count = min(width, logits.shape[-1])
+    if sampling.greedy:
+        q, chosen = None, logits.topk(count, dim=-1).indices
+    else:
+        q = sampling.probabilities(logits)
+        chosen = first_of_race(q, count, generator)
+    return q, torch.nn.functional.pad(columns.tokens_of(chosen), (0, width - count), value=-1)
 
 
 def ranked(logits: Tensor, count: int, columns: TokenColumns = ALL_TOKENS) -> list[list[int]]:
@@ -87,10 +111,15 @@ def draw_without_replacement(
     q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
     """`count` different tokens from each row of q [R, V], in the order drawn; -1 where q has no more tokens."""
+    drawn = first_of_race(q, min(count, q.shape[-1]), generator)
+    return _padded(drawn, count, columns)
+
+
+def first_of_race(q: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """[R, count] different columns of each row of q [R, V], in the order drawn; -1 where q has no more tokens."""
     # The order of q / Exp(1) is the order of draws without replacement.
-    race = q / torch.empty_like(q).exponential_(generator=generator)
-    drawn = race.topk(min(count, q.shape[-1]), dim=-1).indices
-    return _padded(drawn.masked_fill(q.gather(-1, drawn) <= 0, -1), count, columns)
+    drawn = race(q, generator).topk(count, dim=-1).indices
+    return drawn.masked_fill(q.gather(-1, drawn) <= 0, -1)
 
 
 def draw_independently(
@@ -109,17 +138,23 @@ def _padded(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]
     return [row + missing for row in _tokens(chosen, columns)]
 
 
+def drafted_nodes(tree: DraftTree) -> list[int]:
+    """All nodes but those whose token is -1, and all below them."""
+    if -1 not in tree.tokens:
+        return list(range(len(tree)))
+    kept = {-1}
+    for node, token in enumerate(tree.tokens):
+        if token >= 0 and tree.parents[node] in kept:
+            kept.add(node)
+    return sorted(kept - {-1})
+
+
 def without_blanks(tree: DraftTree) -> DraftTree:
     """Without the nodes whose token is -1 (there were fewer tokens to draft than siblings), and all below them."""
     if -1 not in tree.tokens:
         return tree
-    new_index: dict[int, int] = {-1: -1}
-    parents: list[int] = []
-    kept: list[int] = []
-    for node, token in enumerate(tree.tokens):
-        if token >= 0 and tree.parents[node] in new_index:
-            new_index[node] = len(kept)
-            kept.append(node)
-            parents.append(new_index[tree.parents[node]])
+    kept = drafted_nodes(tree)
+    new_index = {-1: -1} | {node: index for index, node in enumerate(kept)}
+    parents = [new_index[tree.parents[node]] for node in kept]
     q = None if tree.q is None else tree.q[kept]
     return DraftTree([tree.tokens[node] for node in kept], TreeShape.of(tuple(parents)), q)

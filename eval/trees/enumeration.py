@@ -1,7 +1,8 @@
 """The exact distribution of verification's result, by walking through everything that chance can do.
 
-`Outcomes` replays every way the random choices of `walk` can fall, with its probability; trees are drawn in every way
-that a drafter can draw them. Nothing is estimated: what differs from the target's distribution is a bug.
+`Outcomes` replays every way the random choices of `walk` can fall, with its probability, and `every_decision` those of
+the verification of all nodes at once; trees are drawn in every way that a drafter can draw them. Nothing is estimated:
+what differs from the target's distribution is a bug.
 
 Shapes: V tokens (a handful), N tree nodes.
 """
@@ -9,16 +10,19 @@ Shapes: V tokens (a handful), N tree nodes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict, walk
+from draftsmith.eval.trees.verify_at_once import acceptance
 
 V = 4
+Verdicts = Callable[[DraftTree, Tensor, Sampling], Iterator[tuple[float, Verdict]]]
 # Shapes of sampled trees, and (shape, tokens) of deterministic ones.
 SAMPLED_TREES = {
     "chain of 1": (-1, 0),
@@ -74,6 +78,32 @@ def every_verdict(
         yield chooser.probability, verdict
 
 
+def every_decision(tree: DraftTree, logits: Tensor, sampling: Sampling) -> Iterator[tuple[float, Verdict]]:
+    """Everything that verification of all nodes at once can say, with its probability."""
+    on_device, p = DeviceTree.of(tree, logits.device), sampling.probabilities(logits)
+    accept_of: dict[int, list[tuple[int, float]]] = {}  # below a node: its draws, with what each is accepted with
+    if on_device.q is not None and on_device.families is not None:
+        accept, p = acceptance(on_device, p)
+        families = on_device.families
+        for node, children, row in zip(
+            families.nodes.tolist(), families.children.tolist(), accept.tolist(), strict=True
+        ):
+            accept_of[node] = list(zip(children, row, strict=True))
+    open_paths = [(1.0, [0])]
+    while open_paths:
+        left, path = open_paths.pop()
+        for child, accepted in accept_of.get(path[-1], []):
+            open_paths.append((left * accepted, [*path, child]))
+            left *= 1 - accepted
+        following = p[path[-1]].tolist()
+        if on_device.q is None:
+            # A token with a child of that name is followed.
+            for child in reversed(tree.children(path[-1])):
+                share, following[tree.tokens[child]] = following[tree.tokens[child]], 0.0
+                open_paths.append((left * share, [*path, child]))
+        yield from ((left * share, Verdict(path, token)) for token, share in enumerate(following) if left * share > 0)
+
+
 def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Every ordered draw of `count` tokens from q [V] without replacement."""
     for tokens in itertools.permutations(range(len(q)), count):
@@ -91,6 +121,7 @@ def joint_distribution(
     q_of_depth: list[Tensor] | None,
     fixed_tokens: list[int] | None,
     sampling: Sampling,
+    every: Verdicts = every_verdict,
 ) -> Tensor:
     """[V, V]: the exact distribution of the first two tokens, later ones being sampled from the target itself."""
     shape = TreeShape.of(parents)
@@ -112,12 +143,16 @@ def joint_distribution(
                     tokens[child] = value
             drawn_trees.append((weight, tokens))
     for weight, tokens in drawn_trees:
-        joint += weight * _joint_of(DraftTree(tokens, shape, q_rows), target_of, sampling)
+        joint += weight * _joint_of(DraftTree(tokens, shape, q_rows), target_of, sampling, every)
     return joint
 
 
 def merged_joint_distribution(
-    target_of: dict[tuple[int, ...], Tensor], q_of_model: list[Tensor], models: tuple[int, ...], sampling: Sampling
+    target_of: dict[tuple[int, ...], Tensor],
+    q_of_model: list[Tensor],
+    models: tuple[int, ...],
+    sampling: Sampling,
+    every: Verdicts = every_verdict,
 ) -> Tensor:
     """The same, of first tokens drawn independently from these models in this order, equal ones merged.
 
@@ -135,16 +170,16 @@ def merged_joint_distribution(
         draws_below += [[(len(children) + 1, models[-1])], *([] for _ in children)]
         shape = TreeShape.of((-1, *[0] * len(children), 1))
         tree = DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
-        joint += weight * _joint_of(tree, target_of, sampling)
+        joint += weight * _joint_of(tree, target_of, sampling, every)
     return joint
 
 
-def _joint_of(tree: DraftTree, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
+def _joint_of(tree: DraftTree, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling, every: Verdicts) -> Tensor:
     """[V, V]: of one tree."""
     joint = torch.zeros(V, V, dtype=torch.float64)
     contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
     logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
-    for probability, verdict in every_verdict(tree, logits, sampling):
+    for probability, verdict in every(tree, logits, sampling):
         committed = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
         if len(committed) == 1:
             joint[committed[0]] += probability * sampling.probabilities(target_of[committed[0],])
@@ -168,21 +203,26 @@ def wanted_joint(target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -
 
 
 def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
-    """The largest |probability - the target's| of any two first tokens, over all these trees and samplings."""
+    """The largest |probability - the target's| of any two first tokens, over all these trees and samplings.
+
+    Of both ways to verify.
+    """
     target_of, draft_logits = target_and_draft(seed)
     error = 0.0
-    for sampling in samplings:
+    ways: tuple[Verdicts, ...] = (every_verdict, every_decision)
+    for sampling, every in itertools.product(samplings, ways):
         wanted = wanted_joint(target_of, sampling)
         q_of_depth = [sampling.probabilities(logits) for logits in draft_logits]
         joints = [
-            joint_distribution(parents, target_of, q_of_depth, None, sampling)
+            joint_distribution(parents, target_of, q_of_depth, None, sampling, every)
             for parents in SAMPLED_TREES.values()
             if can_be_drawn(parents, q_of_depth)
         ]
         joints += [
-            joint_distribution(parents, target_of, None, tokens, sampling) for parents, tokens in DETERMINISTIC_TREES
+            joint_distribution(parents, target_of, None, tokens, sampling, every)
+            for parents, tokens in DETERMINISTIC_TREES
         ]
-        joints += [merged_joint_distribution(target_of, q_of_depth, models, sampling) for models in MERGED_DRAWS]
+        joints += [merged_joint_distribution(target_of, q_of_depth, models, sampling, every) for models in MERGED_DRAWS]
         error = max(error, *(float((joint - wanted).abs().max()) for joint in joints))
     return error
 

@@ -19,14 +19,17 @@ from torch import Tensor
 
 from draftsmith.eval.trees.candidates import (
     StaticPaths,
+    candidates_on_device,
     draw_without_replacement,
     most_likely,
     ranked,
     without_blanks,
 )
-from draftsmith.eval.trees.sampling import Sampling, draw, largest
+from draftsmith.eval.trees.device_tree import DeviceTree
+from draftsmith.eval.trees.sampling import Sampling, draw, largest, raced
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.transfers import index_on
 
 
 class ChainGrower:
@@ -54,6 +57,25 @@ class ChainGrower:
         q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
         return DraftTree(tokens, TreeShape.chain(num_depths), q)
 
+    def propose_on_device(
+        self, root: Tensor, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DeviceTree:
+        """The same tree under the root's token [1]; no token is read on the host."""
+        num_depths, columns = _depths(decoder, self._max_depth), decoder.columns
+        tokens, q_rows = [root], []
+        logits = decoder.begin()
+        for depth in range(num_depths):
+            if depth > 0:
+                logits = decoder.expand(tokens[depth], [depth - 1])
+            if sampling.greedy:
+                chosen = largest(logits)
+            else:
+                q_rows.append(sampling.probabilities(logits))
+                chosen = raced(q_rows[-1], generator)
+            tokens.append(columns.tokens_of(chosen))
+        q = None if sampling.greedy else columns.widened(torch.cat(q_rows), 0.0)
+        return DeviceTree.shaped(torch.cat(tokens), TreeShape.chain(num_depths), q)
+
 
 class StaticGrower:
     """The same shape every round, given as Medusa's paths of ranks."""
@@ -66,6 +88,8 @@ class StaticGrower:
         for node, children in enumerate(shape.children):
             if children:
                 self._levels[shape.depths[node]].append(node)
+        # The decoder's numbers of the nodes that it is given.
+        self._number_of = {node: number for number, node in enumerate(node for level in self._levels for node in level)}
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -102,6 +126,33 @@ class StaticGrower:
         rows = torch.tensor([number_of.get(node, 0) for node in range(len(shape))], device=q_rows[0].device)
         q = columns.widened(torch.cat(q_rows), 0.0)
         return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
+
+    def propose_on_device(
+        self, root: Tensor, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DeviceTree:
+        """The same tree under the root's token [1]; what was not drawn is -1, and goes on as any other token."""
+        shape, columns = self._paths.shape, decoder.columns
+        places = self._paths.ranks if sampling.greedy else self._paths.siblings
+        tokens, q_rows = [root], []
+        for depth, level in enumerate(self._levels):
+            if depth == 0:
+                logits = decoder.begin()
+                self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
+            else:
+                first = shape.depths.index(depth)
+                grown = tokens[depth].index_select(0, index_on(tuple(node - first for node in level), root.device))
+                above = [self._number_of[shape.parents[node]] for node in level]
+                logits = decoder.expand(grown.clamp_min(0), above)
+            children = [(row, child) for row, node in enumerate(level) for child in shape.children[node]]
+            width = 1 + max(places[child] for _, child in children)
+            q, candidates = candidates_on_device(logits, width, sampling, generator, columns)
+            if q is not None:
+                q_rows.append(q)
+            # Nodes come level by level, in the order of their parents.
+            chosen = index_on(tuple(row * width + places[child] for row, child in children), root.device)
+            tokens.append(candidates.flatten()[chosen])
+        q = None if sampling.greedy else columns.widened(torch.cat(q_rows), 0.0)
+        return DeviceTree.shaped(torch.cat(tokens), shape, q)
 
 
 class BestFirstGrower:

@@ -54,6 +54,16 @@ def largest(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
+def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """[..., V] p / Exp(1): the largest is a draw from p, the order that of draws without replacement (Gumbel-max)."""
+    return probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
+
+
+def raced(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """[...] one token from each distribution [..., V]; the host waits for nothing, as it does for `multinomial`."""
+    return largest(race(probabilities, generator))
+
+
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
     """One token from a distribution [V]."""
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND
-from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree, nodes_on
 from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, CachedAttention
 from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, StaticLayers
 
@@ -148,7 +148,7 @@ class TreeDecoder(CachedDecoder):
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
         self.num_depths, self.columns = num_depths, drafter.columns
-        self._tree = GrowingTree()
+        self._tree = GrowingTree(self._device)
         self._feedback_md = torch.empty(0)
 
     @torch.inference_mode()
@@ -162,13 +162,13 @@ class TreeDecoder(CachedDecoder):
         return logits_1v
 
     @torch.inference_mode()
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        seen = self._tree.add(parents)
-        ids = torch.tensor(tokens, device=self._device)
-        above = self._feedback_md[torch.tensor(parents, device=self._device)]
+        ids, parents_w = nodes_on(tokens, parents, self._device)
+        seen, depths = self._tree.add(parents, parents_w)
+        above = self._feedback_md.index_select(0, parents_w)
         hidden = self._drafter.drafted_inputs(ids, above).unsqueeze(0)
-        places = torch.tensor(self._tree.depths[-len(tokens) :], device=self._device) + (self._cache.length - 1)
+        places = depths + (self._cache.length - 1)
         if self._static is not None and len(tokens) <= LONGEST_STATIC_ROWS:
             hidden_wd, logits_wv = self._static.tree(hidden[0], places, seen, self._rotary_of)
         else:

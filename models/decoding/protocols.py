@@ -42,11 +42,18 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
     def begin(self) -> Tensor:
         """Read what is queued. fp32 logits [1, V] of the children of node 0, the newest committed token."""
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
         """Add W nodes below `parents`; fp32 logits [W, V] of their children.
 
-        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`.
+        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. Tokens may be on the device [W].
         """
+
+
+@runtime_checkable
+class ReadsTokens(Protocol):
+    """A decoder that looks tokens up on the host: it is given lists, and tensors of the CPU, wherever the target is."""
+
+    reads_tokens: bool
 
 
 @runtime_checkable

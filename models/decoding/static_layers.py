@@ -48,13 +48,13 @@ class StaticLayers:
     def causal(self, inputs_re: Tensor, first_kept: int, rotate: Rotate) -> tuple[Tensor, Tensor]:
         """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V] from `first_kept` on."""
         begin, rows = self._cache.length, len(inputs_re)
-        places = self._columns[begin : begin + _padded(rows)]
+        places = self._columns[begin : begin + padded_rows(rows)]
         kept = self._columns[first_kept:rows]
         return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
 
     def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
         """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V]; seen [W, M] as in `CachedAttention`."""
-        (nodes, known), size = seen.shape, _padded(len(inputs_we))
+        (nodes, known), size = seen.shape, padded_rows(len(inputs_we))
         begin = self._cache.length + known - nodes
         places = self._columns[begin : begin + size]
         hidden = (self._columns >= self._cache.length).expand(size, -1).clone()
@@ -77,6 +77,6 @@ class StaticLayers:
         return tuple(result.clone() for result in results) if self._copies else results
 
 
-def _padded(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """The next power of two: few shapes, and at most as much again of what costs little."""
     return 1 << (rows - 1).bit_length()

@@ -6,6 +6,7 @@ these columns and name the target's tokens; only what verification samples again
 Shapes: V the target's vocabulary, V' columns.
 """
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,7 @@ class TokenColumns:
         given: list[int] = [] if ids is None else ids.tolist()
         self._tokens = [*given, -1]  # column -1 is "none", and stays -1
         self._known = frozenset(given)
+        self._by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def reduced(self) -> bool:
@@ -39,12 +41,26 @@ class TokenColumns:
         """The target's ids; -1, for no column, stays -1."""
         return columns if self.ids is None else [self._tokens[column] for column in columns]
 
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        """The target's ids of columns on a device; -1 stays -1."""
+        if self.ids is None:
+            return columns
+        return self._on(columns.device)[1][columns]
+
     def widened(self, values: Tensor, elsewhere: float) -> Tensor:
         """[..., V'] to [..., V], with this value for the tokens that have no column."""
         if self.ids is None:
             return values
         wide = values.new_full((*values.shape[:-1], self._vocabulary), elsewhere)
-        return wide.index_copy_(-1, self.ids.to(values.device), values)
+        return wide.index_copy_(-1, self._on(values.device)[0], values)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The ids on a device, and the ids with -1 behind them, where column -1 finds it."""
+        if device not in self._by_device:
+            assert self.ids is not None
+            ids = self.ids.to(device)
+            self._by_device[device] = ids, torch.nn.functional.pad(ids, (0, 1), value=-1)
+        return self._by_device[device]
 
 
 ALL_TOKENS = TokenColumns()

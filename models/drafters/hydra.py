@@ -19,6 +19,7 @@ Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary, n n
 call. "State" is what the heads know of the prefix: h_{t-1}, or what prefix attention makes of it.
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -29,7 +30,10 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.base.options import Attention, DepthWeights
+from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.cached import CachedDecoder
+from draftsmith.models.decoding.growing_tree import nodes_on
+from draftsmith.models.decoding.static_layers import padded_rows
 from draftsmith.models.groups.alignment import depth_labels, previous_features
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import GroupRows
@@ -99,6 +103,10 @@ class PrefixAttention(nn.Module):
         if self._rotary is None:
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._rotary(hidden, position_ids)
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """None: the states are what the heads read."""
+        return states[..., :0]
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
         """[1, N, D] features to [1, N, D] states; `attention` as in `groups/layers.py`."""
@@ -217,6 +225,14 @@ class HydraDecoder:
         )
         self._rows: list[Tensor] = []  # of node i, [(depth + 2) * D]
         self._depths: list[int] = []
+        self._logits_of, self._is_compiled = drafter.logits_of, False
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Compile the heads, and the layer over the prefix."""
+        self._logits_of = compiled(self._drafter.logits_of, self._drafter.device, "Hydra", backend)
+        self._is_compiled = True
+        if isinstance(self._prefix, CachedDecoder):
+            self._prefix.compile(backend)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._prefix.start(prompt_ids, features, position_offset)
@@ -230,26 +246,35 @@ class HydraDecoder:
         newest_id, state_1d = self._prefix.take()
         row = torch.cat([state_1d.to(self._drafter.dtype), self._drafter.embedded(newest_id)], dim=-1)
         self._rows, self._depths = [row[0]], [0]
-        return self._drafter.logits_of(row, 0).float()
+        return self._logits(row, 0)
 
     @torch.inference_mode()
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
         if not self._depths or max(parents) >= len(self._depths):
             raise ValueError(f"parents {parents} must be among the {len(self._depths)} nodes there are: begin() first")
         depths = [self._depths[parent] + 1 for parent in parents]
         if max(depths) >= self.num_depths:
             raise ValueError(f"a node at depth {max(depths)} has no children: there are {self.num_depths} heads")
-        embedded_wd = self._drafter.embedded(torch.tensor(tokens, device=self._drafter.device))
-        rows = [
-            torch.cat([self._rows[parent], embedded]) for parent, embedded in zip(parents, embedded_wd, strict=True)
-        ]
+        tokens_w, _ = nodes_on(tokens, parents, self._drafter.device)
+        embedded_wd = self._drafter.embedded(tokens_w)
+        rows: Sequence[Tensor]
+        if len(set(depths)) == 1:  # a level of the tree, as trees are grown
+            level = torch.cat([torch.stack([self._rows[parent] for parent in parents]), embedded_wd], dim=-1)
+            rows, logits_wv = level.unbind(), self._logits(level, depths[0])
+        else:
+            rows = [torch.cat([self._rows[p], embedded]) for p, embedded in zip(parents, embedded_wd, strict=True)]
+            logits_wv = torch.cat([self._logits(row[None], depth) for row, depth in zip(rows, depths, strict=True)])
         self._rows += rows
         self._depths += depths
-        if len(set(depths)) == 1:  # a level of the tree, as trees are grown
-            return self._drafter.logits_of(torch.stack(rows), depths[0]).float()
-        one_by_one = (self._drafter.logits_of(row, depth) for row, depth in zip(rows, depths, strict=True))
-        return torch.stack(list(one_by_one)).float()
+        return logits_wv
+
+    def _logits(self, rows: Tensor, depth: int) -> Tensor:
+        """fp32 [W, V]. Compiled for a few numbers of rows."""
+        if not self._is_compiled:
+            return self._drafter.logits_of(rows, depth).float()
+        padded = nn.functional.pad(rows, (0, 0, 0, padded_rows(len(rows)) - len(rows)))
+        return self._logits_of(padded, depth)[: len(rows)].float()
 
 
 class _Newest:
@@ -284,9 +309,9 @@ class _AttendedPrefix(CachedDecoder):
     def take(self) -> tuple[Tensor, Tensor]:
         """The newest committed token [1] and the state [1, D] before it."""
         ids, features = self._take_pending()
-        states_nd = self._causal_forward(features.to(self._dtype))
+        states_1d, _ = self._causal_logits(features.to(self._dtype), len(ids) - 1)
         self._cache.length += len(ids)
-        return ids[-1:], states_nd[-1:]
+        return ids[-1:], states_1d
 
 
 DRAFTER = HydraDrafter

@@ -44,8 +44,11 @@ class TreeCache(Cache):
         assert self.all_values is not None
         return self.all_keys[index], self.all_values[index]
 
-    def keep(self, path: list[int]) -> None:
-        """Commit the nodes of `path` (root first, ascending) of what the last forward wrote; forget the rest."""
+    def keep(self, path: list[int], path_on_device: Tensor | None = None) -> None:
+        """Commit the nodes of `path` (root first, ascending) of what the last forward wrote; forget the rest.
+
+        path_on_device: The same, where somebody has copied it already.
+        """
         settled = 0
         while settled < len(path) and path[settled] == settled:
             settled += 1
@@ -53,7 +56,9 @@ class TreeCache(Cache):
         if settled < len(path):
             assert self.all_keys is not None
             assert self.all_values is not None
-            source = torch.tensor(path[settled:], device=self.all_keys.device) + start
+            if path_on_device is None:
+                path_on_device = torch.tensor(path, device=self.all_keys.device)
+            source = path_on_device[settled:] + start
             count = len(path) - settled
             for slab in (self.all_keys, self.all_values):
                 slab.narrow(3, start + settled, count).copy_(slab.index_select(3, source))

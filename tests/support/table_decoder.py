@@ -32,7 +32,8 @@ class TableDecoder:
         self._paths, self.widths = [()], []
         return self._drafted([()])
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         self.widths.append(len(tokens))
         # The parents are nodes of earlier calls.
         added = [(*self._paths[parent], token) for token, parent in zip(tokens, parents, strict=True)]

@@ -20,6 +20,7 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.protocols import Compilable
 from draftsmith.models.target import packed_linear
 from draftsmith.models.target.packed_linear import PackedLinear, pack_linears
@@ -112,7 +113,7 @@ def test_features_of_each_method() -> None:
     "kind",
     [
         "parallel",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("medusa", "eagle", "pass_embeddings", "eagle3", "peagle")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in drafter_kinds() if kind != "parallel"),
     ],
 )
 def test_compiled_drafters(kind: str, tree: str) -> None:

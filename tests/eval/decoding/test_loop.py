@@ -239,9 +239,9 @@ class NoisyStepwiseDecoder(Noise):
     def begin(self) -> Tensor:
         return self._by_path[:1]
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
         assert parents == [0] * len(tokens)
-        return self._by_path[[1 + token for token in tokens]]
+        return self._by_path[torch.as_tensor(tokens) + 1]
 
 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
@@ -283,8 +283,14 @@ def noisy_method(name: str, sampling: Sampling, generator: torch.Generator, colu
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*BUILDERS, "merged"])
 @pytest.mark.parametrize("columns", [ALL_TOKENS, TokenColumns(torch.tensor([1, 2, 5, 6, 9]), V)])
+@pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampling_keeps_the_distribution(
-    target: LlamaForCausalLM, session: TargetSession, name: str, temperature: float, columns: TokenColumns
+    target: LlamaForCausalLM,
+    session: TargetSession,
+    name: str,
+    temperature: float,
+    columns: TokenColumns,
+    at_once: bool,
 ) -> None:
     """Chi-square of the third token over 700 answers; the 0.1 % quantile for 10 degrees of freedom is 29.6."""
     sampling = Sampling(temperature)
@@ -293,7 +299,7 @@ def test_sampling_keeps_the_distribution(
     answers, rounds = 700, 0
     counts = torch.zeros(V, dtype=torch.float64)
     for _ in range(answers):
-        out: AnswerRecord = generate(session, method, PROMPT, sampling, 3, (), generator)
+        out: AnswerRecord = generate(session, method, PROMPT, sampling, 3, (), generator, at_once=at_once)
         counts[out.ids[2]] += 1
         rounds += out.rounds
     assert rounds < 2 * answers, "no draft was ever accepted, so nothing was tested"
