@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.eval.bench.arms import load_models, make_arms
+from draftsmith.eval.bench.arms import compiles, load_models, make_arms
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.report.summary import summarize_timing
@@ -48,8 +48,8 @@ def main() -> None:
         kind = load_drafter_class(recipe.drafter.kind)
         drafters = {folder.drafter: kind.from_target(target, recipe.drafter.options).to(target.device).eval()}
     questions = load_questions(recipe.eval.questions, arguments.questions_per_category)
-    tokens, seed, compiles = recipe.eval.max_new_tokens, recipe.seed, recipe.eval.compile
-    bench = SpecBench(target, tokenizer, questions, tokens, seed, compiles=compiles)
+    tokens, seed = recipe.eval.max_new_tokens, recipe.seed
+    bench = SpecBench(target, tokenizer, questions, tokens, seed, compiles=compiles(recipe))
     arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         log = RecordLog(Path(scratch) / "records.jsonl")

@@ -1,5 +1,6 @@
 """`torch.compile` as decoding uses it: one graph for each shape, no graph breaks, CUDA graphs where there is CUDA."""
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,11 @@ from draftsmith.recipes.errors import UserError
 
 BACKEND = "inductor"
 MOST_SHAPES = 64  # of one function, in one process
+
+
+def can_compile() -> bool:
+    """Whether there is a compiler of C++, which inductor and Triton ask for."""
+    return any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def compiled(

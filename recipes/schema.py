@@ -323,8 +323,10 @@ class EvalRecipe(Section):
     temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    compile: bool = Field(
-        False, description="run target and drafters through torch.compile, the baseline too; needs a C++ compiler"
+    compile: bool | None = Field(
+        None,
+        description="run target and drafters through torch.compile, the baseline too; needs a C++ compiler; by default "
+        "where the target is on CUDA and there is one",
     )
     methods: list[MethodRecipe] = [MethodRecipe(name="parallel-chain", tree="chain")]
 

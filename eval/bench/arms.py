@@ -17,9 +17,10 @@ from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.compiling import can_compile
 from draftsmith.models.decoding.protocols import Compilable
 from draftsmith.models.target.features import FINAL_FEATURES
-from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -60,6 +61,13 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
     return target, tokenizer, drafters
 
 
+def compiles(recipe: Recipe) -> bool:
+    """Whether decoding is compiled: as the recipe says, or else on CUDA, where launching kernels is what costs."""
+    if recipe.eval.compile is not None:
+        return recipe.eval.compile
+    return target_device(recipe.target).type == "cuda" and can_compile()
+
+
 def make_arms(
     recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
 ) -> list[Arm]:
@@ -70,7 +78,7 @@ def make_arms(
     """
     decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
     for decoder in decoders.values():
-        if recipe.eval.compile and isinstance(decoder, Compilable):
+        if compiles(recipe) and isinstance(decoder, Compilable):
             decoder.compile()
     arms = []
     for temperature in recipe.eval.temperatures:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.sources.questions import load_questions, questions_file
-from draftsmith.eval.bench.arms import drafter_folders, load_models, make_arms
+from draftsmith.eval.bench.arms import compiles, drafter_folders, load_models, make_arms
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import RecordLog
@@ -76,7 +76,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
     target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
+    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, compiles(recipe))
     try:
         arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(arms, log, choices.runs, choices.warmup_questions)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import FiniteFloat
 
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.eval.bench.arms import drafter_folders
+from draftsmith.eval.bench.arms import compiles, drafter_folders
 from draftsmith.eval.bench.divergence import RecordedDivergence
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.records import QuestionRecord
@@ -97,7 +97,7 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
             folders = (Path(each).expanduser() for value in values for each in value if isinstance(each, str))
             weights |= {str(each): sampled_hash(each.glob("*.safetensors")) for each in folders if each.is_dir()}
         methods.append(method)
-    evaluation = recipe.eval.model_copy(update={"methods": methods})
+    evaluation = recipe.eval.model_copy(update={"methods": methods, "compile": compiles(recipe)})
     return {
         "eval": evaluation.model_dump(exclude=FREE_KEYS),
         "method_weights": weights,

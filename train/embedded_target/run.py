@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArgu
 from transformers.trainer_callback import TrainerState
 
 from draftsmith.data.stdlib.conversations import build_conversations
+from draftsmith.models.compiling import can_compile
 from draftsmith.recipes.target_schema import EmbeddedTargetRecipe, ScheduleSection
 from draftsmith.train.drafter.checkpoints import newest_whole_checkpoint
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
@@ -72,7 +72,7 @@ def train_target(recipe: EmbeddedTargetRecipe, snapshot_dir: Path | None = None)
                 lambda: _export(trainer, tokenizer, snapshot_dir, torch.bfloat16),
             )
         )
-    if schedule.compile and any(map(shutil.which, ("c++", "g++", "clang++"))):
+    if schedule.compile and can_compile():
         model.compile()
     checkpoint = newest_whole_checkpoint(recipe.work_dir)
     if checkpoint:

@@ -13,6 +13,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
+from draftsmith.eval.bench import arms
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
@@ -25,6 +26,7 @@ from draftsmith.models.decoding.protocols import Compilable
 from draftsmith.models.target import packed_linear
 from draftsmith.models.target.packed_linear import PackedLinear, pack_linears
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPTS = [[5, 6, 7, 8], [90, 3]]
@@ -216,6 +218,20 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         pytest.raises(UserError, match=r"InductorError: InvalidCxxCompiler.*use eval.compile=false"),
     ):
         generate(session, Autoregressive(), [5, 9, 33], GREEDY, 20)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "has_one", "expected"),
+    [(None, "cuda", True, True), (None, "cuda", False, False), (None, "cpu", True, False)]
+    + [(asked, device, True, asked) for asked in (True, False) for device in ("cpu", "cuda")],
+)
+def test_compiles_by_default_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | None, device: str, has_one: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(arms, "target_device", lambda _: torch.device(device))
+    monkeypatch.setattr(arms, "can_compile", lambda: has_one)
+    recipe = load_recipe("quickstart", [] if asked is None else [f"eval.compile={str(asked).lower()}"])
+    assert arms.compiles(recipe) is expected
 
 
 def test_a_sliding_window_limits_the_session() -> None:

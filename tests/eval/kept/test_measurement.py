@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from draftsmith.eval.kept import measurement
 from draftsmith.eval.kept.measurement import measurement_settings
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe
@@ -20,6 +21,13 @@ def test_defaults_are_written_out() -> None:
     short, long = (measurement_settings(with_method("prompt_lookup", **each)) for each in ({}, {"num_tokens": 10}))
     assert short == long
     assert short["eval"]["methods"][0]["options"]["num_tokens"] == 10
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_whether_it_was_compiled_is_written_out(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    """What the recipe leaves open depends on the machine: records of one are not continued on the other."""
+    monkeypatch.setattr(measurement, "compiles", lambda _: compiles)
+    assert measurement_settings(Recipe(name="x"))["eval"]["compile"] is compiles
 
 
 def test_another_draft_model_in_the_same_folder(tmp_path: Path) -> None:
