@@ -125,7 +125,9 @@ class FakeRun(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._building:
             return _ANSWERS.get(func._overloadpacket, func)(*args, **kwargs)
-        if func._overloadpacket not in flop_registry and func._overloadpacket not in _FLOPS:
+        counted = func._overloadpacket in flop_registry or func._overloadpacket in _FLOPS
+        # What has a kernel of its own needs none of the memory that its definition in smaller operators would.
+        if not counted and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU"):
             with self:
                 composed = func.decompose(*args, **kwargs)
             if composed is not NotImplemented:

@@ -59,7 +59,7 @@ class Session:
     """
 
     _cache: TreeCache
-    _at_work: ClassVar[set[int]] = set()
+    _num_open: ClassVar[int] = 0
     _cudnn_before: ClassVar[bool] = True
 
     def __init__(self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...]) -> None:
@@ -70,17 +70,23 @@ class Session:
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._feature_layers = feature_layers
         self._tap = FeatureTap(target, feature_layers)
-        if not Session._at_work:
+        if Session._num_open == 0:
             Session._cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
-        Session._at_work.add(id(self))
+        Session._num_open += 1
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # Once: at `close`, or when the session is gone that nobody closed.
+        self._cudnn_off = weakref.finalize(self, Session._one_less)
+
+    @staticmethod
+    def _one_less() -> None:
+        Session._num_open -= 1
+        if Session._num_open == 0:
+            torch.backends.cuda.enable_cudnn_sdp(Session._cudnn_before)
 
     def close(self) -> None:
         """Take the feature hooks off the target again."""
         self._tap.close()
-        Session._at_work.discard(id(self))
-        if not Session._at_work:
-            torch.backends.cuda.enable_cudnn_sdp(Session._cudnn_before)
+        self._cudnn_off()
 
     def __enter__(self) -> Self:
         return self

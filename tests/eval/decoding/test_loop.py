@@ -1,5 +1,6 @@
 """The loop: what counts as kept, where it stops, and that sampling keeps the target's distribution end to end."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,8 +48,9 @@ def target() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def session(target: LlamaForCausalLM) -> TargetSession:
-    return TargetSession(target, 48)
+def session(target: LlamaForCausalLM) -> Iterator[TargetSession]:
+    with TargetSession(target, 48) as session:
+        yield session
 
 
 def answer_of(session: TargetSession, tokens: int) -> list[int]:

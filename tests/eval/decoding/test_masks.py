@@ -120,3 +120,7 @@ def test_cudnn_attention_is_off_while_a_session_is_open() -> None:
         first.close()
         assert enabled()
     assert enabled()
+    forgotten = TargetSession(target, 40)
+    assert not enabled()
+    del forgotten
+    assert enabled()
