@@ -164,8 +164,9 @@ def sha256_of(file: Path) -> str:
 def source_commit() -> str | None:
     """The commit of the source tree, when we run from one."""
     here = Path(__file__).resolve().parent
+    # Without the lock that `--dirty` takes: a process that is killed here would leave it behind.
     result = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
+        ["git", "--no-optional-locks", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
         capture_output=True,
         text=True,
         check=False,

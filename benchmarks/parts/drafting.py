@@ -1,14 +1,16 @@
 """Every kind of drafter at work: its draft alone, the loop around it, and what a round asks of the device.
 
 The drafters are random, but agree with the random target (`shapes.agree`): at T = 0 everything is accepted, at T = 1
-most. Loop efficiency is what `eval/report/summary.py` calls so: the speed that was measured over the one that tau and
-the times of the draft and of the target's forward predict.
+most. Loop efficiency is the speed that was measured over the one that tau predicts, with the times of the draft and of
+the target's forward: `loop_efficiency` with the times inside the loop, as `eval/report/summary.py` has it,
+`loop_efficiency_of_parts` with those of each alone. On a GPU the former counts what the device idles to a phase.
 
 Shapes: P prompt, n committed tokens, F features.
 """
 
 import statistics
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
@@ -38,14 +42,14 @@ from parts.shapes import (
     tree_paths,
 )
 from parts.suite import Suite
-from parts.target_steps import BACKENDS, open_session
+from parts.target_steps import BACKENDS, forward, open_session
 from parts.timing import seconds
 
 CHANGES_TARGET = "medusa2"  # merges its LoRA into the target: last
 COMPILED_KINDS = ("parallel", "eagle")  # one that drafts at once, one that drafts level by level
 OBSERVED_TOKENS = 3  # committed between two drafts
 DEEPEST = 5
-RUNS = 3
+RUNS = 2
 
 
 def run(suite: Suite) -> None:
@@ -125,9 +129,13 @@ def figures_of_method(
         shape.answer,
         session.device,
     )
+    medians = {key: statistics.median(figures[key] for figures in by_turn) for key in by_turn[0]}
+    draft_s, verify_s = alone(shape, session, method)
     return {
-        **{key: statistics.median(figures[key] for figures in by_turn) for key in by_turn[0]},
-        "draft_alone_s": draft_alone_s(shape, session, method),
+        **medians,
+        "draft_alone_s": draft_s,
+        "verify_alone_s": verify_s,
+        "loop_efficiency_of_parts": medians["tokens_per_s"] * (draft_s + verify_s) / medians["tau"],
         "round": asked,
     }
 
@@ -154,13 +162,20 @@ def loop_figures(answer: AnswerRecord, baseline: AnswerRecord) -> dict[str, floa
     }
 
 
-def draft_alone_s(shape: Shape, session: TargetSession, method: DrafterMethod) -> float:
-    """Median seconds of a draft, from an idle device to its tokens, a few tokens after the one before."""
-    prompt = random_prompt(shape)
+def alone(shape: Shape, session: TargetSession, method: DrafterMethod) -> tuple[float, float]:
+    """Median seconds of a draft a few tokens after the one before, and of the target's forward over its tree.
+
+    Each from an idle device to an idle one, by the calls that the loop makes.
+    """
+    prompt, device = random_prompt(shape), session.device
     features = session.prefill(prompt).features
     method.start(prompt, features)
-    times_s = []
+    propose = method.propose_on_device if device.type == "cuda" else method.propose
+    trees: list[DraftTree | DeviceTree] = []
+    times_s: list[tuple[float, float]] = []
     for _ in range(shape.repeats):
         method.observe(prompt[-OBSERVED_TOKENS:], features[-OBSERVED_TOKENS:])
-        times_s.append(seconds(method.propose, session.device))
-    return statistics.median(times_s)
+        draft_s = seconds(lambda: trees.append(propose()), device)
+        times_s.append((draft_s, seconds(partial(forward, session, trees[-1]), device)))
+    drafts_s, forwards_s = zip(*times_s, strict=True)
+    return statistics.median(drafts_s), statistics.median(forwards_s)

@@ -1,4 +1,4 @@
-"""What a round asks of the device: launches, waits and copies, by torch's profiler.
+"""What a round, or a training step, asks of the device: launches, waits and copies, by torch's profiler.
 
 Two answers of different length are profiled: their difference belongs to the rounds alone, not to the prompt.
 """
@@ -23,7 +23,7 @@ def launches_per_round(answer: Callable[[int], int], few: int, many: int, device
     """Means.
 
     Args:
-        answer: Generates so many tokens; in how many rounds.
+        answer: Generates so many tokens, or takes so many steps; in how many rounds.
         few, many: Numbers of tokens.
     """
     counts, rounds = zip(*(_profiled(answer, tokens, device) for tokens in (few, many)), strict=True)

@@ -46,7 +46,7 @@ def _draw_loop(axes: Any, parts: dict[str, Any]) -> None:
         rows = parts.get(part, {})
         places = [kinds.index(kind) + shift for kind in rows]
         if rows:
-            efficiencies = [row["tree@0"]["loop_efficiency"] for row in rows.values()]
+            efficiencies = [row["tree@0"]["loop_efficiency_of_parts"] for row in rows.values()]
             axes.bar(places, efficiencies, width=0.4, label=label, color=colour)
     axes.axhline(REACH["loop"], color="gray", linestyle=":")
     axes.set_xticks(range(len(kinds)), kinds, rotation=30, ha="right")

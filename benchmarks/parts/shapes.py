@@ -90,7 +90,7 @@ TREES = (1, 48, 64, 32, 16, 8, 4, 2)
 SHAPES = {
     "8b": Shape(
         "8b", 4096, 14336, 32, 32, 8, 128_256, "bfloat16",
-        length=2048, rows=4, prompt=512, answer=192, tree_nodes=TREES, drafted_nodes=48, repeats=20, training_steps=8,
+        length=2048, rows=4, prompt=512, answer=96, tree_nodes=TREES, drafted_nodes=48, repeats=20, training_steps=8,
     ),
     # SmolLM2-135M's sizes: on a CPU.
     "135m": Shape(

@@ -21,6 +21,7 @@ from transformers import LlamaModel, PreTrainedModel
 
 from draftsmith.models.head_loss import head_loss
 from draftsmith.models.target.features import target_features
+from parts.launches import launches_per_round
 from parts.shapes import SEED, random_drafter, random_target
 from parts.suite import Suite
 from parts.timing import in_turns
@@ -63,12 +64,20 @@ def figures(suite: Suite) -> dict[str, Any]:
         "layer": causal_layer(target, shape.num_masks + 1, shape.length, half),
         "loss": chunked_loss(target, rows, half),
     }
-    times_s = in_turns(works, device, suite.shape.repeats)
+    times_s = in_turns(works, device, shape.repeats)
+
+    def steps(number: int) -> int:
+        for _ in range(number):
+            step()
+            optimize()
+        return number
+
     bounds_s = [sum(parts) for parts in zip(times_s["target"], times_s["layer"], times_s["loss"], strict=True)]
     whole_s = [sum(both) for both in zip(times_s["step"], times_s["optimizer"], strict=True)]
     return {
         **{f"{name}_s": statistics.median(times) for name, times in times_s.items()},
         "labelled_rows": rows,
+        "step": launches_per_round(steps, 1, 3, device),
         **ratios("ratio", times_s["step"], bounds_s),
         **ratios("ratio_with_optimizer", whole_s, bounds_s),
     }

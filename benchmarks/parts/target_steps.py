@@ -1,12 +1,15 @@
 """The target's forward over draft trees of 1 to 64 nodes, beside that of a single token, in turns; compiled or not."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.trees.device_tree import DeviceTree
+from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.compiling import BACKEND
 from parts.shapes import random_prompt, random_target, random_tree
 from parts.suite import Suite
@@ -36,7 +39,7 @@ def run_trees(suite: Suite, compiles: bool) -> None:
         if isinstance(session, CompiledSession):
             for nodes in shape.tree_nodes:
                 with session.learning():
-                    session.forward_tree(random_tree(nodes))
+                    forward(session, tree_of(nodes, device))
         for nodes in shape.tree_nodes:
             suite.measure(f"{nodes}_nodes", figures, session, nodes, suite, weights_bytes)
 
@@ -47,13 +50,23 @@ def open_session(target: Any, length_tokens: int, compiles: bool) -> TargetSessi
     return TargetSession(target, length_tokens)
 
 
+def forward(session: TargetSession, tree: DraftTree | DeviceTree) -> TargetStep:
+    """As the loop runs a tree: one that lies on the device as such."""
+    return session.forward_device_tree(tree) if isinstance(tree, DeviceTree) else session.forward_tree(tree)
+
+
+def tree_of(nodes: int, device: torch.device) -> DraftTree | DeviceTree:
+    """On a GPU it lies there."""
+    tree = random_tree(nodes)
+    return DeviceTree.of(tree, device) if device.type == "cuda" else tree
+
+
 def figures(session: TargetSession, nodes: int, suite: Suite, weights_bytes: int) -> dict[str, Any]:
     """base_s: of the single token; weight_bytes_per_s: of the target's weights, read once."""
-    tree, single = random_tree(nodes), random_tree(1)
-    session.forward_tree(single)  # compiled, if at all, before the other
-    first_s = seconds(lambda: session.forward_tree(tree), suite.device)
-    turns = suite.shape.repeats
-    compared = compare(lambda: session.forward_tree(tree), lambda: session.forward_tree(single), suite.device, turns)
+    tree, single = (partial(forward, session, tree_of(number, suite.device)) for number in (nodes, 1))
+    single()  # compiled, if at all, before the other
+    first_s = seconds(tree, suite.device)
+    compared = compare(tree, single, suite.device, suite.shape.repeats)
     return {
         **compared,
         "first_s": first_s,

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from parts import drafting, target_steps
 from parts.cuda_tests import outcomes
 from parts.drafting import loop_figures
 from parts.launches import count, per_round
 from parts.shapes import FAVOURITE, SHAPES, agree, random_drafter, random_target, tree_paths
 from parts.step_bound import ratios
-from parts.suite import Suite, run_apart
+from parts.suite import Findings, Suite, run_apart
 from support.benchmark_scripts import benchmark
+from support.ghost_device import ghost_device
 
+from draftsmith.eval.decoding import loop
 from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.phase_clock import HostClock
 from draftsmith.models.base.registry import drafter_kinds
 
 CPU = torch.device("cpu")
@@ -153,6 +157,7 @@ def test_every_part_with_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     losses = [parts["training"][name]["loss"] for name in ("folded_1x32", "dense_1x32")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert parts["step_bound"]["parallel"]["labelled_rows"] == sum(31 - depth for depth in range(5))
+    assert parts["step_bound"]["parallel"]["step"]["operators"] > 100
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 
@@ -176,3 +181,36 @@ def test_no_time_left_is_said_by_the_exit_code(tmp_path: Path, monkeypatch: pyte
         script.main()
     assert exit_info.value.code == 1
     assert json.loads((tmp_path / "gpu.json").read_text())["figures"]["left_out"] == ["peaks: all of it"]
+
+
+def test_no_part_may_take_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 minutes the first may take 4; when 9 are gone, the second has the one that is left."""
+    script, now_s, given_s = benchmark("gpu"), [100.0], []
+
+    def part(*inputs: object) -> Findings:
+        given_s.append(inputs[3] - now_s[0])
+        now_s[0] += 540
+        return Findings()
+
+    monkeypatch.setattr(script, "findings_of", part)
+    monkeypatch.setattr(script.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--tiny", "--minutes", "10", "--parts", "peaks", "training"])
+    script.main()
+    assert given_s == [240, 60]
+
+
+@pytest.mark.slow
+def test_decoding_is_measured_without_mixing_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a ghost of a CUDA device, which has neither random numbers nor a profiler, and whose events tell no time."""
+    host_generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda *_: host_generator())
+    monkeypatch.setattr(drafting, "launches_per_round", lambda *_: {"waits": 0.0})
+    monkeypatch.setattr(loop, "phase_clock", lambda _: HostClock())
+    with ghost_device():
+        device = torch.device("cuda", 0)
+        trees = Suite(TINY, device, tmp_path / "trees.json", time.monotonic() + 600).run(target_steps.run)
+        target = random_target(TINY, device)
+        kinds = {kind: drafting.figures_of_kind(TINY, target, kind, compiles=False) for kind in ("parallel", "eagle3")}
+    assert trees.errors == {}
+    assert set(trees.figures) == {"1_nodes", "5_nodes", "3_nodes"}
+    assert [kind["chain@0"]["tau"] for kind in kinds.values()] == [19 / 4, 19 / 4]
