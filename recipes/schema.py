@@ -283,6 +283,10 @@ class MethodRecipe(Section):
     nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
     branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")
     paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
+    lookup: bool = Field(
+        False,
+        description="best_first: what followed a path's last tokens earlier in the text competes for the tree's places",
+    )
     lenience: float = Field(
         1.0, gt=0, le=1, description="below 1 drafts are accepted more readily, which is NOT lossless (2211.17192, A.5)"
     )
@@ -296,6 +300,8 @@ class MethodRecipe(Section):
     def _static_needs_paths(self) -> "MethodRecipe":
         if (self.tree == "static") != (self.paths is not None):
             raise ValueError("`paths` goes with `tree: static` and with no other tree")
+        if self.lookup and (self.kind != DRAFTER_KIND or self.tree != "best_first"):
+            raise ValueError("`lookup: true` goes with a drafter's `tree: best_first` and with no other")
         if self.kind == DRAFTER_KIND and self.options:
             raise ValueError("`options` are of methods of another `kind`; a drafter's lie with its weights")
         return self

@@ -88,7 +88,8 @@ def make_arms(
             generator, folder = torch.Generator(target.device), drafter_folder(recipe, method)
             if method.kind == DRAFTER_KIND:
                 decoder = decoders[folder]
-                drafting = DrafterMethod(method.name, decoder, tree_builder(method, decoder), sampling, generator)
+                builder = tree_builder(method, decoder)
+                drafting = DrafterMethod(method.name, decoder, builder, sampling, generator, method.lookup)
                 arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
             else:
                 tokens = folder.parent / "data" / "tokens"

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from draftsmith.eval.trees.builders import DeviceBuilder, TreeBuilder
 from draftsmith.eval.trees.device_tree import DeviceTree
+from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.decoding.protocols import ReadsTokens, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.token_columns import ALL_TOKENS
 
 
 class DrafterMethod:
@@ -24,6 +26,8 @@ class DrafterMethod:
         builder: The tree's form, for a decoder of this kind (see `builders.tree_builder`).
         sampling: the target's, applied to q too.
         generator: for sampled trees.
+        lookup: Whether paths that lookups continue compete for the tree's places, for `best_first` trees; then the tree
+            is made on the host.
     """
 
     def __init__(
@@ -33,27 +37,34 @@ class DrafterMethod:
         builder: TreeBuilder,
         sampling: Sampling,
         generator: torch.Generator | None = None,
+        lookup: bool = False,
     ) -> None:
         self.name, self.sequential = name, isinstance(decoder, StepwiseDecoder)
-        self.columns = decoder.columns
+        # A lookup finds any token.
+        self.columns = ALL_TOKENS if lookup else decoder.columns
+        self._lookup = PathLookup() if lookup else None
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._newest_1 = -1, torch.empty(0)
         self._on_host = isinstance(decoder, ReadsTokens)
 
     def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
         """The same method over another decoder of the same kind."""
-        return DrafterMethod(self.name, decoder, self._builder, self._sampling, self._generator)
+        lookup = self._lookup is not None
+        return DrafterMethod(self.name, decoder, self._builder, self._sampling, self._generator, lookup)
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        if self._lookup is not None:
+            self._lookup.start(prompt_ids)
         self.decoder.start(self._tensor(prompt_ids, features), features)
 
     def propose(self) -> DraftTree:
-        return self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
+        tree = self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
+        return tree if self._lookup is None else with_lookups(tree, self._lookup, len(tree) - 1)
 
     def propose_on_device(self) -> DraftTree | DeviceTree:
         """The tree, left on the device where builder and decoder can."""
         builder = self._builder
-        if self._on_host or not isinstance(builder, DeviceBuilder):
+        if self._on_host or self._lookup is not None or not isinstance(builder, DeviceBuilder):
             return self.propose()
         return builder.propose_on_device(self._newest_1, self.decoder, self._sampling, self._generator)
 
@@ -63,6 +74,8 @@ class DrafterMethod:
     def observe_on_device(self, committed_ids: list[int], ids: Tensor, features: Tensor) -> None:
         """ids [n]: the same on the device."""
         self._newest, self._newest_1 = committed_ids[-1], ids[-1:]
+        if self._lookup is not None:
+            self._lookup.observe(committed_ids)
         self.decoder.observe(torch.tensor(committed_ids) if self._on_host else ids, features)
 
     def _tensor(self, ids: list[int], features: Tensor) -> Tensor:
