@@ -193,7 +193,9 @@ def show_search(search: Search, console: Console) -> None:
 
 
 def _scored_methods(recipe: Recipe) -> list[Any]:
-    return [m for m in recipe.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None and m.tree != "tuned"]
+    """The trees that the drafter alone decides."""
+    own = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.drafter is None)
+    return [method for method in own if method.tree != "tuned" and not method.lookup]
 
 
 def _share_data(trial: Recipe, recipe: Recipe) -> None:

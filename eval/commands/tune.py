@@ -2,7 +2,8 @@
 
 1. Trace: greedy answers with one large tree (`TRACED_NODES`), noting which of its nodes were accepted and how confident
    the drafter was of them. The best tree of fewer nodes is made of the most confident ones, so what any size and depth
-   would have accepted is read off the trace: tau(size, depth). The same with the longest chain, for shorter ones.
+   would have accepted is read off the trace: tau(size, depth). The same with the longest chain, for shorter ones, and
+   with lookups among the tree's paths, at every depth.
 2. Cost: seconds of a verification forward against its number of nodes, and of a draft against its depth.
 3. The shapes of the largest tau / (draft + verification) are measured beside the tree that is the default so far, in
    turns; the fastest is written into the drafter's config, where `tree: tuned` finds it. So tuning never loses.
@@ -92,6 +93,7 @@ def expected_tau(trace: Trace, depth: int, nodes: int) -> float:
 def candidates(
     trace: Trace,
     chain_trace: Trace,
+    lookup_trace: Trace,
     depths: Sequence[int],
     verify_curve: list[tuple[int, float]],
     draft_s: dict[int, float],
@@ -107,15 +109,18 @@ def candidates(
     for depth in depths:
         cut = None if depth == depths[-1] else depth
         chain = MethodRecipe(name="chain", tree="chain", max_depth=cut)
-        trees = [(chain, depth, chain_trace)]
+        trees = [(chain, depth, expected_tau(chain_trace, depth, depth))]
         for nodes in SIZES:
+            branch = min(nodes, TRACED_BRANCH)
+            name = f"best-first-{nodes}"
+            tree = MethodRecipe(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
             if nodes > depth:
-                name = f"best-first-{nodes}"
-                branch = min(nodes, TRACED_BRANCH)
-                tree = MethodRecipe(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
-                trees.append((tree, nodes, trace))
-        for method, size, traced in trees:
-            tau = expected_tau(traced, depth, size)
+                trees.append((tree, nodes, expected_tau(trace, depth, nodes)))
+            if cut is None:
+                looking = tree.model_copy(update={"name": f"{tree.name}-lookup", "lookup": True})
+                # However deep: lookups are not bound to the drafter's depths.
+                trees.append((looking, nodes, expected_tau(lookup_trace, nodes, nodes)))
+        for method, size, tau in trees:
             found.append(Candidate(method, tau, draft_s[depth], _on_curve(verify_curve, size + 1)))
     return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
 
@@ -210,9 +215,10 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     decoder = drafter.decoder(length)
     with TargetSession(target, length, drafter.feature_layers) as session:
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
-        trace, chain_trace = (
+        looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
+        trace, chain_trace, lookup_trace = (
             _trace(session, _method(traced, decoder), prompts, new_tokens, end_ids)
-            for traced in (large, MethodRecipe(name="chain"))
+            for traced in (large, MethodRecipe(name="chain"), looking)
         )
         if not any(trace):
             raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
@@ -220,7 +226,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         depths = list(range(1, deepest + 1))
         curve = _verify_curve(session, prompts[0])
         draft_s = {depth: _draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
-        promised = candidates(trace, chain_trace, depths, curve, draft_s)
+        promised = candidates(trace, chain_trace, lookup_trace, depths, curve, draft_s)
         finalists = [default]
         for candidate in promised:
             known = [shape_of(method) for method in finalists]
@@ -237,7 +243,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 
 
 def _method(recipe: MethodRecipe, decoder: SequenceDecoder) -> DrafterMethod:
-    return DrafterMethod(recipe.name, decoder, tree_builder(recipe, decoder), GREEDY)
+    return DrafterMethod(recipe.name, decoder, tree_builder(recipe, decoder), GREEDY, lookup=recipe.lookup)
 
 
 def _trace(

@@ -43,10 +43,10 @@ def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
 
 def shape_of(method: MethodRecipe) -> dict[str, Any]:
     """What makes the tree, without the row's name."""
-    return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths")}
+    return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths", "lookup")}
 
 
 def describe(method: MethodRecipe) -> str:
     depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
     size = f" of {method.nodes} nodes" if method.tree == "best_first" else ""
-    return f"{method.tree}{size}{depth}"
+    return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"

@@ -51,11 +51,14 @@ def test_expected_tau_by_hand() -> None:
 
 def test_the_best_candidate_depends_on_the_clock() -> None:
     trace, chain_trace, draft_s = [[5, 7]] * 3 + [[0]], [[0], [], [], []], {1: 1.0, 2: 1.0}
-    flat = candidates(trace, chain_trace, [1, 2], [(1, 10.0), (64, 10.0)], draft_s)
+    flat = candidates(trace, chain_trace, [[]], [1, 2], [(1, 10.0), (64, 10.0)], draft_s)
     assert describe(flat[0].method) == "best_first of 8 nodes"
     assert flat[0].tau == 1 + 7 / 4
-    steep = candidates(trace, chain_trace, [1, 2], [(1, 1.0), (64, 640.0)], draft_s)
+    steep = candidates(trace, chain_trace, [[]], [1, 2], [(1, 1.0), (64, 640.0)], draft_s)
     assert describe(steep[0].method) == "chain to depth 1"
+    looking = candidates(trace, chain_trace, [[0, 1, 2, 3, 4, 5], []], [1, 2], [(1, 10.0), (64, 10.0)], draft_s)
+    assert describe(looking[0].method) == "best_first of 6 nodes with lookups"
+    assert looking[0].tau == 1 + 6 / 2
 
 
 def test_between_measured_sizes() -> None:
@@ -96,7 +99,7 @@ def test_the_tree_goes_with_the_drafter(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "draftsmith-parallel"}))
     row = MethodRecipe(name="mine", tree="tuned")
     assert resolve_tuned(row, tmp_path).tree == "best_first"  # never tuned
-    found = MethodRecipe(name="x", tree="best_first", nodes=10, branch=8, max_depth=3)
+    found = MethodRecipe(name="x", tree="best_first", nodes=10, branch=8, max_depth=3, lookup=True)
     write_tuned(tmp_path, found)
     resolved = resolve_tuned(row, tmp_path)
     assert shape_of(resolved) == shape_of(found)
