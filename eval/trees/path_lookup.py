@@ -38,7 +38,7 @@ class PathLookup:
 
     def start(self, prompt_ids: list[int]) -> None:
         """Begin a sequence. What lookups were worth in another says little about it."""
-        self._ids: list[int] = []
+        self._last: tuple[int, ...] = ()  # tokens, MAX_NGRAM at most
         self._next_of: dict[tuple[int, ...], int] = {}
         self._tried = [float(PRIOR_OBSERVATIONS)] * MAX_NGRAM
         self._right = [share * PRIOR_OBSERVATIONS for share in PRIOR]
@@ -56,9 +56,9 @@ class PathLookup:
 
     def find(self, path: list[int]) -> Found | None:
         """What would follow the sequence and these tokens; nothing where the last of them is new."""
-        last = [*self._ids[-MAX_NGRAM:], *path][-MAX_NGRAM:]
+        last = (*self._last, *path)[-MAX_NGRAM:]
         for begin in range(len(last)):
-            token = self._next_of.get(tuple(last[begin:]))
+            token = self._next_of.get(last[begin:])
             if token is not None:
                 return Found(token, len(last) - begin)
         return None
@@ -69,10 +69,10 @@ class PathLookup:
         return math.log(self._right[length - 1] / (self._tried[length - 1] + 1))
 
     def _append(self, token: int) -> None:
-        last = self._ids[-MAX_NGRAM:]
+        last = self._last
         for begin in range(len(last)):
-            self._next_of[tuple(last[begin:])] = token
-        self._ids.append(token)
+            self._next_of[last[begin:]] = token
+        self._last = (*last, token)[-MAX_NGRAM:]
 
 
 def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
