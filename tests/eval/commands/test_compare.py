@@ -43,11 +43,11 @@ def test_the_joint_recipe_names_every_drafter() -> None:
     assert [(method.name, method.drafter) for method in joint.eval.methods] == [
         (f"quickstart-inputs-{inputs}/parallel-{tree}", f"elsewhere/quickstart-inputs-{inputs}/drafter")
         for inputs in ("hidden", "both")
-        for tree in ("chain", "tree")
+        for tree in ("chain", "tree", "tree-lookup")
     ]
     kept = joint_recipe([load_recipe("quickstart"), load_recipe("embedded-medusa")], "table")
     assert [method.name for method in kept.eval.methods] == [
-        "parallel-chain", "parallel-tree", "medusa-chain", "medusa-tree",
+        "parallel-chain", "parallel-tree", "parallel-tree-lookup", "medusa-chain", "medusa-tree",
     ]  # fmt: skip
 
 
@@ -118,7 +118,8 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "rows.json").read_text())
     overall = {row["method"]: row for row in rows if row["category"] == "overall"}
-    assert list(overall) == ["autoregressive", "parallel-chain", "parallel-tree", "medusa-chain", "medusa-tree"]
+    parallel = ["parallel-chain", "parallel-tree", "parallel-tree-lookup"]
+    assert list(overall) == ["autoregressive", *parallel, "medusa-chain", "medusa-tree"]
     assert all(row["greedy_identical"] for row in overall.values())
     first, second = (LedgerView(tmp_path / name / "data") for name in ("quickstart", "embedded-medusa"))
     assert first.fingerprint() == second.fingerprint()
