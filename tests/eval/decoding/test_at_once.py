@@ -44,7 +44,13 @@ NEW_TOKENS = 12  # on the ghost, which is slow
 
 
 def drafter_method(
-    kind: str, tree: str, target: Any, sampling: Sampling = GREEDY, device: str = "cpu", compiles: bool = False
+    kind: str,
+    tree: str,
+    target: Any,
+    sampling: Sampling = GREEDY,
+    device: str = "cpu",
+    compiles: bool = False,
+    lookup: bool = False,
 ) -> tuple[DrafterMethod, tuple[int, ...]]:
     """A drafter's method on this device, and the features that it reads."""
     # Made on the CPU with a target of its own, and told of the one that it drafts for.
@@ -59,7 +65,8 @@ def drafter_method(
         decoder.compile(backend="eager")
     recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
     generator = None if sampling.greedy else torch.Generator().manual_seed(1)
-    return DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator), drafter.feature_layers
+    method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator, lookup)
+    return method, drafter.feature_layers
 
 
 def figures(answer: AnswerRecord) -> tuple[Any, ...]:
@@ -197,6 +204,17 @@ def test_one_copy_each_way_a_round(kind: str, tree: str, temperature: float) -> 
         assert 1 < sent <= method.decoder.num_depths + 1
     else:
         assert (back, sent) == (1, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lookups_cost_one_more_each_way(temperature: float) -> None:
+    """The host makes the tree, of what the drafter found most likely."""
+    with ghost_device():
+        target = tiny_target()
+        method, layers = drafter_method(
+            "parallel", "best_first", target, Sampling(temperature), device="cuda:0", lookup=True
+        )
+        assert counted(method, layers, target, temperature) == (2, 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
