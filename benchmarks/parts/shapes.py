@@ -97,6 +97,11 @@ SHAPES = {
         "135m", 576, 1536, 30, 9, 3, 49_152, "float32",
         length=256, rows=2, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=5, training_steps=3,
     ),
+    # The embedded target's, on a CPU: where what our own code adds weighs most.
+    "embedded": Shape(
+        "embedded", 192, 512, 8, 3, 1, 4096, "float32",
+        length=512, rows=4, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=20, training_steps=8,
+    ),
     # To see that everything runs, anywhere.
     "tiny": Shape(
         "tiny", 64, 96, 2, 4, 2, 331, "float32",

@@ -1,31 +1,40 @@
 """A training step against the sum of what its parts need at least, in turns: what our own code adds.
 
-    python benchmarks/gpu.py --shape 135m --parts step_bound     # on a CPU
+    OMP_NUM_THREADS=2 python benchmarks/gpu.py --shape 135m --parts step_bound --json FILE     # on a CPU
+    OMP_NUM_THREADS=2 python benchmarks/gpu.py --shape embedded --parts step_bound --json FILE
 
 The parts, each alone and by other people's code where there is any: the target's forward; one decoder layer of
 transformers with plain causal attention over G sequences of S rows, forward and backward; the chunked loss of as many
 rows as carry a label. The step is all of that for the parallel drafter: besides, it makes the rows and their labels,
-merges own groups into the attention, and reads its inputs by `fc`. The optimiser's step is timed apart.
+merges own groups into the attention, and reads its inputs by `fc`. The optimiser's step is timed apart. The trainer's
+step, between which all of these are timed, is the same with the optimiser, its guard rails and its counters.
 
 Shapes: G = K+1 streams, S positions, D hidden, N labelled rows.
 """
 
 import statistics
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaModel, PreTrainedModel
 
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.head_loss import head_loss
 from draftsmith.models.target.features import target_features
+from draftsmith.train.drafter.trainer import DrafterTrainer
 from parts.launches import launches_per_round
-from parts.shapes import SEED, random_drafter, random_target
+from parts.shapes import SEED, Shape, random_drafter, random_target
 from parts.suite import Suite
-from parts.timing import in_turns
+from parts.timing import Work, seconds
+from parts.training import StepTimes, arguments, random_row
 
+WARMUP_TURNS = 2
 Half = Callable[[], AbstractContextManager[Any]]
 
 
@@ -64,7 +73,7 @@ def figures(suite: Suite) -> dict[str, Any]:
         "layer": causal_layer(target, shape.num_masks + 1, shape.length, half),
         "loss": chunked_loss(target, rows, half),
     }
-    times_s = in_turns(works, device, shape.repeats)
+    times_s = between_steps(works, shape, target, drafter)
 
     def steps(number: int) -> int:
         for _ in range(number):
@@ -74,13 +83,44 @@ def figures(suite: Suite) -> dict[str, Any]:
 
     bounds_s = [sum(parts) for parts in zip(times_s["target"], times_s["layer"], times_s["loss"], strict=True)]
     whole_s = [sum(both) for both in zip(times_s["step"], times_s["optimizer"], strict=True)]
+    trainer_s = times_s["trainer_step"]
     return {
         **{f"{name}_s": statistics.median(times) for name, times in times_s.items()},
         "labelled_rows": rows,
         "step": launches_per_round(steps, 1, 3, device),
         **ratios("ratio", times_s["step"], bounds_s),
         **ratios("ratio_with_optimizer", whole_s, bounds_s),
+        **ratios("ratio_of_trainer", trainer_s, bounds_s),
     }
+
+
+class BetweenSteps(StepTimes):
+    """After each step of the trainer, the seconds of each work."""
+
+    def __init__(self, works: dict[str, Work], device: torch.device) -> None:
+        super().__init__(device)
+        self.work_times_s: dict[str, list[float]] = {name: [] for name in works}
+        self._works, self._device = works, device
+
+    def on_step_end(self, *arguments: Any, **named: Any) -> None:
+        super().on_step_end(*arguments, **named)
+        for name, work in self._works.items():
+            self.work_times_s[name].append(seconds(work, self._device))
+
+
+def between_steps(
+    works: dict[str, Work], shape: Shape, target: PreTrainedModel, drafter: Drafter
+) -> dict[str, list[float]]:
+    """Seconds of each work and of the trainer's step, on rows of S tokens, in turns: other work slows all of them."""
+    turns = WARMUP_TURNS + shape.repeats
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(shape, target.device, Path(folder), rows=1, steps=turns)
+        data = Dataset.from_list([random_row(shape, number) for number in range(turns)])
+        trainer, times = DrafterTrainer(drafter, target, args, data), BetweenSteps(works, target.device)
+        trainer.add_callback(times)
+        trainer.train()
+    every = {**times.work_times_s, "trainer_step": times.times_s}
+    return {name: times_s[WARMUP_TURNS:] for name, times_s in every.items()}
 
 
 def ratios(name: str, times_s: list[float], bounds_s: list[float]) -> dict[str, float]:

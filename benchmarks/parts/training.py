@@ -59,7 +59,7 @@ def run(suite: Suite) -> None:
 def figures(shape: Shape, device: torch.device, backend: str, rows: int, peak_flops_per_s: float) -> dict[str, Any]:
     """Of steps on so many rows of S tokens, all of them labelled."""
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(shape, device, Path(folder), rows)
+        args = arguments(shape, device, Path(folder), rows, WARMUP_STEPS + shape.training_steps)
         cost = planned(shape, args, Path(folder), rows)
         target = random_target(shape, device)
         drafter = random_drafter(KIND, target, attention=backend)
@@ -84,10 +84,10 @@ def figures(shape: Shape, device: torch.device, backend: str, rows: int, peak_fl
     }
 
 
-def arguments(shape: Shape, device: torch.device, folder: Path, rows: int) -> TrainingArguments:
+def arguments(shape: Shape, device: torch.device, folder: Path, rows: int, steps: int) -> TrainingArguments:
     values = {
         "per_device_train_batch_size": rows,
-        "max_steps": WARMUP_STEPS + shape.training_steps,
+        "max_steps": steps,
         "learning_rate": 1.0e-4,
         "bf16": shape.torch_dtype == torch.bfloat16,
         "save_strategy": "no",

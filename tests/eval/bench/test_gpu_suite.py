@@ -158,6 +158,7 @@ def test_every_part_with_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert parts["step_bound"]["parallel"]["labelled_rows"] == sum(31 - depth for depth in range(5))
     assert parts["step_bound"]["parallel"]["step"]["operators"] > 100
+    assert parts["step_bound"]["parallel"]["ratio_of_trainer_highest"] > 0
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 
