@@ -16,9 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
+from draftsmith.models.base.in_parts import Batch, loss_in_parts
 from draftsmith.models.base.options import Attention, DrafterOptions, DraftVocabSize, Loss
 from draftsmith.models.groups.alignment import depth_labels, document_starts, previous_features
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
+from draftsmith.models.groups.parts import PartRows
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 
@@ -69,7 +71,11 @@ class GroupWiseDrafter(DraftVocabulary):
         label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        rows = self.labelled_rows(labels_bgs, position_ids)
+        present_bgs = self.present(labels_bgs)
+        if getattr(self.config, "in_parts", False) and self.config.num_depths > 1:
+            batch = Batch(input_ids, self.features_read(features), labels_bgs, position_ids, teacher_features)
+            return loss_in_parts(self, batch, present_bgs, label_counts)
+        rows = GroupRows.of(present_bgs, labels_bgs, position_ids, self.reads_first_token)
         hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
         labelled_m = rows.labelled_m
         index_m, depth_m = rows.index_n[labelled_m], rows.stream_n[labelled_m]
@@ -84,9 +90,13 @@ class GroupWiseDrafter(DraftVocabulary):
         output.correct_bgs = correct.view(labels_bgs.shape)
         return output
 
-    def labelled_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
-        """The rows to compute: those with a label, and what they attend to."""
-        return GroupRows.that_matter(labels_bgs, position_ids=position_ids, first_token=self.reads_first_token)
+    def present(self, labels_bgs: Tensor) -> Tensor:
+        """[B, G, S] bool: the rows to compute, those with a label and what they attend to."""
+        return GroupRows.present(labels_bgs)
+
+    def features_read(self, features: Tensor) -> Tensor:
+        """[B, S, F] what a training step reads of the target's features."""
+        return features
 
     def rows_with_labels(self, labels_bgs: Tensor, position_ids: Tensor | None) -> Tensor:
         labelled_bgs = super().rows_with_labels(labels_bgs, position_ids)
@@ -116,8 +126,8 @@ class GroupWiseDrafter(DraftVocabulary):
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
         """[N, D] of the present rows, before the final norm. Features are those AT each token."""
-        real_bse = self.real_inputs(input_ids, previous_features(features, position_ids))
-        hidden = self.rows_inputs(rows, real_bse.flatten(0, 1).index_select(0, rows.token_n)).unsqueeze(0)
+        real_bse = self.real_inputs(input_ids, previous_features(self.features_read(features), position_ids))
+        hidden = self.rows_inputs(rows.stream_n, real_bse.flatten(0, 1).index_select(0, rows.token_n)).unsqueeze(0)
         rotary = self.rotary_of(hidden, self.positions(rows, position_ids).unsqueeze(0))
         return self.run_layers(hidden, rotary, group_grid=rows.grid, group_backend=self.config.attention)[0]
 
@@ -129,9 +139,17 @@ class GroupWiseDrafter(DraftVocabulary):
         batch, _, length = rows.shape
         return position_ids.expand(batch, length).flatten()[rows.token_n] + rows.stream_n
 
-    def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
-        """[N, E] of the present rows, given the inputs of their groups' newest tokens."""
+    def rows_inputs(self, stream_n: Tensor, newest_ne: Tensor) -> Tensor:
+        """[N, E] of rows of these streams, given the inputs of their groups' newest tokens."""
         return newest_ne
+
+    def part_state(self, inputs_ne: Tensor, hidden_nd: Tensor) -> Tensor:
+        """What the masks of a part read of stream 0's rows, given these rows' inputs and outputs."""
+        return inputs_ne
+
+    def part_hidden(self, part: PartRows, state_ne: Tensor, ids_p: Tensor) -> Tensor:
+        """[n, D] of a part's masks, before the final norm, from `part_state` and all tokens of the batch."""
+        raise NotImplementedError
 
     def stream_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, G, S, D] of all streams, before the final norm; zeros where there is no row."""

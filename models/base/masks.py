@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
-from draftsmith.models.base.options import DepthOptions
+from draftsmith.models.base.options import DepthOptions, InParts
 from draftsmith.models.decoding.batch import BatchParallelDecoder
 from draftsmith.models.decoding.cached import ParallelDecoder
 from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder
+from draftsmith.models.groups.parts import PartRows
 from draftsmith.models.groups.rows import GroupRows, kept_shares
 from draftsmith.models.losses import numbers_beside
 
@@ -28,6 +29,7 @@ class MaskOptions(GroupWiseOptions, DepthOptions):
         1.0, gt=0, le=1, description="train [MASK]_j at a random keep_ratio**j of its positions (P-EAGLE); 1 keeps all"
     )
     keep_ratio_min: float = Field(0.0, ge=0, le=1, description="but at no smaller share of them than this")
+    in_parts: InParts = False
 
     @property
     def num_depths(self) -> int:
@@ -46,18 +48,11 @@ class MaskedDrafter(GroupWiseDrafter):
         """[K, E] inputs of [MASK]_1..K."""
         raise NotImplementedError
 
-    def labelled_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
+    def present(self, labels_bgs: Tensor) -> Tensor:
         if not self.training:
-            return super().labelled_rows(labels_bgs, position_ids)
+            return super().present(labels_bgs)
         config = self.config
-        return GroupRows.that_matter(
-            labels_bgs,
-            config.keep_ratio,
-            config.keep_ratio_min,
-            self.generator,
-            position_ids=position_ids,
-            first_token=self.reads_first_token,
-        )
+        return GroupRows.present(labels_bgs, config.keep_ratio, config.keep_ratio_min, self.generator)
 
     def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         counts_2g = super().label_counts(input_ids, loss_mask, position_ids)
@@ -66,13 +61,19 @@ class MaskedDrafter(GroupWiseDrafter):
         shares = kept_shares(self.config.num_depths, self.config.keep_ratio, self.config.keep_ratio_min)
         return counts_2g * numbers_beside(counts_2g, shares)
 
-    def rows_inputs(self, rows: GroupRows, newest_ne: Tensor) -> Tensor:
+    def rows_inputs(self, stream_n: Tensor, newest_ne: Tensor) -> Tensor:
         if self.config.num_masks == 0:
             return newest_ne
-        of_masks_ne = self.mask_inputs()[(rows.stream_n - 1).clamp_min(0)]
+        of_masks_ne = self.mask_inputs()[(stream_n - 1).clamp_min(0)]
         if self.mask_residual:
             of_masks_ne = of_masks_ne + newest_ne
-        return torch.where((rows.stream_n > 0)[:, None], of_masks_ne, newest_ne)
+        return torch.where((stream_n > 0)[:, None], of_masks_ne, newest_ne)
+
+    def part_hidden(self, part: PartRows, state_ne: Tensor, ids_p: Tensor) -> Tensor:
+        hidden = self.rows_inputs(part.stream_n, state_ne.index_select(0, part.real_n)).unsqueeze(0)
+        part.attention.begin_stream(part.grid)
+        rotary = self.rotary_of(hidden, part.position_n.unsqueeze(0))
+        return self.run_layers(hidden, rotary, cached_attention=part.attention)[0]
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder:
         return ParallelDecoder(self, max_length_tokens)

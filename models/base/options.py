@@ -71,6 +71,13 @@ FirstToken = Annotated[
         "none, so false for a drafter that they serve"
     ),
 ]
+InParts = Annotated[
+    bool,
+    Field(
+        description="for long sequences: train the masks of a part of the positions at a time, forward and backward, "
+        "so that memory does not grow with their number; the same gradients"
+    ),
+]
 Init = Annotated[
     Literal["target", "random"], Field(description="start the layers and the norm from the target's, or at random")
 ]

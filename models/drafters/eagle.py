@@ -33,7 +33,6 @@ from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, FirstToken
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.groups.layers import build_target_layers, layers_config
-from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none, smooth_l1
 
 
@@ -80,14 +79,13 @@ class EagleLayer(GroupWiseDrafter):
 
     # ---- training ----
 
-    def rows_hidden(
-        self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
-    ) -> Tensor:
-        if self.training and self.config.feature_noise > 0:
-            dtype, device = self.fc.weight.dtype, features.device
-            noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
-            features = features + self.config.feature_noise * (2.0 * noise - 1.0)
-        return super().rows_hidden(rows, input_ids, features, position_ids)
+    def features_read(self, features: Tensor) -> Tensor:
+        """With noise in training."""
+        if not self.training or self.config.feature_noise == 0:
+            return features
+        dtype, device = self.fc.weight.dtype, features.device
+        noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
+        return noise.mul_(2.0 * self.config.feature_noise).sub_(self.config.feature_noise).add_(features)
 
     def label_loss(
         self,

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeOptions
-from draftsmith.models.base.options import DraftDepth
+from draftsmith.models.base.options import DraftDepth, InParts
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.groups.alignment import previous_features
 from draftsmith.models.groups.attention import group_attention
+from draftsmith.models.groups.parts import PartRows
 from draftsmith.models.groups.rows import Grid, GroupRows
 
 
@@ -41,6 +42,8 @@ class Eagle3Config(DrafterConfig):
         draft_depth: DraftDepth | None = Field(
             None, validate_default=True, description="the longest path that is drafted; `ttt_steps` by default"
         )
+
+        in_parts: InParts = False
 
         @field_validator("draft_depth")
         @classmethod
@@ -65,7 +68,7 @@ class Eagle3Drafter(Eagle3Shape):
     ) -> Tensor:
         """[N, D] of the present rows, before the final norm: stream after stream. Features are those AT each token."""
         length = rows.shape[2]
-        previous_bsf = previous_features(features, position_ids)
+        previous_bsf = previous_features(self.features_read(features), position_ids)
         # What the next stream reads beside its tokens: g first, then the outputs of the stream before it.
         feedback_pd = self.fc(previous_bsf.to(self.fc.weight.dtype)).flatten(0, 1)
         positions_n, ids_p = self.positions(rows, position_ids), input_ids.flatten()
@@ -81,6 +84,24 @@ class Eagle3Drafter(Eagle3Shape):
             places.append(place_n)
             feedback_pd = outputs[-1].new_zeros(feedback_pd.shape).index_copy(0, token_n, outputs[-1])
         return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
+
+    def part_state(self, inputs_ne: Tensor, hidden_nd: Tensor) -> Tensor:
+        """The outputs, which the first drafted step reads in place of g."""
+        return hidden_nd
+
+    def part_hidden(self, part: PartRows, state_ne: Tensor, ids_p: Tensor) -> Tensor:
+        feedback_cd, outputs = None, []
+        streams = (values.split(part.counts_k) for values in (part.place_n, part.token_n, part.position_n, part.real_n))
+        for j, (place_n, token_n, position_n, real_n) in enumerate(zip(*streams, strict=True), start=1):
+            if len(place_n) == 0:
+                break  # deeper ones have no row either
+            read_nd = state_ne.index_select(0, real_n) if feedback_cd is None else feedback_cd.index_select(0, place_n)
+            hidden = self.drafted_inputs(ids_p[token_n + j], read_nd).unsqueeze(0)
+            part.attention.begin_stream(Grid((1, 1, part.size), place_n))
+            rotary = self.rotary_of(hidden, position_n.unsqueeze(0))
+            outputs.append(self.run_layers(hidden, rotary, cached_attention=part.attention)[0])
+            feedback_cd = outputs[-1].new_zeros(part.size, outputs[-1].shape[-1]).index_copy(0, place_n, outputs[-1])
+        return torch.cat(outputs)
 
     def decoder(self, max_length_tokens: int) -> StepwiseDecoder:
         return TreeDecoder(self, max_length_tokens, self.config.draft_depth)

@@ -24,18 +24,32 @@ masks, M = min(Q, K) masks with queries, S positions, Dh head size.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.models.groups.causal import causal_backward, causal_forward
+from draftsmith.models.groups.causal import causal_backward, causal_forward, past_backward, past_forward
 from draftsmith.models.groups.documents import Documents
 from draftsmith.recipes.errors import UserError
 
 Backend = Literal["folded", "dense", "flex"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True)
+class Past:
+    """Stream-0 keys and values before the positions at hand, which the first of these see, in every stream.
+
+    k_bhpd, v_bhpd: [B, Hkv, P, Dh]; num_queries: How many of the S positions see them: those of the document that began
+    there.
+    """
+
+    k_bhpd: Tensor
+    v_bhpd: Tensor
+    num_queries: int
 
 
 def group_attention(
@@ -45,6 +59,7 @@ def group_attention(
     backend: str = "folded",
     scale: float | None = None,
     documents: Documents | None = None,
+    past: Past | None = None,
 ) -> Tensor:
     """Attention of every stream to the real past and to the earlier masks of its own group.
 
@@ -55,6 +70,7 @@ def group_attention(
         backend: `folded`, `dense` or `flex`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Of which the S positions consist, if of several that do not see each other.
+        past: What lies before them, if they are a part of a longer sequence.
 
     Returns:
         [B, H, Q, S, Dh].
@@ -66,10 +82,16 @@ def group_attention(
     # Under autocast RoPE leaves queries and keys in fp32 beside values in half precision; kernels want one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
-        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents)
+        seen = (None, None, 0) if past is None else (past.k_bhpd, past.v_bhpd, past.num_queries)
+        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, *seen)
     if backend == "dense":
-        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents)
+        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, past)
     if backend == "flex":
+        if past is not None:
+            raise UserError(
+                "attention backend `flex` takes all masks at once: use drafter.options.attention=folded, or leave out "
+                "drafter.options.in_parts"
+            )
         return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents)
     raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
 
@@ -89,7 +111,12 @@ def _may_see(query: Tensor, key: Tensor, length: int) -> Tensor:
 
 
 def _dense(
-    q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float, documents: Documents | None = None
+    q_bhqsd: Tensor,
+    k_bhgsd: Tensor,
+    v_bhgsd: Tensor,
+    scale: float,
+    documents: Documents | None = None,
+    past: Past | None = None,
 ) -> Tensor:
     query_streams, length = q_bhqsd.shape[2:4]
     num_streams = k_bhgsd.shape[2]
@@ -98,9 +125,12 @@ def _dense(
         number_gs = documents.numbers(length).repeat(num_streams)
         mask &= number_gs[:, None] == number_gs
     mask = mask[-query_streams * length :]
-    out = F.scaled_dot_product_attention(
-        q_bhqsd.flatten(2, 3), k_bhgsd.flatten(2, 3), v_bhgsd.flatten(2, 3), mask, scale=scale, enable_gqa=True
-    )
+    k_bhtd, v_bhtd = k_bhgsd.flatten(2, 3), v_bhgsd.flatten(2, 3)
+    if past is not None:
+        sees_s = torch.arange(length, device=mask.device) < past.num_queries
+        mask = torch.cat([sees_s.repeat(query_streams)[:, None].expand(-1, past.k_bhpd.shape[2]), mask], dim=1)
+        k_bhtd, v_bhtd = torch.cat([past.k_bhpd, k_bhtd], dim=2), torch.cat([past.v_bhpd, v_bhtd], dim=2)
+    out = F.scaled_dot_product_attention(q_bhqsd.flatten(2, 3), k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
     return out.unflatten(2, (query_streams, length))
 
 
@@ -160,25 +190,37 @@ class _FoldedGroupAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float, documents: Documents | None
+        ctx: Any,
+        q_bhqsd: Tensor,
+        k_bhgsd: Tensor,
+        v_bhgsd: Tensor,
+        scale: float,
+        documents: Documents | None = None,
+        past_k_bhpd: Tensor | None = None,
+        past_v_bhpd: Tensor | None = None,
+        past_queries: int = 0,
     ) -> Tensor:
         query_streams, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
         # The streams of one query head are neighbours on the head axis: grouped-query heads of one key head.
         q_folded = q_bhqsd.flatten(1, 2)
         out_folded, lse_folded, saved = causal_forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], scale, documents)
+        ctx.saved_of_past, seen = [], slice(past_queries)
+        if past_k_bhpd is not None and past_v_bhpd is not None:
+            out_past, lse_past, ctx.saved_of_past = past_forward(q_folded[:, :, seen], past_k_bhpd, past_v_bhpd, scale)
+            _merge(out_folded[:, :, seen], lse_folded[:, :, seen], out_past, lse_past)
         if num_masks > 0:
             masks = slice(-min(query_streams, num_masks), None)
             q, out, lse = (part.unflatten(1, (-1, query_streams)) for part in (q_folded, out_folded, lse_folded))
             with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
                 _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale)
-        ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved)
-        ctx.scale, ctx.query_streams, ctx.documents = scale, query_streams, documents
+        ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, past_k_bhpd, past_v_bhpd, *saved)
+        ctx.scale, ctx.query_streams, ctx.documents, ctx.seen = scale, query_streams, documents, seen
         return out_folded.unflatten(1, (-1, query_streams))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out_bhqsd,) = grad_outputs
-        q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved = ctx.saved_tensors
+        q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, past_k_bhpd, past_v_bhpd, *saved = ctx.saved_tensors
         query_streams, num_masks = ctx.query_streams, k_bhgsd.shape[2] - 1
         grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = causal_backward(
             grad_out_bhqsd.flatten(1, 2),
@@ -191,9 +233,19 @@ class _FoldedGroupAttention(torch.autograd.Function):
             ctx.scale,
             ctx.documents,
         )
+        of_past: tuple[Tensor | None, ...] = (None, None)
+        if past_k_bhpd is not None:
+            seen = ctx.seen
+            q, out, lse = (part[:, :, seen] for part in (q_folded, out_folded, lse_folded))
+            grad_out = grad_out_bhqsd.flatten(1, 2)[:, :, seen]
+            grad_q_seen, grad_past_k, grad_past_v = past_backward(
+                grad_out, q, past_k_bhpd, past_v_bhpd, out, lse, ctx.saved_of_past, ctx.scale
+            )
+            of_past = grad_past_k, grad_past_v
+            grad_q_folded[:, :, seen] += grad_q_seen
         grad_q = grad_q_folded.unflatten(1, (-1, query_streams))
         if num_masks == 0:
-            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None
+            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, *of_past, None
         grad_k, grad_v = torch.empty_like(k_bhgsd), torch.empty_like(v_bhgsd)
         grad_k[:, :, 0], grad_v[:, :, 0] = grad_k0_bhsd, grad_v0_bhsd
         masks = slice(-min(query_streams, num_masks), None)
@@ -205,7 +257,15 @@ class _FoldedGroupAttention(torch.autograd.Function):
             grad_q[:, :, masks] += _own_group_backward(
                 grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, grad_k[:, :, 1:], grad_v[:, :, 1:]
             )
-        return grad_q, grad_k, grad_v, None, None
+        return grad_q, grad_k, grad_v, None, None, *of_past, None
+
+
+def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Add attention of the same queries [..., S, Dh] to other keys, in place."""
+    merged = torch.logaddexp(lse, other_lse)
+    out.mul_((lse - merged).exp_().unsqueeze(-1))
+    out.add_(other_out * (other_lse - merged).exp_().unsqueeze(-1))
+    lse.copy_(merged)
 
 
 def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Part (a) of group attention: causal attention with its log-sum-exp, by the kernels that torch has.
+"""Attention to real tokens, causal or to a past, with its log-sum-exp, by the kernels that torch has.
 
 The backward is a kernel's own, called with an output and a log-sum-exp that further keys may have been merged into
 (see `attention.py`).
@@ -71,6 +71,25 @@ def causal_backward(
     return grad_q, grad_k, grad_v
 
 
+def past_forward(q_bhsd: Tensor, k_bhpd: Tensor, v_bhpd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Attention to P keys that all queries see; returns as `causal_forward`."""
+    return _forward(q_bhsd, k_bhpd, v_bhpd, scale, is_causal=False)
+
+
+def past_backward(
+    grad_out: Tensor,
+    q_bhsd: Tensor,
+    k_bhpd: Tensor,
+    v_bhpd: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: list[Tensor],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, given the merged output and log-sum-exp."""
+    return _backward(grad_out, q_bhsd, k_bhpd, v_bhpd, out, lse, saved, scale, is_causal=False)
+
+
 def _by_document(documents: Documents, *parts: Tensor) -> list[Any]:
     """Slices along the positions, of each document that has any."""
     slices = zip(*(part.split(documents.lengths, dim=2) for part in parts), strict=True)
@@ -95,9 +114,11 @@ def _is_ampere(device: torch.device) -> bool:
 # ---- one sequence in each row of the batch ----
 
 
-def _forward(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, is_causal: bool = True
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     if q_bhsd.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_bhsd, k_bhsd, v_bhsd, 0.0, is_causal, scale=scale)
         return out, lse, []
     if q_bhsd.device.type != "cuda" or q_bhsd.dtype == torch.float64:
         raise UserError(
@@ -107,12 +128,12 @@ def _forward(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float) -> tu
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
     if _has_flash(q_bhsd):
         out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-            q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale
+            q_bhsd, k_bhsd, v_bhsd, 0.0, is_causal, scale=scale
         )
         return out, lse, [seed, offset]
     dtype = _efficient_dtype(q_bhsd)
     out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
-        q_bhsd.to(dtype), k_bhsd.to(dtype), v_bhsd.to(dtype), None, True, 0.0, True, scale=scale
+        q_bhsd.to(dtype), k_bhsd.to(dtype), v_bhsd.to(dtype), None, True, 0.0, is_causal, scale=scale
     )
     return out.to(q_bhsd.dtype), lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
 
@@ -126,16 +147,17 @@ def _backward(
     lse: Tensor,
     saved: list[Tensor],
     scale: float,
+    is_causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q_bhsd.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, 0.0, True, scale=scale
+            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, 0.0, is_causal, scale=scale
         )
-    num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
+    num_kv_heads, length, keys = k_bhsd.shape[1], q_bhsd.shape[2], k_bhsd.shape[2]
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
     if _has_flash(q_bhsd):
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
-            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, length, 0.0, True, *saved, scale=scale
+            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, keys, 0.0, is_causal, *saved, scale=scale
         )
     else:
         # The kernel reads its log-sum-exp in blocks of 32 rows.
@@ -143,7 +165,7 @@ def _backward(
         dtype = _efficient_dtype(q_bhsd)
         grad_out, q, k, v, out = (part.to(dtype) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out))
         grads = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, None, out, padded_lse, *saved, 0.0, [True] * 3 + [False], True, scale=scale
+            grad_out, q, k, v, None, out, padded_lse, *saved, 0.0, [True] * 3 + [False], is_causal, scale=scale
         )
         grad_q, grad_k, grad_v = (grad.to(q_bhsd.dtype) for grad in grads[:3])
     grad_k, grad_v = (part.unflatten(1, (num_kv_heads, -1)).sum(2) for part in (grad_k, grad_v))

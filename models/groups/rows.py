@@ -95,7 +95,7 @@ class GroupRows:
     ) -> GroupRows:
         """Every row, none of them labelled; for the others see `that_matter`."""
         labels_bgs = torch.full(shape, IGNORED_LABEL, device=device)
-        return GroupRows._of(torch.ones_like(labels_bgs, dtype=torch.bool), labels_bgs, position_ids, first_token)
+        return GroupRows.of(torch.ones_like(labels_bgs, dtype=torch.bool), labels_bgs, position_ids, first_token)
 
     @staticmethod
     def that_matter(
@@ -117,6 +117,17 @@ class GroupRows:
             position_ids: [B, S] of packed sequences, which count up and start anew at each document.
             first_token: Whether documents have a row for their first token.
         """
+        present = GroupRows.present(labels_bgs, keep_ratio, keep_ratio_min, generator)
+        return GroupRows.of(present, labels_bgs, position_ids, first_token)
+
+    @staticmethod
+    def present(
+        labels_bgs: Tensor,
+        keep_ratio: float = 1.0,
+        keep_ratio_min: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """[B, G, S] bool: those of `that_matter`."""
         present = labels_bgs != IGNORED_LABEL
         if keep_ratio < 1.0:
             shares_g = kept_shares(present.shape[1], keep_ratio, keep_ratio_min)
@@ -127,10 +138,20 @@ class GroupRows:
                 present[:, j + 1] &= kept
         # Real tokens: all up to the last label of their sequence.
         present[:, 0] = present[:, 0].flip(-1).cumsum(-1).flip(-1) > 0
-        return GroupRows._of(present, labels_bgs, position_ids, first_token)
+        return present
 
     @staticmethod
-    def _of(present_bgs: Tensor, labels_bgs: Tensor, position_ids: Tensor | None, first_token: bool) -> GroupRows:
+    def of(
+        present_bgs: Tensor,
+        labels_bgs: Tensor,
+        position_ids: Tensor | None,
+        first_token: bool,
+        in_documents: bool = False,
+    ) -> GroupRows:
+        """Of `present` [B, G, S], from which the rows of first tokens are taken if these have none.
+
+        in_documents: Let the sequences of a batch, too, lie one behind the other; with position ids only.
+        """
         batch, num_streams, length = present_bgs.shape
         starts_bs = None if position_ids is None else document_starts(position_ids.expand(batch, length))
         if not first_token:
@@ -148,7 +169,7 @@ class GroupRows:
             index_n, counts_g = index_n.new_full((1,), int(not first_token)), [1, *counts_g[1:]]
         labelled_m = labelled_bgs.flatten()[index_n].nonzero_static(size=num_labelled).squeeze(1)
         shape = (batch, num_streams, length)
-        if starts_bs is not None and counts[num_streams + 1] > batch:
+        if starts_bs is not None and (in_documents or counts[num_streams + 1] > batch):
             num_documents, longest = counts[num_streams + 1 :]
             grid = _packed_grid(shape, index_n, starts_bs, num_documents, longest, first_token)
         else:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.live_memory import LiveMemory
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.models import head_loss as through_head
@@ -358,24 +358,6 @@ def test_misuse(change: dict[str, Any], message: str) -> None:
 # ---- memory ----
 
 
-class LiveElements(TorchDispatchMode):
-    """The most elements that tensors made inside held after any one operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._live = 0, dict[int, tuple[StorageWeakRef, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() // tensor.element_size())
-        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(elements for _, elements in self._live.values()))
-        return result
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times the rows take a few [D] and numbers more for each, far less than their logits [V] would."""
@@ -386,9 +368,9 @@ def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPat
         hidden_nd, teacher_nd = torch.randn(2, num_rows, hidden_size).unbind()
         labels_n, weights_n = torch.arange(num_rows) % vocabulary, torch.rand(num_rows)
         hidden_nd.requires_grad_()
-        with LiveElements() as live:
+        with LiveMemory() as live:
             head_loss(hidden_nd, head, labels_n, weights_n, name, teacher_nd).loss.backward()
-        return live.peak
+        return live.peak_elements
 
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * vocabulary)
     few, many = peak(100), peak(300)
@@ -410,12 +392,12 @@ def test_a_trained_heads_gradient_lies_in_memory_once(micro_batches: int, monkey
     labels_n = torch.arange(num_rows)
 
     def gradients(heads: list[nn.Linear]) -> int:
-        with LiveElements() as live:
+        with LiveMemory() as live:
             for hidden_nd in hidden_bnd:
                 losses = [head_loss(hidden_nd, head, labels_n, torch.rand(num_rows)).loss for head in heads]
                 torch.stack(losses).sum().backward()
                 del losses
-        return live.peak
+        return live.peak_elements
 
     results = []
     for large_bytes in (1, 1 << 28):

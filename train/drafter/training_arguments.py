@@ -33,6 +33,7 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         "logging_nan_inf_filter": False,  # which would wait for the device twice a micro-batch; StepGuard stops at NaN
         "use_cpu": use_cpu,
         "dataloader_pin_memory": not use_cpu,
+        "accelerator_config": {"non_blocking": not use_cpu},  # batches travel while the step before is at work
     }
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")

@@ -189,7 +189,7 @@ def test_folded_takes_the_kernel_that_the_device_has(
             ghosts.counting = True
             kept: Any = _Kept()
             out = _FoldedGroupAttention.forward(kept, *qkv, 0.3, None)
-            *gradients, _, _ = _FoldedGroupAttention.backward(kept, out.sin())
+            gradients = _FoldedGroupAttention.backward(kept, out.sin())[:3]
             ghosts.counting = False
             results.append([part.cpu() for part in (out, *gradients)])
             if device != "cpu":

@@ -103,6 +103,15 @@ def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     refuse_what_cannot_work(recipe, arguments(tmp_path), launch)
 
 
+@pytest.mark.parametrize("launch", [FSDP2, ZERO3])
+def test_parts_need_whole_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch) -> None:
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
+    recipe = recipe_in(tmp_path, drafter={"kind": "parallel", "options": {"in_parts": True}})
+    with pytest.raises(UserError, match=rf"`drafter\.options\.in_parts`: not with {launch.name}, .*multi_gpu.yaml"):
+        refuse_what_cannot_work(recipe, arguments(tmp_path), launch)
+    refuse_what_cannot_work(recipe, arguments(tmp_path), DDP)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
