@@ -2,8 +2,8 @@
 
 Exact: a part's loss is differentiated while it is computed, towards the parameters and towards what it reads of stream
 0, and forgotten; what has added up is handed on when the whole loss is. So nothing is computed twice, and what lies in
-memory is stream 0, one part, and one more gradient of the parameters. (Not under FSDP, which shards parameters behind
-autograd's back.)
+memory is stream 0, one part, and one more gradient of the parameters. (Not under FSDP2 or ZeRO-3, which shard
+parameters behind autograd's back.) `torch.compile` leaves it alone: parts have all sorts of shapes.
 
 Shapes: B batch, S sequence, P = B*S tokens, T of them with a place in attention, G streams, K = G-1 masks, N rows of
 stream 0, n rows of a part, E input width of a layer, D hidden, F features.
@@ -49,6 +49,7 @@ class Batch:
         return self.position_ids.expand_as(self.input_ids)
 
 
+@torch.compiler.disable
 def loss_in_parts(
     drafter: GroupWiseDrafter, batch: Batch, present_bgs: Tensor, counts_2g: Tensor | None
 ) -> DrafterOutput:
@@ -78,7 +79,9 @@ def loss_in_parts(
 
     state_ne = drafter.part_state(inputs_ne, hidden_nd)
     shared = [state_ne, *(part for keys_values in attention.keys_values for part in keys_values)]
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    # A Function's forward sees that inputs want gradients, but not that nobody asks for them.
+    asked = torch.is_grad_enabled()
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad and asked]
     deeper = _InParts.apply(masks.part_loss, masks.parts, masks.scale, len(shared), *shared, *trained)
     correct = torch.zeros_like(labels_bgs, dtype=torch.bool).transpose(0, 1).flatten(1)  # [G, P]
     for depth_n, token_n, correct_n in masks.found:
@@ -178,6 +181,7 @@ class _InParts(torch.autograd.Function):
         inputs = (*shared, *tensors[num_shared:])
         towards = [number for number, wants in enumerate(wanted) if wants]
         grads: list[Tensor | None] = [None] * len(inputs)
+        summed = set[int]()  # those that are nobody else's
         total = tensors[0].new_zeros((), dtype=softmax_dtype(tensors[0].dtype))
         for part in parts:
             with torch.set_grad_enabled(bool(towards)):
@@ -190,11 +194,20 @@ class _InParts(torch.autograd.Function):
                 found = torch.autograd.grad(scaled, [inputs[number] for number in towards], allow_unused=True)
             for number, grad in zip(towards, found, strict=True):
                 before = grads[number]
-                grads[number] = grad if before is None else before if grad is None else before + grad
+                if before is None:
+                    grads[number] = grad
+                elif grad is not None and number in summed:
+                    before.add_(grad)
+                elif grad is not None:
+                    grads[number] = before + grad
+                    summed.add(number)
         ctx.grads, ctx.scale = grads, scale
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grad_outputs[0] / ctx.scale
-        return None, None, None, None, *(None if grad is None else grad * scale for grad in ctx.grads)
+        scale, scaled = grad_outputs[0] / ctx.scale, list[Tensor | None]()
+        while ctx.grads:  # each is dropped once it is handed on
+            grad = ctx.grads.pop(0)
+            scaled.append(None if grad is None else grad * scale)
+        return None, None, None, None, *scaled

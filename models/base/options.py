@@ -44,6 +44,14 @@ def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None
     return size
 
 
+def _not_with_flex(in_parts: bool, info: ValidationInfo) -> bool:
+    if in_parts and info.data.get("attention") == "flex":
+        raise ValueError(
+            "cannot be true with `attention: flex`, which takes all masks at once: use `attention: folded`"
+        )
+    return in_parts
+
+
 Attention = Annotated[Backend, Field(description="training backend, see `models/groups/attention.py`")]
 DepthWeights = Annotated[
     PositiveFloat | list[PositiveFloat],
@@ -73,6 +81,7 @@ FirstToken = Annotated[
 ]
 InParts = Annotated[
     bool,
+    AfterValidator(_not_with_flex),
     Field(
         description="for long sequences: train the masks of a part of the positions at a time, forward and backward, "
         "so that memory does not grow with their number; the same gradients"

@@ -156,6 +156,7 @@ def _backward(
     num_kv_heads, length, keys = k_bhsd.shape[1], q_bhsd.shape[2], k_bhsd.shape[2]
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
     if _has_flash(q_bhsd):
+        lse = lse.contiguous()  # the kernel does not look at its strides
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
             grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, keys, 0.0, is_causal, *saved, scale=scale
         )

@@ -262,9 +262,14 @@ def _check_devices(func: Any, packet: Any, args: Any, tensors: list[Tensor]) -> 
         raise RuntimeError(f"Expected all tensors to be on the same device: {func} was given {shapes} on the CPU")
 
 
+def _with_defaults(given: Any, *defaults: Any) -> tuple[Any, ...]:
+    """Arguments at the end of a call, of which torch leaves out those that have their default value."""
+    return *given, *defaults[len(given) :]
+
+
 def _flash(args: Any, options: Any) -> Any:
     GhostDevice.note("kernel", "flash")
-    q, k, v, dropout, causal = (*map(_held, args[:3]), *args[3:5])
+    q, k, v, dropout, causal = (*map(_held, args[:3]), *_with_defaults(args[3:5], 0.0, False))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, scale=options.get("scale"))
     seed, offset = (GhostTensor(torch.empty(shape, dtype=torch.uint64)) for shape in (2, ()))
     return GhostTensor(out), GhostTensor(lse), None, None, q.shape[2], k.shape[2], seed, offset, seed
@@ -272,6 +277,8 @@ def _flash(args: Any, options: Any) -> Any:
 
 def _flash_backward(args: Any, options: Any) -> Any:
     GhostDevice.note("kernel", "flash backward")
+    if not _held(args[5]).is_contiguous():
+        raise RuntimeError("the kernel reads its log-sum-exp row after row")
     tensors = [_held(part).contiguous() for part in args[:5]]
     return _cpu_backward(tensors, _held(args[5]), args[10], args[11], options)
 
@@ -310,8 +317,9 @@ def _spans(bounds: Tensor, longest: int) -> list[tuple[int, int]]:
 def _efficient(args: Any, options: Any) -> Any:
     GhostDevice.note("kernel", f"efficient {args[0].dtype}".replace("torch.", ""))
     q, k, v, bias = map(_held, args[:4])
+    dropout, causal = _with_defaults(args[5:7], 0.0, False)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, args[5], args[6], attn_mask=bias, scale=options.get("scale")
+        q, k, v, dropout, causal, attn_mask=bias, scale=options.get("scale")
     )
     padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
     seed, offset = (GhostTensor(torch.empty((), dtype=torch.int64)) for _ in range(2))
@@ -324,7 +332,12 @@ def _efficient_backward(args: Any, options: Any) -> Any:
     if lse.shape[2] % 32:
         raise RuntimeError("the kernel reads its log-sum-exp in blocks of 32 rows")
     tensors = [part.contiguous() for part in (grad, q, k, v, out)]
-    return (*_cpu_backward(tensors, lse[..., : q.shape[2]].contiguous(), args[9], args[11], options), None)
+    return (
+        *_cpu_backward(
+            tensors, lse[..., : q.shape[2]].contiguous(), args[9], *_with_defaults(args[11:], False), options
+        ),
+        None,
+    )
 
 
 def _cpu_backward(tensors: list[Tensor], lse: Tensor, dropout: float, causal: bool, options: Any) -> Any:

@@ -23,11 +23,13 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import training_data
 from draftsmith.train.plan.plan import Plan, PlanOptions, make_plan, plannable
 from draftsmith.train.plan.step_cost import FakeTraining
+from draftsmith.train.processes.launch import launch_of
 
 # What torch's allocators say where they raise a plain RuntimeError.
 OF_THE_CPU = ("can't allocate memory", "not enough memory")
 SMALLER_VOCABULARY = 32_000
 SHOWN_WAYS = 4
+THE_SAME_TRAINING = {"train.gradient_accumulation_steps", "drafter.options.in_parts"}
 WORTH_FRAC = 0.98  # of the peak: what saves less is not proposed
 
 
@@ -105,7 +107,7 @@ def ways_out(recipe: Recipe, plan: Plan) -> list[WayOut]:
         peak = _peak_bytes(with_lines(recipe, lines))
         if peak is not None and peak < WORTH_FRAC * plan.peak_bytes:
             ways.append(WayOut(lines, peak))
-    same = [way for way in ways if "train.gradient_accumulation_steps" in way.lines]
+    same = [way for way in ways if not THE_SAME_TRAINING.isdisjoint(way.lines)]
     return same + sorted((way for way in ways if way not in same), key=lambda way: way.peak_bytes)
 
 
@@ -117,6 +119,8 @@ def _candidates(recipe: Recipe) -> Iterator[dict[str, Any]]:
         if rows % fewer == 0:
             accumulation = args.gradient_accumulation_steps * rows // fewer
             yield {"train.per_device_train_batch_size": fewer, "train.gradient_accumulation_steps": accumulation}
+    if not options.get("in_parts") and options.get("attention") != "flex" and not launch_of(args).splits_weights:
+        yield {"drafter.options.in_parts": True}
     yield {"data.max_length_tokens": recipe.data.max_length_tokens // 2}
     if recipe.target.dtype not in ("bfloat16", "float16"):
         yield {"target.dtype": "bfloat16"}

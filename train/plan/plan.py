@@ -307,10 +307,13 @@ def _way_out(training: FakeTraining, args: TrainingArguments, need_bytes: int, b
     room_bytes = USABLE_FRAC * memory_bytes - one_bytes
     if room_bytes < 0:
         smaller = "" if training.target.dtype.itemsize <= 2 else "set target.dtype=bfloat16, "
+        config = training.drafter.config
+        could_be = getattr(config, "in_parts", None) is False and config.num_depths > 1
+        parts = "set drafter.options.in_parts=true, " if could_be else ""
         return (
-            f"one row alone needs {one_bytes / 2**30:.3g} GiB: {smaller}lower data.max_length_tokens, split "
-            "the target over several processes (data.features.sharded=true; `--processes N` says what each holds), or "
-            "take a smaller target"
+            f"one row alone needs {one_bytes / 2**30:.3g} GiB: {smaller}lower data.max_length_tokens, {parts}"
+            "split the target over several processes (data.features.sharded=true; `--processes N` says what each "
+            "holds), or take a smaller target"
         )
     fitting = 1 + int(room_bytes / max((need_bytes - one_bytes) / (rows - 1), 1)) if rows > 1 else 1
     # Keep the product: the same training.

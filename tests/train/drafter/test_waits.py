@@ -71,6 +71,16 @@ def test_a_step_waits_twice(kind: str, options: dict[str, Any], documents: int) 
     assert {what for kind, what in ghosts.counts if kind == "in"} <= {NOT_WAITED_FOR}, ghosts.lines
 
 
+@pytest.mark.parametrize("documents", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "peagle"])
+def test_a_step_in_parts_waits_twice_more(kind: str, documents: int) -> None:
+    """For where documents begin, and for how many masks each part has; not once a part."""
+    ghosts = counted_step(kind, {"in_parts": True}, documents)
+    assert ghosts.counts["back", "tolist"] == 3, ghosts.lines
+    assert ghosts.of("back") == 4, ghosts.lines
+    assert {what for kind, what in ghosts.counts if kind == "in"} <= {NOT_WAITED_FOR}, ghosts.lines
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra", "parallel"])
 def test_launches_do_not_grow_with_documents(kind: str) -> None:
     few, many = (dict(counted_step(kind, {}, documents).counts) for documents in (2, 12))

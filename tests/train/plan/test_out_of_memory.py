@@ -1,6 +1,7 @@
 """An allocation that fails is answered with what the step needs and the lines that make it less."""
 
 import gc
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.trainer import DrafterTrainer
-from draftsmith.train.plan.out_of_memory import is_out_of_memory, out_of_memory_explained, ways_out, with_lines
+from draftsmith.train.plan import out_of_memory
+from draftsmith.train.plan.out_of_memory import (
+    _candidates,
+    is_out_of_memory,
+    out_of_memory_explained,
+    ways_out,
+    with_lines,
+)
 from draftsmith.train.plan.plan import PlanOptions, make_plan
 
 TOO_LARGE = 1 << 50
@@ -70,6 +78,23 @@ def test_every_way_out_is_one(target_folder: Path) -> None:
         assert way.peak_bytes < plan.peak_bytes
         if "data.max_length_tokens" not in way.lines:  # whose rows are still to be made
             assert make_plan(changed, PlanOptions(peak_tflops=1.0)).peak_bytes == way.peak_bytes
+
+
+def test_long_sequences_are_sent_to_parts(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where batches are of one row already; it is the same training, so it stands first."""
+    recipe = with_options(make_recipe(target_folder, "long", per_device_train_batch_size=1), "parallel", num_masks=4)
+    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
+    monkeypatch.setattr(out_of_memory, "_candidates", lambda of: itertools.islice(_candidates(of), 2))
+    way = ways_out(recipe, plan)[0]
+    assert way.lines == {"drafter.options.in_parts": True}
+    changed = with_lines(recipe, way.lines)
+    assert changed is not None
+    assert make_plan(changed, PlanOptions(peak_tflops=1.0)).peak_bytes == way.peak_bytes < plan.peak_bytes
+    assert str(way).startswith("drafter.options.in_parts=true (")
+    for lines in ({"drafter.options.in_parts": True}, {"drafter.options.attention": "flex"}):
+        there = with_lines(recipe, lines)
+        assert there is not None
+        assert {"drafter.options.in_parts": True} not in list(_candidates(there))
 
 
 def test_what_is_out_of_memory() -> None:

@@ -146,6 +146,7 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumula
         ({"loss": "lk_lambda"}, {"gradient_accumulation_steps": 2}),
         ({"num_layers": 2}, {"bf16": True}),
         ({"draft_vocab_size": 500}, {}),
+        ({"in_parts": True, "num_masks": 6}, {"gradient_accumulation_steps": 2}),
     ],
 )
 def test_options_are_planned_as_they_are_trained(
@@ -349,6 +350,7 @@ def test_a_smaller_batch_is_named_that_fits(tmp_path: Path) -> None:
     hopeless = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gib=1e-3)).verdict
     assert hopeless is not None
     assert "set target.dtype=bfloat16, lower data.max_length_tokens" in hopeless.sentence
+    assert "lower data.max_length_tokens, set drafter.options.in_parts=true, split" in hopeless.sentence
 
 
 # ---- the command ----
