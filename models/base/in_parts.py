@@ -11,24 +11,54 @@ stream 0, n rows of a part, E input width of a layer, D hidden, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.models.groups.alignment import IGNORED_LABEL, document_starts, previous_features
 from draftsmith.models.groups.parts import Part, PartAttention, PartRows, RealStream, parts_of
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import DrafterOutput, softmax_dtype
 
-if TYPE_CHECKING:
-    from draftsmith.models.base.group_wise import GroupWiseDrafter
-
-
 # So that a part has about a quarter as many rows as stream 0, however many masks there are.
 PARTS_PER_MASK = 4
+
+
+class PartwiseDrafter(Protocol):
+    """What is asked of a drafter; its methods are those of `GroupWiseDrafter`."""
+
+    config: Any
+
+    @property
+    def reads_first_token(self) -> bool: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def rows_with_labels(self, labels_bgs: Tensor, position_ids: Tensor | None) -> Tensor: ...
+
+    def labels_read(self, labels_bgs: Tensor) -> Tensor: ...
+
+    def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor: ...
+
+    def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor: ...
+
+    def part_state(self, inputs_ne: Tensor, hidden_nd: Tensor) -> Tensor: ...
+
+    def part_hidden(self, part: PartRows, state_ne: Tensor, ids_p: Tensor) -> Tensor: ...
+
+    def label_loss(
+        self,
+        hidden_nd: Tensor,
+        depth_n: Tensor,
+        labels_n: Tensor,
+        teacher_nd: Tensor | None,
+        counts_2g: Tensor | None = None,
+    ) -> DrafterOutput: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +81,7 @@ class Batch:
 
 @torch.compiler.disable
 def loss_in_parts(
-    drafter: GroupWiseDrafter, batch: Batch, present_bgs: Tensor, counts_2g: Tensor | None
+    drafter: PartwiseDrafter, batch: Batch, present_bgs: Tensor, counts_2g: Tensor | None
 ) -> DrafterOutput:
     """What `GroupWiseDrafter.forward` gives.
 
@@ -102,7 +132,7 @@ class _Masks:
     """
 
     def __init__(
-        self, drafter: GroupWiseDrafter, batch: Batch, present_bgs: Tensor, real: GroupRows, counts_2g: Tensor
+        self, drafter: PartwiseDrafter, batch: Batch, present_bgs: Tensor, real: GroupRows, counts_2g: Tensor
     ) -> None:
         self._drafter, self._batch, self._counts_2g = drafter, batch, counts_2g
         labels_bgs, device = batch.labels_bgs, present_bgs.device

@@ -146,7 +146,7 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumula
         ({"loss": "lk_lambda"}, {"gradient_accumulation_steps": 2}),
         ({"num_layers": 2}, {"bf16": True}),
         ({"draft_vocab_size": 500}, {}),
-        ({"in_parts": True, "num_masks": 6}, {"gradient_accumulation_steps": 2}),
+        ({"in_parts": True, "num_masks": 3}, {"gradient_accumulation_steps": 2}),
     ],
 )
 def test_options_are_planned_as_they_are_trained(
