@@ -270,7 +270,10 @@ def plan(
 def compare(
     recipes: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE ... [section.key=value ...]", help="Recipes, and values for all."),
+        typer.Argument(
+            metavar="RECIPE ... [section.key=value ...] | RUN_FOLDER ...",
+            help="Recipes, and values for all; or folders of runs that are measured already.",
+        ),
     ],
     name: Annotated[str, typer.Option(help="The folder of the common table under runs_dir.")] = "comparison",
     vary: Annotated[
@@ -281,7 +284,16 @@ def compare(
     ] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table's rows to this file too.")] = None,
 ) -> None:
-    """Train several drafters on the same data and measure them side by side in one process."""
+    """Train several drafters on the same data and measure them side by side; or compare what was measured before."""
+    from draftsmith.eval.commands.compare_runs import compare_runs, is_run, show_runs
+
+    if any(map(is_run, recipes)):
+        if vary is not None or seeds != 1 or not all(map(is_run, recipes)):
+            raise UserError("compare takes recipes, which it measures, or folders of measured runs, and nothing else")
+        found = compare_runs([Path(folder) for folder in recipes])
+        show_runs(found, console)
+        write_json(json_place(json_file), found)
+        return
     files = [argument for argument in recipes if "=" not in argument]
     overrides = [argument for argument in recipes if "=" in argument]
     if vary is not None and len(files) != 1:

@@ -87,7 +87,7 @@ def write_report(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"number": _number, "ms": _milliseconds, "identity": _identity, "escaped": _escaped}
-    environment.filters["percent"] = _percent
+    environment.filters |= {"percent": _percent, "interval": _interval}
     summary = facts["summary"]
     values = {
         **facts,
@@ -268,6 +268,10 @@ def _escaped(text: str) -> str:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "-" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
 def _percent(value: float) -> str:

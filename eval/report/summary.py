@@ -6,6 +6,7 @@ tau_without_bonus    drafted tokens kept per round
 speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions, same
                      process, prefill included on both sides; mean and standard deviation are over the runs. Pooled:
                      all tokens / all seconds
+..._interval         95 % over questions like these: `bootstrap.py`
 speedup_by_question  the same, with means over questions of each one's tokens / s (Spec-Bench, evaluation/speed.py,
                      whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above
 tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
@@ -34,6 +35,7 @@ from draftsmith.eval.bench.fair_clock import check_fair_clock
 from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.theory_table import theory_row
 
 OVERALL = "overall"
@@ -55,7 +57,9 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
         categories.append(MT_BENCH)
     ties = {(each.run, each.question_id, each.arm) for each in divergences if each.is_tie}
     return [
-        _row(_pairs(records, key, category), category) | _identity(records, key, category, ties)
+        _row(_pairs(records, key, category), category)
+        | _intervals(records, key, category)
+        | _identity(records, key, category, ties)
         for key in records[0].answers
         for category in [*categories, OVERALL]
     ]
@@ -113,6 +117,26 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(turns, 50, 90), strict=True)),
         "lossless": first.lossless,
         **draft_vocabulary_figures(turns),
+    }
+
+
+def question_sums(records: list[QuestionRecord], key: str, category: str = OVERALL) -> bootstrap.QuestionSums:
+    """Of an arm, by question in the order of the first run."""
+    by_question: dict[int | str, list[tuple[ArmRecord, ArmRecord]]] = {}
+    for record in records:
+        if _belongs(record, category):
+            answer = record.answers[key]
+            baseline = record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
+            by_question.setdefault(record.question_id, []).append((answer, baseline))
+    return bootstrap.QuestionSums.of(list(by_question.values()))
+
+
+def _intervals(records: list[QuestionRecord], key: str, category: str) -> dict[str, tuple[float, float] | None]:
+    sums = question_sums(records, key, category)
+    drafts = bool(sums.rounds.sum()) and records[0].answers[key].method != AUTOREGRESSIVE
+    return {
+        "tau_interval": bootstrap.interval(bootstrap.tau, sums) if drafts else None,
+        "speedup_interval": bootstrap.interval(bootstrap.speedup, sums) if drafts else None,
     }
 
 

@@ -135,8 +135,8 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
     assert len(summary) == 6 * 3
     keys = """method temperature category task tau tau_by_question tau_without_bonus speedup_mean speedup_std
         speedup_by_question_mean speedup_by_question_std runs tokens tokens_per_s first_token_s latency_p50_s
-        latency_p90_s lossless decoded_coverage rounds_ended_outside tau_lost_at_most greedy_identical different_answers
-        numerical_ties"""
+        latency_p90_s lossless decoded_coverage rounds_ended_outside tau_lost_at_most tau_interval speedup_interval
+        greedy_identical different_answers numerical_ties"""
     for row in summary:
         assert list(row) == keys.split()
         assert row["lossless"]

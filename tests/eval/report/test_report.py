@@ -21,9 +21,11 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "category": category,
         "task": None if category == "overall" else task_of(category),
         "tau": 2.5,
+        "tau_interval": (2.31, 2.74),
         "tau_by_question": 2.61,
         "tau_without_bonus": 1.5,
         "speedup_mean": 1.8,
+        "speedup_interval": None,
         "speedup_std": 0.05,
         "speedup_by_question_mean": 1.73,
         "speedup_by_question_std": None,
@@ -119,7 +121,7 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     assert text.index("times as fast as the autoregressive loop") < text.index("## Overall")
     assert "tau = mean tokens committed per round, including the one token that the target itself contributes" in text
     assert "the mean of the questions' tokens per second" in text
-    assert "| tree | 0 | 2.50 | 2.61 | 1.50 | 2.01 | 0.100 | 1.73 | - | 1234 | yes |" in text
+    assert "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |" in text
     assert "| writing | tree" in text
     assert "mt_bench" not in text
     assert "| tree | 0 | 432.1 | 12.30 | 2.10 | - |" in text
