@@ -77,6 +77,16 @@ def test_what_cannot_be_done_has_a_reason(tmp_path: Path) -> None:
     assert set_up_cell(found["DDP", "offline"], None) == "-"
 
 
+def test_parts_need_whole_weights(tmp_path: Path) -> None:
+    recipe = tiny(tmp_path, "parallel")
+    recipe.drafter.options |= {"in_parts": True, "num_masks": 1}
+    found = planned(recipe, 2)
+    for (launch, placement), each in found.items():
+        refused = launch in ("FSDP2", "ZeRO-3")
+        assert (each.bytes is None) == refused, (launch, placement)
+        assert not refused or each.why_not == "drafter.options.in_parts needs weights that are whole"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_table_of_the_page(tmp_path: Path, shape: str) -> None:
