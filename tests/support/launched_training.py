@@ -27,8 +27,11 @@ SIGNALS = "TEST_SIGNALS"  # {rank: [step, name]}
 
 
 def on_two_cpus(name: str, folder: Path) -> Path:
-    """A shipped configuration with what makes it run here."""
-    values = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
+    """A shipped configuration with what makes it run here; zero1 is zero2 with what its header says."""
+    shipped = "zero2" if name == "zero1" else name
+    values = yaml.safe_load((SHIPPED / f"{shipped}.yaml").read_text(encoding="utf-8"))
+    if name == "zero1":
+        values["deepspeed_config"]["zero_stage"] = 1
     file = folder / f"launch-{name}.yaml"
     file.write_text(yaml.safe_dump({**values, "num_processes": 2, "use_cpu": True}), encoding="utf-8")
     return file

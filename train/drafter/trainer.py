@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,14 +169,17 @@ class DrafterTrainer(Trainer):
                 features, teacher_features = self._drafter.split_features(inputs["features"].to(self._target.dtype))
             else:
                 features, teacher_features = training_features(self._drafter, self._target, ids, positions)
-        return model(
-            ids,
-            features,
-            inputs["loss_mask"],
-            position_ids=positions,
-            teacher_features=teacher_features,
-            label_counts=label_counts,
-        )
+        # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
+        half = self.args.bf16 and self._launch.strategy == "fsdp"
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16) if half else nullcontext():
+            return model(
+                ids,
+                features,
+                inputs["loss_mask"],
+                position_ids=positions,
+                teacher_features=teacher_features,
+                label_counts=label_counts,
+            )
 
     @torch.no_grad()
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:

@@ -24,10 +24,11 @@ from draftsmith.train.drafter.stage import train_drafter
 
 pytestmark = pytest.mark.slow
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
-OTHERS = ["fsdp2", pytest.param("zero2", marks=NEEDS_DEEPSPEED), pytest.param("zero3", marks=NEEDS_DEEPSPEED)]
+OTHERS = ["fsdp2", *(pytest.param(f"zero{stage}", marks=NEEDS_DEEPSPEED) for stage in (1, 2, 3))]
 SHARDED: dict[str, Any] = {"features": {"sharded": True}}
 STEPS = 50
 CURVE = {"max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
+HALF = {**CURVE, "max_steps": 12, "bf16": True}
 
 
 def weights(recipe: Recipe) -> dict[str, Tensor]:
@@ -50,6 +51,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return recipe
 
 
+@pytest.fixture(scope="module")
+def half_alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    recipe = tiny_run(tmp_path_factory.mktemp("half"), train={**HALF, "per_device_train_batch_size": 6})
+    train_drafter(recipe)
+    return recipe
+
+
 @pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
 @pytest.mark.parametrize("data", [{}, SHARDED], ids=["replicated", "sharded"])
 def test_two_processes_are_one(alone: Recipe, tmp_path: Path, name: str, data: dict[str, Any]) -> None:
@@ -66,6 +74,18 @@ def test_two_processes_are_one(alone: Recipe, tmp_path: Path, name: str, data: d
         torch.testing.assert_close(weights(recipe)[key], value, atol=1e-5, rtol=0)
     config = json.loads((RunFolder(recipe).drafter / "config.json").read_text())
     assert config["architectures"] == ["ParallelDrafter"]
+
+
+@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
+def test_half_precision(alone: Recipe, half_alone: Recipe, tmp_path: Path, name: str) -> None:
+    """Rounded otherwise in batches of another shape, but the same training: from weights in fp32 to weights in fp32."""
+    recipe = tiny_run(tmp_path, name, train=HALF)
+    result = launch(on_two_cpus(name, tmp_path), recipe)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert record(recipe)["tokens"] == record(half_alone)["tokens"]
+    assert losses(recipe) == pytest.approx(losses(half_alone), rel=2e-3)
+    assert abs(losses(recipe)[0] - losses(alone)[0]) > 1e-4  # the same weights and rows, in fp32
+    assert {value.dtype for value in weights(recipe).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
