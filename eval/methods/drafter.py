@@ -42,7 +42,7 @@ class DrafterMethod:
         self.name, self.sequential = name, isinstance(decoder, StepwiseDecoder)
         # A lookup finds any token.
         self.columns = ALL_TOKENS if lookup else decoder.columns
-        self._lookup = PathLookup() if lookup else None
+        self._lookup = PathLookup(sampling.temperature) if lookup else None
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._newest_1 = -1, torch.empty(0)
         self._on_host = isinstance(decoder, ReadsTokens)

@@ -56,6 +56,8 @@ def test_what_it_is_worth_is_learnt_by_length() -> None:
     assert [math.exp(lookup.log_probability(length)) for length in (2, 3, 4)] == pytest.approx(after)
     lookup.start([1])
     assert math.exp(lookup.log_probability(2)) == pytest.approx(before[1])
+    for temperature, share in ((0.5, 0.455), (1.0, 0.35), (1.7, 0.35)):
+        assert math.exp(PathLookup(temperature).log_probability(2)) == pytest.approx(share * 8 / 9)
 
 
 def best_by_force(tree: DraftTree, lookup: PathLookup, nodes: int) -> list[float]:
