@@ -11,3 +11,8 @@ RecipePath = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
 ]
+
+
+def is_run(place: str) -> bool:
+    """Whether an argument is the folder of a measured run, not a recipe."""
+    return (Path(place) / "eval" / "records.jsonl").is_file()

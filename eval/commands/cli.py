@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from draftsmith.eval.commands import leaving
-from draftsmith.eval.commands.arguments import Overrides, RecipePath
+from draftsmith.eval.commands.arguments import Overrides, RecipePath, is_run
 from draftsmith.eval.commands.stages import (
     console,
     heading,
@@ -285,11 +285,11 @@ def compare(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table's rows to this file too.")] = None,
 ) -> None:
     """Train several drafters on the same data and measure them side by side; or compare what was measured before."""
-    from draftsmith.eval.commands.compare_runs import compare_runs, is_run, show_runs
-
     if any(map(is_run, recipes)):
         if vary is not None or seeds != 1 or not all(map(is_run, recipes)):
             raise UserError("compare takes recipes, which it measures, or folders of measured runs, and nothing else")
+        from draftsmith.eval.commands.compare_runs import compare_runs, show_runs
+
         found = compare_runs([Path(folder) for folder in recipes])
         show_runs(found, console)
         write_json(json_place(json_file), found)

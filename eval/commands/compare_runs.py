@@ -37,11 +37,6 @@ class RunMeasured:
         return [key for key, answer in self.records[0].answers.items() if answer.method != AUTOREGRESSIVE]
 
 
-def is_run(place: str) -> bool:
-    """Whether an argument is the folder of a measured run, not a recipe."""
-    return (Path(place) / "eval" / RECORDS).is_file()
-
-
 def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
     """A row for each method of each run, the first run's fastest of its temperature first: that one is the reference.
 
@@ -157,5 +152,5 @@ def verdict(row: dict[str, Any]) -> str:
     return "faster" if ends[0] > 1 else "slower" if ends[1] < 1 else "no difference shown"
 
 
-def _ends(ends: tuple[float, float] | None) -> str:
+def _ends(ends: list[float] | None) -> str:
     return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"

@@ -68,13 +68,13 @@ def speedup(sums: QuestionSums, counts_rq: Floats) -> Floats:
     return mine / ((counts_rq @ sums.baseline_tokens) / (counts_rq @ sums.baseline_seconds))
 
 
-def interval(figure: Figure, sums: QuestionSums) -> tuple[float, float] | None:
+def interval(figure: Figure, sums: QuestionSums) -> list[float] | None:
     """In which the figure lies with `LEVEL`, over questions like these. None: too few of them to say."""
     counts = resamples(len(sums.rounds))
     return None if counts is None else _ends(figure(sums, counts))
 
 
-def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> tuple[float, float] | None:
+def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> list[float] | None:
     """The same of a method's figure over another's, who answered the same questions in the same order.
 
     Raises:
@@ -100,7 +100,7 @@ def resamples(questions: int) -> Floats | None:
     return chance.multinomial(questions, np.full(questions, 1 / questions), size=RESAMPLES).astype(np.float64)
 
 
-def _ends(samples_r: Floats) -> tuple[float, float]:
+def _ends(samples_r: Floats) -> list[float]:
     below = 100 * (1 - LEVEL) / 2
     low, high = np.percentile(samples_r, [below, 100 - below])
-    return float(low), float(high)
+    return [float(low), float(high)]

@@ -270,7 +270,7 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _interval(ends: tuple[float, float] | None) -> str:
+def _interval(ends: list[float] | None) -> str:
     return "-" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 

@@ -131,7 +131,7 @@ def question_sums(records: list[QuestionRecord], key: str, category: str = OVERA
     return bootstrap.QuestionSums.of(list(by_question.values()))
 
 
-def _intervals(records: list[QuestionRecord], key: str, category: str) -> dict[str, tuple[float, float] | None]:
+def _intervals(records: list[QuestionRecord], key: str, category: str) -> dict[str, list[float] | None]:
     sums = question_sums(records, key, category)
     drafts = bool(sums.rounds.sum()) and records[0].answers[key].method != AUTOREGRESSIVE
     return {

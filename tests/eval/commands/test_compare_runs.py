@@ -34,9 +34,9 @@ def test_ratios_by_hand(tmp_path: Path) -> None:
     assert reference["speedup"] == pytest.approx(6.0 / 2.3)
     assert other["speedup"] == pytest.approx(6.0 / 1.15)
     assert other["speedup_ratio"] == pytest.approx(2.0)
-    assert other["speedup_ratio_interval"] == pytest.approx((2.0, 2.0))
+    assert other["speedup_ratio_interval"] == pytest.approx([2.0, 2.0])
     assert other["tau"] == 3.0
-    assert other["tau_ratio_interval"] == pytest.approx((1.0, 1.0))
+    assert other["tau_ratio_interval"] == pytest.approx([1.0, 1.0])
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

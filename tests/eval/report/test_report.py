@@ -21,7 +21,7 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "category": category,
         "task": None if category == "overall" else task_of(category),
         "tau": 2.5,
-        "tau_interval": (2.31, 2.74),
+        "tau_interval": [2.31, 2.74],
         "tau_by_question": 2.61,
         "tau_without_bonus": 1.5,
         "speedup_mean": 1.8,
