@@ -69,12 +69,13 @@ Pair = tuple[int, ArmRecord, ArmRecord]  # run, the method's answers, the baseli
 
 
 def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]:
-    pairs = []
-    for record in records:
-        if _belongs(record, category):
-            answer = record.answers[key]
-            pairs.append((record.run, answer, record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]))
-    return pairs
+    return [(record.run, *_beside_baseline(record, key)) for record in records if _belongs(record, category)]
+
+
+def _beside_baseline(record: QuestionRecord, key: str) -> tuple[ArmRecord, ArmRecord]:
+    """An arm's answers and the baseline's."""
+    answer = record.answers[key]
+    return answer, record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
 
 
 def _belongs(record: QuestionRecord, category: str) -> bool:
@@ -125,9 +126,7 @@ def question_sums(records: list[QuestionRecord], key: str, category: str = OVERA
     by_question: dict[int | str, list[tuple[ArmRecord, ArmRecord]]] = {}
     for record in records:
         if _belongs(record, category):
-            answer = record.answers[key]
-            baseline = record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
-            by_question.setdefault(record.question_id, []).append((answer, baseline))
+            by_question.setdefault(record.question_id, []).append(_beside_baseline(record, key))
     return bootstrap.QuestionSums.of(list(by_question.values()))
 
 
