@@ -36,7 +36,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle pass draft_model)
 
-.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations test test-vllm lint format hooks unit target bench bench-vllm gpu clean
+.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations test test-vllm lint format hooks unit target docs bench bench-vllm gpu clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -53,6 +53,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
+	@echo "make docs         the documents as a site, in site/ (open site/index.html)"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: the tests that need a GPU, then speed, memory and launches (25 minutes), into docs/results/"
@@ -120,7 +121,7 @@ unit: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy data models train eval recipes benchmarks
+	$(BIN)/mypy data models train eval recipes benchmarks docs/generate
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -128,6 +129,11 @@ format: $(READY)
 
 hooks: $(READY)
 	$(BIN)/pre-commit install
+
+# A broken link or anchor is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html"
 
 target: $(READY)
 	$(BIN)/python train/train_target.py recipes/target.yaml
@@ -151,4 +157,4 @@ bench-vllm: vllm-env
 	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json docs/results/vllm_overhead.json
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .typing build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .typing build dist site *.egg-info

@@ -7,7 +7,7 @@ trained; the mask token's embedding is the target's and stays as it is. `keep_ra
 
 Where we differ: the paper's code (vllm-project/speculators, src/speculators/models/peagle/) also trains a copy of the
 embedding table and drops by default, `keep_ratio: 0.7, keep_ratio_min: 0.2` (data.py), where we keep all; depth weights
-are 0.8**j, not all equal. What dropping and equal weights cost on the embedded target stands in docs/serving.md.
+are 0.8**j, not all equal. What dropping and equal weights cost on the embedded target stands in docs/guides/serving.md.
 
 Shapes: K masks, D hidden, E = 2D input width of the first layer, F features.
 """

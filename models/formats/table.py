@@ -1,6 +1,6 @@
-"""The table of kinds and formats in `docs/formats.md`, made of the rules themselves.
+"""The table of kinds and formats in `docs/reference/formats.md`, made of the rules themselves.
 
-python -m draftsmith.models.formats.table > docs/formats.md
+python -m draftsmith.models.formats.table > docs/reference/formats.md
 """
 
 from typing import Any
@@ -47,7 +47,8 @@ name), its config against the target's, and its values, read back, against the d
 0.32 loads the folder, no greedy token changes, and at every position it accepts as often as our decoder's chain
 (`tests/models/formats/test_vllm_serves.py`: on a CPU, for the embedded target, a Llama, with `first_token: false` where
 a drafter has that option; with a row for the first token, which engines have not, a few drafts differ). Qwen's classes
-in vLLM, vLLM 0.33 and SGLang were not run. The way to a running server, and what goes wrong: [serving.md](serving.md).
+in vLLM, vLLM 0.33 and SGLang were not run. The way to a running server, and what goes wrong:
+[serving.md](../guides/serving.md).
 """
 
 

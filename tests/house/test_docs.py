@@ -11,11 +11,8 @@ from typer.main import get_group
 from draftsmith.eval.commands.cli import app
 
 PAGES = [
-    ROOT / name
-    for name in (
-        *("README.md", "CONTRIBUTING.md", "docs/formats.md", "docs/scaling.md", "docs/serving.md"),
-        "models/embedded_target/README.md",
-    )
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "models/embedded_target/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SOURCES = [
     *(file for name in (*PACKAGES, "benchmarks", "tests") for file in (ROOT / name).rglob("*.py")),

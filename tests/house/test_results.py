@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from support.places import ROOT
-from support.quoted_figures import disagreements, rounds_to, value_at
+from support.quoted_figures import LINK, disagreements, rounds_to, value_at
 
 from draftsmith.recipes.results import RESULT_KEYS
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 
 
@@ -20,8 +21,16 @@ def test_a_result_says_where_it_comes_from(file: Path) -> None:
     assert {"processor", "cpu_count", "memory_bytes"} <= result["machine"].keys()
 
 
-def test_the_readmes_figures_are_those_of_the_files() -> None:
-    assert disagreements((ROOT / "README.md").read_text(encoding="utf-8"), ROOT) == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_quoted_figures_are_those_of_the_files(page: Path) -> None:
+    assert disagreements(page.read_text(encoding="utf-8"), page.parent) == []
+
+
+def test_figures_are_quoted() -> None:
+    """By the pages that live by them: a link that the pattern does not know would not be compared."""
+    for name in ("README.md", "docs/smollm2.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert len(LINK.findall(text)) == text.count(".json#") >= 8
 
 
 def test_how_a_quoted_figure_is_checked(tmp_path: Path) -> None:
@@ -34,6 +43,8 @@ def test_how_a_quoted_figure_is_checked(tmp_path: Path) -> None:
     assert disagreements(right.replace("2.35", "2.34x"), tmp_path) == [
         "2.34x is quoted from docs/results/a.json, where figures.rows.a/tree@0.5.tau is 2.348"
     ]
+    (tmp_path / "docs" / "guides").mkdir()
+    assert disagreements(right.replace("docs/", "../"), tmp_path / "docs" / "guides") == []
     assert len(disagreements(f"[2]({place}.rows.b.tau) [2]({place}.rows)", tmp_path)) == 2
 
 

@@ -1,6 +1,7 @@
 """Figures in a document that name where they were measured: `[1.52x](docs/results/name.json#figures.rows.tree@0.tau)`.
 
-The path goes down through the file's mappings and lists, key by key; a key may hold dots itself.
+The file is named as from the document's own folder: `results/name.json` in a page of docs/. The path goes down through
+the file's mappings and lists, key by key; a key may hold dots itself.
 """
 
 import json
@@ -8,14 +9,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"\[([^\]\[]+)\]\((docs/results/[\w.-]+\.json)#([^)\s]+)\)")
+LINK = re.compile(r"\[([^\]\[]+)\]\(((?:[\w.-]+/)*results/[\w.-]+\.json)#([^)\s]+)\)")
 
 
-def disagreements(page: str, root: Path) -> list[str]:
-    """One sentence for each quoted figure that its file does not say, rounded as the text has it."""
+def disagreements(page: str, folder: Path) -> list[str]:
+    """One sentence for each quoted figure that its file does not say, rounded as the text has it.
+
+    Args:
+        page: The document.
+        folder: It lies in.
+    """
     wrong = []
     for text, name, path in LINK.findall(page):
-        found = value_at(json.loads((root / name).read_text(encoding="utf-8")), path)
+        found = value_at(json.loads((folder / name).read_text(encoding="utf-8")), path)
         if not isinstance(found, int | float) or not rounds_to(float(found), text):
             wrong.append(f"{text} is quoted from {name}, where {path} is {found!r}")
     return wrong

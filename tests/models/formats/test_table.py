@@ -1,4 +1,4 @@
-"""`docs/formats.md` says what the rules say, and what it says of real vLLM is what real vLLM is asked."""
+"""`docs/reference/formats.md` says what the rules say, and what it says of real vLLM is what real vLLM is asked."""
 
 import pytest
 from support.places import ROOT
@@ -10,8 +10,8 @@ from draftsmith.models.formats.table import CONDITIONS, table
 
 
 def test_the_page_is_up_to_date() -> None:
-    """If not: `python -m draftsmith.models.formats.table > docs/formats.md`."""
-    assert (ROOT / "docs" / "formats.md").read_text(encoding="utf-8") == table()
+    """If not: `python -m draftsmith.models.formats.table > docs/reference/formats.md`."""
+    assert (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8") == table()
 
 
 def test_every_pair_has_a_cell() -> None:

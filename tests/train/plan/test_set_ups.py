@@ -1,4 +1,4 @@
-"""What each of several processes holds: sums by hand on a tiny target, and the table of docs/scaling.md."""
+"""What each of several processes holds: sums by hand on a tiny target, and the table of docs/guides/scaling.md."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from draftsmith.train.plan.set_ups import SetUp
 from draftsmith.train.plan.step_cost import FakeTraining
 from draftsmith.train.plan.table import set_up_cell
 
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "guides" / "scaling.md"
 # Public shapes: Llama 3 8B and 70B, Qwen3 32B.
 SHAPES: dict[str, Any] = {
     "8B": LlamaConfig(
