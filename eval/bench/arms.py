@@ -14,7 +14,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.compiling import can_compile
@@ -117,3 +117,12 @@ def drafter_folders(recipe: Recipe) -> list[Path]:
     """Each once, in the order of the methods."""
     drafted = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND)
     return list(dict.fromkeys(drafter_folder(recipe, method) for method in drafted))
+
+
+def method_kinds(recipe: Recipe, drafters: dict[Path, Drafter]) -> dict[str, str]:
+    """What drafts, by method: the kind of its drafter, or its own."""
+    kinds = {folder: drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for folder, drafter in drafters.items()}
+    return {
+        method.name: kinds[drafter_folder(recipe, method)] if method.kind == DRAFTER_KIND else method.kind
+        for method in recipe.eval.methods
+    }

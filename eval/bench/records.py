@@ -16,7 +16,7 @@ from draftsmith.recipes.schema import MethodName
 T = TypeVar("T")
 
 # Of a turn, what earlier versions did not measure and a report can do without.
-NEWER: dict[str, Any] = {"outside_tokens": None, "ended_outside": None}
+NEWER: dict[str, Any] = {"outside_tokens": None, "ended_outside": None, "phases_s": []}
 
 # Keys of an arm's `settings`, and how an error calls them.
 SETTINGS = {

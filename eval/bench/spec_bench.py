@@ -63,8 +63,8 @@ class SpecBench:
         stop: Sequence[str] = (),
         compiles: bool = False,
     ) -> None:
-        self.target = target
-        self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
+        self.target, self.tokenizer = target, tokenizer
+        self._max_new_tokens, self._seed = max_new_tokens, seed
         self._end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         self._of_target = target_settings(target)
@@ -161,7 +161,7 @@ class SpecBench:
                 on_round,
             )
             if answer.text is None:
-                answer.text = self._tokenizer.decode(answer.ids, skip_special_tokens=True)
+                answer.text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
             answer.text = answer.text.strip()
             turns.append(answer)
         return ArmRecord(
@@ -180,7 +180,7 @@ class SpecBench:
         history: list[Turn] = []
         for text, answer in zip(turns, answers, strict=False):
             history += [Turn("user", text), Turn("assistant", answer)]
-        return prompt_token_ids(self._tokenizer, [*history, Turn("user", turns[len(answers)])])
+        return prompt_token_ids(self.tokenizer, [*history, Turn("user", turns[len(answers)])])
 
 
 def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:

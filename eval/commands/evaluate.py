@@ -9,17 +9,19 @@ from typing import Any
 import torch
 
 from draftsmith.data.sources.questions import load_questions, questions_file
-from draftsmith.eval.bench.arms import compiles, drafter_folders, load_models, make_arms
+from draftsmith.eval.bench.arms import compiles, drafter_folders, load_models, make_arms, method_kinds
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
+from draftsmith.eval.bench.traced import best_of_each_kind, trace_answers
 from draftsmith.eval.kept.drafter_card import update_card
 from draftsmith.eval.kept.measurement import (
     DIVERGENCES,
     NOTES,
     RECORDS,
     SETTINGS,
+    TRACED,
     UNTIMED,
     WEIGHTS,
     as_measured,
@@ -28,6 +30,7 @@ from draftsmith.eval.kept.measurement import (
     measurement_settings,
     recorded_divergences,
     recorded_notes,
+    recorded_traced,
     untimed_figures,
 )
 from draftsmith.eval.kept.proof import recorded_proof
@@ -72,6 +75,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     log = RecordLog(folder.eval / RECORDS)
     # What cannot be continued, and what the report could not read, is refused before anything is measured.
     list(log), recorded_proof(recipe), recorded_served(recipe), recorded_divergences(recipe)
+    traced = recorded_traced(recipe)
     untimed = untimed_figures(recipe)
     weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
@@ -86,6 +90,12 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
             figures = measure_untimed(bench, arms, choices.untimed_questions)
             measured = {"questions": choices.untimed_questions, "arms": figures}
             write_atomically(folder.eval / UNTIMED, json.dumps(measured, indent=2) + "\n")
+        if traced is None:
+            drafts = method_kinds(recipe, drafters)
+            shown = best_of_each_kind(log, drafts)
+            answers = trace_answers(bench, [arm for key in shown for arm in arms if arm.key == key], drafts)
+            text = json.dumps({"answers": list(map(asdict, answers))}, ensure_ascii=False) + "\n"
+            write_atomically(folder.eval / TRACED, text)
     finally:
         bench.session.close()
     kinds = [drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for drafter in drafters.values()]
@@ -135,6 +145,7 @@ def rewrite_report(recipe: Recipe) -> list[dict[str, Any]]:
         "provenance": provenance,
         "turns_left_out": turns_left_out,
         "served": recorded_served(recipe),
+        "traced": recorded_traced(recipe),
         **asdict(notes),
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
+
 
 @dataclass(slots=True)
 class AnswerRecord:
@@ -20,6 +22,7 @@ class AnswerRecord:
     ended_outside: the rounds, from 0, at which such a token stood where drafts were rejected: what the vocabulary, if
         nothing else, has ended. None as above.
     round_s: seconds of each round, of which the four phases below are the parts.
+    phases_s: the four phases of each of the first rounds, for a picture of them.
     first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
     draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree, its device waited for;
         choosing the path, which waits for the device itself; keeping it. What the commit leaves to a GPU is done
@@ -35,6 +38,7 @@ class AnswerRecord:
     outside_tokens: int | None = None
     ended_outside: list[int] | None = None
     round_s: list[float] = field(default_factory=list)
+    phases_s: list[list[float]] = field(default_factory=list)
     wall_time_s: float = 0.0
     first_token_s: float = 0.0
     prefill_s: float = 0.0
@@ -53,8 +57,11 @@ class AnswerRecord:
 
     def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
         """Where a round's time went: readings of one clock."""
-        self.draft_s += drafted - started
-        self.verify_s += verified - drafted
-        self.choose_s += chosen - verified
-        self.commit_s += done - chosen
+        phases = [drafted - started, verified - drafted, chosen - verified, done - chosen]
+        self.draft_s += phases[0]
+        self.verify_s += phases[1]
+        self.choose_s += phases[2]
+        self.commit_s += phases[3]
+        if len(self.phases_s) < TIMELINE_ROUNDS:
+            self.phases_s.append([round(seconds, 7) for seconds in phases])
         self.round_s.append(done - started)

@@ -13,6 +13,7 @@ from draftsmith.eval.bench.arms import compiles, drafter_folders
 from draftsmith.eval.bench.divergence import RecordedDivergence
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.methods.registry import method_of
 from draftsmith.eval.report.summary import summarize
 from draftsmith.models.weights import sampled_hash
@@ -26,6 +27,7 @@ RECORDS = "records.jsonl"
 NOTES = "notes.json"
 UNTIMED = "untimed.json"
 DIVERGENCES = "divergences.json"
+TRACED = "traced.json"
 # Of the recipe's eval section: may differ from what the records were made with.
 FREE_KEYS = {"runs", "untimed_questions"}
 
@@ -76,6 +78,13 @@ class Divergences:
     """`divergences.json`: of greedy answers that differ from the target's, the place."""
 
     answers: list[RecordedDivergence]
+
+
+@dataclass
+class Traced:
+    """`traced.json`."""
+
+    answers: list[TracedAnswer]
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
@@ -156,6 +165,12 @@ def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
     """What is known of greedy answers that differ from the target's."""
     file = RunFolder(recipe).eval / DIVERGENCES
     return read_json(file, Divergences, "delete it and run `draftsmith eval` again").answers if file.is_file() else []
+
+
+def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
+    """A few answers round by round; None: of a version that traced none."""
+    file = RunFolder(recipe).eval / TRACED
+    return read_json(file, Traced, "delete it and run `draftsmith eval` again").answers if file.is_file() else None
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:

@@ -58,6 +58,7 @@ NOTHING_WRONG = {("provenance.json", "distill")}  # with a stage that nobody kno
         ("drafter/settings.json", "train"), ("drafter/training.json", "eval"), ("drafter/training.json", "train"),
         ("eval/settings.json", "eval"), ("eval/settings.json", "report"), ("eval/notes.json", "report"),
         ("eval/untimed.json", "eval"), ("eval/proof.json", "eval"), ("features/index.json", "features"),
+        ("eval/traced.json", "eval"), ("eval/traced.json", "report"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named(run: FinishedRun, name: str, command: str, content: bytes) -> None:

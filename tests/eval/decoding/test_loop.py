@@ -9,7 +9,7 @@ from support.scripted import Scripted, V
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.answer import TIMELINE_ROUNDS, AnswerRecord
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
@@ -74,6 +74,8 @@ def test_never_always_sometimes(session: TargetSession) -> None:
         assert out.wall_time_s >= out.prefill_s + sum(out.round_s)
         assert sum(out.round_s) == pytest.approx(out.draft_s + out.verify_s + out.choose_s + out.commit_s)
         assert len(out.round_s) == out.rounds
+        assert len(out.phases_s) == min(out.rounds, TIMELINE_ROUNDS)
+        assert [sum(phases) for phases in out.phases_s] == pytest.approx(out.round_s, abs=1e-6)
         assert 0 < out.first_token_s < out.prefill_s
 
 

@@ -1,0 +1,101 @@
+"""Answers round by round in words: the pieces put together are the answer, and what was drafted is told apart."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.records import made_up
+from support.scripted import Scripted, V
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.eval.bench.traced import TextOfTokens, Trace, TracedAnswer, best_of_each_kind
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.trees.sampling import Sampling
+
+PROMPT = [1, 2, 3]
+
+
+class Letters:
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(97 + token) for token in ids)
+
+
+class Bytes:
+    """Tokens are bytes, so that a character may take several."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[TargetSession]:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=48,
+        initializer_range=0.4,
+    )
+    with TargetSession(LlamaForCausalLM(config).double().eval(), 48) as session:
+        yield session
+
+
+def traced(session: TargetSession, method: Any, tokens: int) -> tuple[list[int], TracedAnswer]:
+    trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), TextOfTokens(Letters()))
+    out = generate(session, method, PROMPT, Sampling(), tokens, on_round=trace.on_round)
+    return out.ids, trace.answer
+
+
+@pytest.mark.parametrize(("spoil_depth", "drafted_kept"), [(None, [4, 4, 4]), (3, [2] * 5), (1, [0] * 15)])
+def test_the_pieces_are_the_answer(session: TargetSession, spoil_depth: int | None, drafted_kept: list[int]) -> None:
+    answer = generate(session, Autoregressive(), PROMPT, Sampling(), 24).ids
+    ids, found = traced(session, Scripted(answer, spoil_depth), 16)
+    pieces = [found.first]
+    for round_ in found.rounds:
+        pieces += [round_.texts[node] for node in round_.path[1:]] + [round_.own or ""]
+    assert "".join(pieces) == Letters().decode(ids, False)
+    assert [len(round_.path) - 1 for round_ in found.rounds] == drafted_kept
+    if spoil_depth == 3:  # the token offered at depth 3 is not the target's, which stands as its own instead
+        first = found.rounds[0]
+        assert first.parents == [-1, 0, 1, 2, 3]
+        assert first.own == chr(97 + answer[3])
+        assert first.texts[3] == chr(97 + (answer[3] + 1) % V)
+
+
+def test_an_answer_that_ends_within_a_path_has_no_token_of_the_targets(session: TargetSession) -> None:
+    answer = generate(session, Autoregressive(), PROMPT, Sampling(), 24).ids
+    end = next(token for index, token in enumerate(answer) if index in (2, 3, 4) and token not in answer[:index])
+    trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), TextOfTokens(Letters()))
+    out = generate(session, Scripted(answer, None), PROMPT, Sampling(), 16, {end}, on_round=trace.on_round)
+    assert trace.answer.rounds[-1].own is None
+    assert len(trace.answer.rounds[-1].path) - 1 == out.accept_lengths[-1] == answer.index(end)
+
+
+def test_a_character_of_several_tokens_comes_with_its_last() -> None:
+    text, ids = TextOfTokens(Bytes()), list("aé€".encode())
+    assert [text.added(ids[:i], token) for i, token in enumerate(ids)] == ["a", "", "é", "", "", "€"]
+
+
+def test_the_fastest_of_each_kind_at_the_lowest_temperature() -> None:
+    """chain: 10 tokens in 2 s; other: in 1 s, of the same kind; lookup: in 4 s; hot: at T = 1."""
+    record = made_up(0, 2.0, 5.0)
+    chain = record.answers["chain@0"]
+
+    def like(method: str, seconds: float, temperature: float = 0.0) -> None:
+        turns = [replace(turn, wall_time_s=seconds) for turn in chain.turns]
+        record.answers[f"{method}@{temperature:g}"] = replace(
+            chain, method=method, temperature=temperature, turns=turns
+        )
+
+    like("other", 1.0)
+    like("lookup", 4.0)
+    like("hot", 0.1, 1.0)
+    kinds = {"chain": "parallel", "other": "parallel", "lookup": "prompt_lookup", "hot": "parallel"}
+    assert best_of_each_kind([record], kinds) == ["other@0", "lookup@0"]
