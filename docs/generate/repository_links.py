@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+ELSEWHERE = r"[a-z]+:|#|/"  # links that are none to a file of the repository
 PAGES = {"CONTRIBUTING.md": "contributing.md"}  # files of the repository that are pages of the site
 
 
@@ -36,16 +37,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def point(match: re.Match[str]) -> str:
         link, uri = match[0], page.file.src_uri
-        name = _in_repository(link, uri)
+        if re.match(ELSEWHERE, link):
+            return link
         _, hash_sign, anchor = link.partition("#")
-        if name is None:
-            if uri not in PAGES.values() or re.match(r"[a-z]+:|#", link):
-                return link
-            place = _repository_path(link, uri)  # from a page at the top of the repository to one of docs/
-            return PAGES.get(place, place.removeprefix("docs/")) + hash_sign + anchor
-        if config.repo_url:
-            return f"{config.repo_url.rstrip('/')}/blob/main/{name}{hash_sign}{anchor}"
-        return posixpath.relpath(_copy_of(name), posixpath.dirname(uri) or ".")
+        place = _in_repository(link, uri)
+        if place is not None and config.repo_url:
+            return f"{config.repo_url.rstrip('/')}/blob/main/{place}{hash_sign}{anchor}"
+        ours = _repository_path(link, uri)
+        of_site = _copy_of(place) if place is not None else PAGES.get(ours, ours.removeprefix("docs/"))
+        return posixpath.relpath(of_site, posixpath.dirname(uri) or ".") + hash_sign + anchor
 
     return LINK.sub(point, markdown)
 
@@ -58,7 +58,7 @@ def _repository_path(link: str, uri: str) -> str:
 
 def _in_repository(link: str, uri: str) -> str | None:
     """The linked file or folder of the repository that is no part of the site; None for any other link."""
-    if re.match(r"[a-z]+:|#|/", link):
+    if re.match(ELSEWHERE, link):
         return None
     name = _repository_path(link, uri)
     return None if name in PAGES or name == "docs" or name.startswith("docs/") else name
