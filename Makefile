@@ -36,7 +36,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle pass draft_model)
 
-.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations test test-vllm lint format hooks unit target docs bench bench-vllm gpu clean
+.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs bench bench-vllm gpu clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -47,6 +47,7 @@ help:
 	@echo "make smollm2-bench  after both: transformers' own decoding beside ours, and tau against the amount of data"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, and distilled against original answers: runs/masks, runs/answers (hours)"
+	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
 	@echo "make test         lint, types and every test"
 	@echo "make unit         the fast tests only"
 	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (2.5 GB, made by make vllm-env)"
@@ -107,6 +108,16 @@ table: $(READY)
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
 	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
+
+# On SmolLM2 two seeds; on a CPU that multiplies bf16, SET="target.dtype=bfloat16 train.bf16=true".
+paper: $(READY)
+	$(MAKE) table SEEDS=1
+	$(MAKE) ablations
+	$(MAKE) smollm2-table SEEDS=2
+	cp runs/table/eval/result.json docs/results/table.json
+	cp runs/masks/eval/result.json docs/results/masks.json
+	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
+	$(BIN)/python -m draftsmith.eval.report.papers docs
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

@@ -1,0 +1,115 @@
+"""The page itself: a template whose tables are made of the result files that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram_alphas, operations_and_speed
+from draftsmith.eval.report.papers.parallel_spec import EMBEDDED, SMOLLM2, main_table, number_of_masks
+from draftsmith.eval.report.papers.pictures import draw_rounds
+from draftsmith.eval.report.papers.quoted import Place, ratio, told
+from draftsmith.eval.report.theory_charts import draw_theory
+from draftsmith.recipes.run_folder import write_atomically
+
+PICTURES = "pictures"  # beside the page
+MASKS = range(1, 7)
+TEMPERATURES = (0.0, 1.0)
+# Of the picture of a round, on SmolLM2.
+ROUNDS = {
+    "EAGLE, tree of 12": "smollm2-135m-eagle/eagle-tree",
+    "EAGLE-ParallelSpec, tree of 12": "smollm2-135m-two_stage/two-stage-tree",
+    "Medusa, tree of 12": "smollm2-135m-medusa/medusa-tree",
+    "Medusa-ParallelSpec, tree of 12": "smollm2-135m/smollm2-tree",
+}
+# Theory knows chains: what the page calls them, the recipe's and the method's name, with the embedded target's own.
+CHAINS = (
+    ("EAGLE-ParallelSpec", "-two_stage/two-stage-chain", "eagle-parallel-chain"),
+    ("Medusa-ParallelSpec", "/smollm2-chain", "parallel-chain"),
+    ("EAGLE", "-eagle/eagle-chain", "eagle-chain"),
+    ("Medusa", "-medusa/medusa-chain", "medusa-chain"),
+    ("draft model", "-draft_model/draft-model-chain", "draft-model-chain"),
+    ("bigram", "-draft_model/bigram", "bigram"),
+    ("trigram", "-draft_model/trigram", "trigram"),
+)
+TARGETS = ((SMOLLM2, "smollm2-135m"), (EMBEDDED, ""))  # and what stands before a method's name in its file
+EXPECTED = [
+    (f"{name}, {target.name}", target.file, before + methods[number], temperature)
+    for number, (target, before) in enumerate(TARGETS)
+    for name, *methods in CHAINS
+    for temperature in TEMPERATURES
+]
+NGRAM_ARMS = [
+    (target.name, target.file, f"{before}-draft_model/" if before else "", temperature)
+    for target, before in TARGETS
+    for temperature in TEMPERATURES
+]
+
+
+def write_page(results: Path, page: Path) -> Path:
+    """Write the page, and its pictures beside it.
+
+    Args:
+        results: The folder of result files, beside the page.
+        page: The Markdown file.
+    """
+    folder = page.parent / PICTURES
+    places = {name: Place(results, SMOLLM2.file, f"{method}@0") for name, method in ROUNDS.items()}
+    draw_rounds(places, folder / "paper_round.svg")
+    points = _points(results)
+    if points:
+        draw_theory(points, folder)
+    write_atomically(page, page_text(results))
+    return page
+
+
+def page_text(results: Path) -> str:
+    """The page in Markdown."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+    )
+
+    def figure(name: str, path: str, form: str = "{:.2f}") -> str:
+        return _of_smollm2(results, name).quoted(path, form)
+
+    def over(above: str, below: str, path: str) -> str:
+        return told(ratio(_of_smollm2(results, above), _of_smollm2(results, below), path), "{:.2f}".format)
+
+    return environment.get_template("paper.md.j2").render(
+        tables={
+            (target.name, temperature): main_table(results, target, temperature)
+            for target in (SMOLLM2, EMBEDDED)
+            for temperature in TEMPERATURES
+        },
+        smollm2=SMOLLM2.name,
+        embedded=EMBEDDED.name,
+        masks=number_of_masks(results, MASKS),
+        operations=operations_and_speed(),
+        ngrams=ngram_alphas(results, NGRAM_ARMS),
+        expected=expected_and_measured(results, EXPECTED),
+        pictures=PICTURES,
+        figure=figure,
+        over=over,
+    )
+
+
+def _of_smollm2(results: Path, name: str) -> Place:
+    """A row of the picture of a round, by its name there."""
+    return Place(results, SMOLLM2.file, f"{ROUNDS[name]}@0")
+
+
+def _points(results: Path) -> list[dict[str, Any]]:
+    """The rows that stand in the figures of theory: the chains that were timed."""
+    found = []
+    for name, file, method, temperature in EXPECTED:
+        row = Place(results, file, f"{method}@{temperature:g}").row
+        if row and "timing" in row:
+            found.append({**row["timing"], "method": name})
+    return found
