@@ -6,7 +6,7 @@ What a depth predicts, and from what, is the same for all of them: `models/group
 Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
@@ -114,14 +114,19 @@ class Drafter(PreTrainedModel):
     offline_obstacle: str | None = None
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
-    # Why its weights cannot be split among processes (FSDP2, ZeRO-3), and why its target can neither be split nor
-    # quantised; None if they can.
-    split_obstacle: str | None = None
+    # Why its target can neither be split among processes nor quantised; None if it can.
     whole_target_needed: str | None = None
     # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
     training_step, training_progress_frac = 0, 1.0
     # What training draws at random (noise, rows to keep) comes from here; from torch's own generator by default.
     generator: torch.Generator | None = None
+
+    @classmethod
+    def split_obstacle(cls, options: Mapping[str, Any]) -> str | None:
+        """Why its weights cannot be split among processes (FSDP2, ZeRO-3) with these `drafter.options`; None if so."""
+        if options.get("in_parts"):
+            return "`drafter.options.in_parts` has a drafter's weights whole only while autograd asks for them"
+        return None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)

@@ -17,10 +17,10 @@ Where we deviate: lambda_d are normalised as in `medusa.py`, so that the paper's
 Shapes: B batch, S sequence, N labelled positions, D hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -80,8 +80,11 @@ class Medusa2Drafter(MedusaDrafter):
 
     config_class = Medusa2Config
     offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
-    split_obstacle = "its LoRA lies inside the target, which runs outside the forward that puts the parts together"
     whole_target_needed = "it changes the target's own layers while it trains"
+
+    @classmethod
+    def split_obstacle(cls, options: Mapping[str, Any]) -> str | None:
+        return "its LoRA lies inside the target, which runs outside the forward that puts the parts together"
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

@@ -57,16 +57,14 @@ def set_ups(recipe: Recipe, args: TrainingArguments, batch: dict[str, Tensor], p
         UserError: As `FakeTraining`.
     """
     kind = load_drafter_class(recipe.drafter.kind)
-    in_parts = (
-        "drafter.options.in_parts needs weights that are whole" if recipe.drafter.options.get("in_parts") else None
-    )
+    split_obstacle = kind.split_obstacle(recipe.drafter.options)
     plain = _with(recipe, None, "online")
     online, target_bytes = _step(plain, args, batch)
     offline = None if kind.offline_obstacle else _step(_with(recipe, None, "offline"), args, batch)[0]
     found = []
     for launch in launches(processes):
         for placement in PLACEMENTS:
-            why_not = kind.split_obstacle or in_parts if launch.splits_weights else None
+            why_not = split_obstacle if launch.splits_weights else None
             why_not = why_not or (kind.offline_obstacle if placement == "offline" else None)
             why_not = why_not or (kind.whole_target_needed if placement in ("sharded", "int8", "nf4") else None)
             if placement == "sharded" and processes < 2:

@@ -80,14 +80,9 @@ def _of_the_target(recipe: Recipe, launch: Launch) -> Iterator[str]:
 
 def _of_the_drafter(recipe: Recipe, launch: Launch) -> Iterator[str]:
     kind = recipe.drafter.kind
-    if launch.splits_weights and recipe.drafter.options.get("in_parts"):
-        yield (
-            f"key `drafter.options.in_parts`: not with {launch.name}, which has a drafter's weights whole only while "
-            "autograd asks for them: launch with recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave it out"
-        )
-    obstacle = load_drafter_class(kind).split_obstacle
+    obstacle = load_drafter_class(kind).split_obstacle(recipe.drafter.options)
     if launch.splits_weights and obstacle is not None:
         yield (
             f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {obstacle}: launch with "
-            "recipes/accelerate/multi_gpu.yaml or zero2.yaml"
+            "recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
         )

@@ -97,7 +97,7 @@ def test_refused_by_name(
 @pytest.mark.parametrize("kind", drafter_kinds())
 def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, kind: str) -> None:
     monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
-    if launch.splits_weights and load_drafter_class(kind).split_obstacle is not None:
+    if launch.splits_weights and load_drafter_class(kind).split_obstacle({}) is not None:
         pytest.skip("refused")
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}})
     refuse_what_cannot_work(recipe, arguments(tmp_path), launch)
@@ -107,7 +107,10 @@ def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_parts_need_whole_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch) -> None:
     monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
     recipe = recipe_in(tmp_path, drafter={"kind": "parallel", "options": {"in_parts": True}})
-    with pytest.raises(UserError, match=rf"`drafter\.options\.in_parts`: not with {launch.name}, .*multi_gpu.yaml"):
+    with pytest.raises(
+        UserError,
+        match=rf"`parallel` cannot be trained with {launch.name}, as `drafter\.options\.in_parts` .*multi_gpu.yaml",
+    ):
         refuse_what_cannot_work(recipe, arguments(tmp_path), launch)
     refuse_what_cannot_work(recipe, arguments(tmp_path), DDP)
 
