@@ -1,0 +1,110 @@
+"""A target that answers with a drafter beside it, for scripts and notebooks: what the commands measure, in a few lines.
+
+For example, on the embedded target:
+
+    target, tokenizer = load_target(TargetRecipe(model="embedded"))
+    tree = MethodRecipe(name="tree", tree="best_first", nodes=12, branch=4)
+    with SpeculativeDecoder(target, tokenizer, load_drafter("runs/quickstart/drafter", target), tree) as decoder:
+        print(decoder.ask("What does os.path.join do?").text)
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.loop import Round, generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.recipes.schema import MethodRecipe
+
+CHAIN = MethodRecipe(name="chain")
+
+
+class SpeculativeDecoder:
+    """Answers one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
+
+    Args:
+        tokenizer: The target's. None: prompts are token ids, and nothing but the limit ends an answer.
+        drafter: Attached to this target. None: the same loop without a draft.
+        tree: The draft tree, as a row of `eval.methods`.
+        max_length_tokens: Of a prompt and its answer together.
+        lenience: Below 1 the answers are not the target's any more (arXiv 2211.17192, A.5).
+
+    Raises:
+        UserError: The target cannot be decoded with trees, or the tree is none.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: Any | None,
+        drafter: Drafter | None = None,
+        tree: MethodRecipe = CHAIN,
+        sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+        max_length_tokens: int = 1024,
+        seed: int = 0,
+    ) -> None:
+        self.tokenizer, self.sampling, self.lenience = tokenizer, sampling, tree.lenience
+        self.end_ids = frozenset(() if tokenizer is None else answer_end_ids(target.generation_config, tokenizer))
+        self.generator = torch.Generator(target.device).manual_seed(seed)
+        self.method: Method = Autoregressive()
+        if drafter is None:
+            self.session = TargetSession(target, max_length_tokens)
+            return
+        decoder = drafter.decoder(max_length_tokens)
+        builder = tree_builder(tree, decoder)
+        self.method = DrafterMethod(tree.name, decoder, builder, sampling, self.generator, tree.lookup)
+        self.session = TargetSession(target, max_length_tokens, drafter.feature_layers)
+
+    def ask(
+        self, question: str, max_new_tokens: int = 128, on_round: Callable[[Round], None] | None = None
+    ) -> AnswerRecord:
+        """The answer to a question, asked as the chat template has it; its `text` is filled in."""
+        if self.tokenizer is None:
+            raise ValueError("a question needs a tokenizer with a chat template: give one, or call answer() with ids")
+        record = self.answer(prompt_token_ids(self.tokenizer, [Turn("user", question)]), max_new_tokens, on_round)
+        record.text = self.tokenizer.decode(record.ids, skip_special_tokens=True).strip()
+        return record
+
+    def answer(
+        self, prompt_ids: list[int], max_new_tokens: int, on_round: Callable[[Round], None] | None = None
+    ) -> AnswerRecord:
+        """The answer to token ids.
+
+        Args:
+            on_round: Told of every round: its tree, what was accepted, and the target's logits.
+
+        Raises:
+            UserError: Prompt and answer are longer than `max_length_tokens`.
+        """
+        return generate(
+            self.session,
+            self.method,
+            prompt_ids,
+            self.sampling,
+            max_new_tokens,
+            self.end_ids,
+            self.generator,
+            lenience=self.lenience,
+            on_round=on_round,
+        )
+
+    def close(self) -> None:
+        """Let go of the target."""
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

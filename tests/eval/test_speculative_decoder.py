@@ -1,0 +1,38 @@
+"""The decoder for scripts: the loop's answers, whoever drafts."""
+
+from pathlib import Path
+
+import pytest
+from support.tiny_models import tiny_parallel, tiny_target
+from support.tiny_runs import save_target
+
+from draftsmith.eval.speculative_decoder import SpeculativeDecoder
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.schema import MethodRecipe, TargetRecipe
+
+PROMPT = [1, 5, 6, 7]
+TREE = MethodRecipe(name="tree", tree="best_first", nodes=6, branch=3)
+
+
+def test_answers_are_the_targets_own() -> None:
+    target = tiny_target()
+    with SpeculativeDecoder(target, None, max_length_tokens=64) as plain:
+        expected = plain.answer(PROMPT, 24)
+    assert expected.rounds == 23  # the first token comes with the prompt
+    rounds = []
+    with SpeculativeDecoder(target, None, tiny_parallel(target), TREE, max_length_tokens=64) as decoder:
+        found = decoder.answer(PROMPT, 24, rounds.append)
+    assert found.ids == expected.ids
+    assert len(rounds) == found.rounds
+    assert sum(round_.kept for round_ in rounds) == 23
+
+
+def test_a_question_needs_a_tokenizer(tmp_path: Path) -> None:
+    target = tiny_target()
+    with SpeculativeDecoder(target, None, max_length_tokens=64) as decoder, pytest.raises(ValueError, match="template"):
+        decoder.ask("w5")
+    save_target(tmp_path)
+    target, tokenizer = load_target(TargetRecipe(model=str(tmp_path)))
+    with SpeculativeDecoder(target, tokenizer, max_length_tokens=64) as decoder:
+        answer = decoder.ask("w5 w6 w7", 8)
+    assert answer.text == tokenizer.decode(answer.ids, skip_special_tokens=True).strip() != ""

@@ -1,0 +1,112 @@
+"""Each script of `examples/` as a process of its own, in one folder: the first that needs a drafter trains it."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.places import ROOT
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+def run(folder: Path, script: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_there_are_five_short_ones_and_the_readme_names_each() -> None:
+    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\]\((\w+\.py)\)", readme)) == [script.name for script in SCRIPTS]
+    assert len(SCRIPTS) == 5
+    assert max(len(script.read_text(encoding="utf-8").splitlines()) for script in SCRIPTS) < 60
+
+
+@slow
+def test_decode_with_a_tree(folder: Path) -> None:
+    """What the marks say is committed, round after round, is the answer."""
+    out = run(folder, "decode_with_a_tree.py", "--new-tokens", "20")
+    rounds = re.split(r"^round: ", out, flags=re.MULTILINE)[1:]
+    assert len(rounds) == int(re.search(r"tokens in (\d+) rounds", out)[1])
+    committed = []
+    for text in rounds:
+        drafted, accepted = map(int, re.match(r"(\d+) drafted, (\d+) accepted", text).groups())
+        marked = re.findall(r"^  ([*+ ]) ( *)('.*'|\".*\")$", text, re.MULTILINE)
+        path = [(len(indent) // 4, token) for mark, indent, token in marked if mark == "*"]
+        assert [depth for depth, _ in path] == list(range(accepted + 1))
+        assert len(marked) == drafted + 2  # the root and the target's own
+        committed += [token for _, token in path[1:]] + [token for mark, _, token in marked if mark == "+"]
+    assert sum(int(re.match(r"\d+ drafted, (\d+)", text)[1]) for text in rounds) >= 2
+    answer = out.partition("\n\n")[2].partition("\n\n")[0]
+    first = re.search(r"^  \* ('.*')$", rounds[0], re.MULTILINE)[1]
+    # A round's last tokens may lie beyond the limit.
+    text = re.sub(r"<\|\w+\|>", "", "".join(map(ast.literal_eval, [first, *committed])))
+    assert text.strip().startswith(answer)
+    assert out.endswith("identical to the target's own answer: True\n")
+
+
+@slow
+def test_draw_acceptance(folder: Path) -> None:
+    """Sums of the marginal shares are the mean number of drafts that rounds kept."""
+    out = run(folder, "draw_acceptance.py", "--new-tokens", "24")
+    found = re.findall(r"^depth (\d): ([\d.]+) of rounds, ([\d.]+) where", out, re.MULTILINE)
+    marginal, conditional = ([float(row[column]) for row in found] for column in (1, 2))
+    assert marginal[0] == conditional[0] > 0.1
+    assert all(
+        share == pytest.approx(before * given, abs=2e-3)
+        for before, share, given in zip(marginal, marginal[1:], conditional[1:], strict=False)
+    )
+    tau, rounds = re.search(r"tau ([\d.]+) over (\d+) rounds", out).groups()
+    # Each of the 7 answers' last rounds may have kept the target's own token or not.
+    assert float(tau) == pytest.approx(1 + sum(marginal), abs=7 / int(rounds) + 1e-3)
+    assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+@slow
+def test_measure_a_drafter(folder: Path) -> None:
+    """Of the one in the folder; what is printed is what the run's result holds."""
+    run(folder, "decode_with_a_tree.py", "--new-tokens", "4")
+    out = run(folder, "measure_a_drafter.py", "runs/example/drafter", "--new-tokens", "16")
+    found = re.findall(r"^(chain|tree): tau ([\d.]+), ([\d.]+)x \[([\d.]+), ([\d.]+)\], identical$", out, re.MULTILINE)
+    rows = json.loads((folder / "runs/example-measured/eval/result.json").read_text())["figures"]["rows"]
+    assert [name for name, *_ in found] == ["chain", "tree"]
+    for name, tau, speedup, low, high in found:
+        assert float(tau) == pytest.approx(rows[f"{name}@0"]["tau"], abs=0.006)
+        assert float(low) <= float(speedup) <= float(high)
+    assert float(found[1][1]) > float(found[0][1]) > 1  # a tree has the chain in it
+    assert (folder / "runs/example-measured/report.html").is_file()
+
+
+@slow
+def test_verify_a_distribution(folder: Path) -> None:
+    """The test has the power to see a verifier that is not lossless."""
+    p_values = {}
+    for lenience in ("1.0", "0.3"):
+        out = run(folder, "verify_a_distribution.py", "--samples", "1500", "--lenience", lenience)
+        assert "total probability 1.000000000000" in out
+        p_values[lenience] = float(re.search(r"p-value ([\d.]+)$", out)[1])
+    assert p_values["1.0"] > 0.01
+    assert p_values["0.3"] < 0.0001
+
+
+@slow
+def test_train_your_own_drafter(folder: Path) -> None:
+    out = run(folder, "train_your_own_drafter.py", "--steps", "60")
+    accuracy = [float(share) for share in re.findall(r"'accuracy_depth1': '?([\d.]+)", out)]
+    assert accuracy[-1] > 0.2 > accuracy[0]
+    tau, same = re.search(r"tau ([\d.]+); the target's answer: (\w+)$", out).groups()
+    assert float(tau) > 1
+    assert same == "True"
+    config = json.loads((folder / "runs/gated/drafter/config.json").read_text())
+    assert config["architectures"] == ["GatedDrafter"]
