@@ -36,7 +36,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle pass draft_model)
 
-.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs bench bench-vllm gpu clean
+.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs reference bench bench-vllm gpu clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -55,6 +55,7 @@ help:
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make docs         the documents as a site, in site/ (open site/index.html)"
+	@echo "make reference    what of the documents is made from the code: recipe keys, commands, formats, pictures"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: the tests that need a GPU, then speed, memory and launches (25 minutes), into docs/results/"
@@ -145,6 +146,11 @@ hooks: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
+
+# What of the documents is made from the code and from docs/results/.
+reference: $(READY)
+	cd docs && for page in commands recipe_keys picture; do "$(abspath $(BIN))/python" -m generate.$$page || exit 1; done
+	$(BIN)/python -m draftsmith.models.formats.table >docs/reference/formats.md
 
 target: $(READY)
 	$(BIN)/python train/train_target.py recipes/target.yaml

@@ -68,17 +68,19 @@ class TargetRecipe(Section):
     model: str = Field(
         "embedded", description="Hub id, local folder, or `embedded` for the target that ships with draftsmith"
     )
-    revision: str | None = None
+    revision: str | None = Field(None, description="of a Hub id: a branch, a tag or a commit")
     gguf_file: str | None = Field(
         None, description="a GGUF file in that folder or repository; converted once, into $DRAFTSMITH_CACHE"
     )
-    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
+        "auto", description="p runs in; `auto`: what its checkpoint is saved in"
+    )
     quantization: Literal["int8", "nf4"] | None = Field(
         None, description="bitsandbytes: its linear layers, the LM head left out, in 8 or 4 bits; everywhere p runs"
     )
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' own, with a 4-D mask")
     device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; by default CUDA if there is one, else CPU")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(False, description="run the model's own Python code, which may do anything")
     chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
 
 
@@ -101,7 +103,7 @@ class SourceRecipe(Section):
     hub_split: str = Field("train", description="the split of a Hub dataset")
     hub_config: str | None = Field(None, description="the configuration of a Hub dataset that has several")
     file: str | None = Field(None, description="one file of a Hub dataset, for repositories that hold several")
-    revision: str | None = None
+    revision: str | None = Field(None, description="of a Hub dataset: a branch, a tag or a commit")
     columns: ColumnsRecipe = ColumnsRecipe()
     limit: int | None = Field(None, ge=1, description="take the first n conversations that can be used")
 
@@ -117,7 +119,7 @@ class SourceRecipe(Section):
 class MixedSourceRecipe(SourceRecipe):
     """One source of a mixture."""
 
-    source: str
+    source: str = Field(description="as of `data.conversations.source`")
     weight: float = Field(1.0, gt=0, description="its share of the conversations, relative to the other weights")
 
 
@@ -141,7 +143,7 @@ class ConversationsRecipe(SourceRecipe):
 
     mixture: list[MixedSourceRecipe] = Field([], description="several sources, in place of `source`")
     skip_invalid: bool = Field(False, description="count malformed conversations and go on instead of stopping")
-    split: Literal["train", "heldout", "all"] = "train"
+    split: Literal["train", "heldout", "all"] = Field("train", description="what is not put aside, what is, or both")
     heldout_frac: float = Field(
         0.0, ge=0, lt=1, description="put aside by a hash of the id; stdlib has a split of its own, by module"
     )
@@ -188,13 +190,13 @@ class DistillRecipe(Section):
     """How the target rewrites every assistant turn. `engine: none` trains on the conversations as they are."""
 
     engine: Literal["transformers", "vllm", "openai", "none"] = Field(
-        "transformers", description="a file of `data/engines/`: <engine>_engine.py"
+        "transformers", description="who answers: a file of `data/engines/`, or nobody"
     )
     options: dict[str, Any] = Field({}, description="of that engine, documented there")
-    temperature: float = Field(0.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int = Field(512, ge=1)
+    temperature: float = Field(0.0, ge=0, description="of the answers; 0 is greedy")
+    top_k: int = Field(0, ge=0, description="sample from so many most likely tokens; 0: from all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
+    max_new_tokens: int = Field(512, ge=1, description="of every answer")
     cut_answers: Literal["keep", "drop"] = Field(
         "drop",
         description="an answer that hits max_new_tokens ends its conversation; `keep`: what was said until then is "
@@ -221,6 +223,8 @@ class FeaturesRecipe(Section):
 
 
 class DataRecipe(Section):
+    """What the drafter is trained on: conversations, who answers them, rows of tokens, and the target's features."""
+
     conversations: ConversationsRecipe = ConversationsRecipe()
     distill: DistillRecipe = DistillRecipe()
     max_length_tokens: int = Field(2048, ge=8, description="longer conversations are shortened, by whole turns")
@@ -241,8 +245,8 @@ class DataRecipe(Section):
 class DrafterRecipe(Section):
     """`kind` is the name of a file in `models/drafters/`; `options` are the keys of its `Options`."""
 
-    kind: str = "parallel"
-    options: dict[str, Any] = {}
+    kind: str = Field("parallel", description="parallel, eagle, medusa, ...")
+    options: dict[str, Any] = Field({}, description="of that kind")
     init: str | None = Field(
         None,
         min_length=1,
@@ -271,7 +275,7 @@ class MethodRecipe(Section):
     By default a tree shape for the run's drafter; `kind` names another way of drafting, a file in `eval/methods/`.
     """
 
-    name: MethodName
+    name: MethodName = Field(description="the row of the table")
     kind: str = Field(
         DRAFTER_KIND, description="`drafter`, or a method that needs no training: prompt_lookup, ngram, ..."
     )
@@ -308,27 +312,31 @@ class MethodRecipe(Section):
 
 
 class EvalRecipe(Section):
+    """What is asked, how it is answered, and which ways of drafting are measured."""
+
     questions: str = Field(
         "embedded",
         description="a file in Spec-Bench's format, `embedded` for the questions that ship, or `spec_bench` for "
         "Spec-Bench's own, which are fetched once",
     )
-    limit_per_category: int | None = Field(None, ge=1)
+    limit_per_category: int | None = Field(None, ge=1, description="the first n questions of each")
     limit_per_task: int | None = Field(
         None, ge=1, description="Spec-Bench's tasks, of which its eight MT-bench categories are one"
     )
-    max_new_tokens: int = Field(512, ge=1)
+    max_new_tokens: int = Field(512, ge=1, description="of every answer")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="strings that end an answer, beside the end tokens; they are no part of its text"
     )
-    runs: int = Field(3, ge=1)
-    warmup_questions: int = Field(2, ge=0)
+    runs: int = Field(3, ge=1, description="every question so many times, for the spread of the clock")
+    warmup_questions: int = Field(2, ge=0, description="asked first, and not counted")
     untimed_questions: int = Field(
         0, ge=0, description="asked once more, off the clock: alpha as E[sum min(p, q)], operations, for the report"
     )
-    temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(
+        [0.0], min_length=1, description="every method, and the baseline, at each; 0 is greedy"
+    )
+    top_k: int = Field(0, ge=0, description="sample from so many most likely tokens; 0: from all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
     compile: bool | None = Field(
         None,
         description="run target and drafters through torch.compile, the baseline too; needs a C++ compiler; by default "
@@ -341,11 +349,11 @@ class Recipe(Section):
     """Everything one run needs; see `recipes/quickstart.yaml` for a commented example."""
 
     name: Annotated[str, AfterValidator(check_name)] = Field(description="the run's folder under runs_dir")
-    runs_dir: str = "runs"
-    seed: int = 0
+    runs_dir: str = Field("runs", description="a folder; every run has one of its own in it")
+    seed: int = Field(0, description="of everything that is drawn at random")
     target: TargetRecipe = TargetRecipe()
     data: DataRecipe = DataRecipe()
     drafter: DrafterRecipe = DrafterRecipe()
-    train: dict[str, Any] = {}
+    train: dict[str, Any] = Field({}, description="any argument of `transformers.TrainingArguments`, as it is")
     validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()

@@ -27,9 +27,9 @@ class TransformersEngine:
     """
 
     class Options(Section):
-        """`batch_size`: rows of one forward pass."""
+        """Of the target in this process."""
 
-        batch_size: int = Field(16, ge=1)
+        batch_size: int = Field(16, ge=1, description="rows of one forward pass")
 
     def __init__(self, decoder: BatchDecoder, batch_size: int) -> None:
         self._decoder = decoder

@@ -1,6 +1,6 @@
 """The picture at the top of the README and of the home page: speedup and tau of every method in one measurement.
 
-python docs/generate/picture.py      # writes docs/pictures/speedup-{light,dark}.svg
+make reference      # writes docs/pictures/speedup-{light,dark}.svg
 
 Its figures are those of docs/results/smollm2_bf16.json; a test keeps the files so. Bars are speedups over our own loop
 without a draft, whiskers their 95 % intervals over questions.

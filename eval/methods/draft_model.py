@@ -125,10 +125,10 @@ class DraftModelMethod:
     """Makes the method from a recipe."""
 
     class Options(Section):
-        """`model`: a Hub id or local folder; `num_tokens`: gamma, the longest path that is drafted."""
+        """Of a Hugging Face causal LM with the target's vocabulary."""
 
-        model: str
-        num_tokens: int = Field(4, ge=1)
+        model: str = Field(description="a Hub id or local folder")
+        num_tokens: int = Field(4, ge=1, description="gamma, the longest path that is drafted")
 
     @classmethod
     def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:

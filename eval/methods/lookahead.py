@@ -52,11 +52,11 @@ class Lookahead:
     class Options(Section):
         """Defaults are Spec-Bench's setting (its eval.sh)."""
 
-        level: int = Field(5, ge=2)
-        window: int = Field(7, ge=1)
-        guesses: int = Field(7, ge=1)
-        from_prompt: bool = False
-        accept_window: bool = False
+        level: int = Field(5, ge=2, description="N, the length of an n-gram")
+        window: int = Field(7, ge=1, description="W, columns that look ahead")
+        guesses: int = Field(7, ge=1, description="G, n-grams of one first token that are kept, and verified")
+        from_prompt: bool = Field(False, description="the prompt's n-grams go into the pool first; ours")
+        accept_window: bool = Field(False, description="guesses of the window may be accepted too; ours")
 
     def __init__(
         self,

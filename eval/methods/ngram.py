@@ -117,10 +117,10 @@ class Ngram:
     """Makes the method from a recipe."""
 
     class Options(Section):
-        """`order`: 1 to 3 and more; `num_tokens`: the longest path that is drafted."""
+        """Of an n-gram model."""
 
-        order: int = Field(3, ge=1, le=4)
-        num_tokens: int = Field(4, ge=1)
+        order: int = Field(3, ge=1, le=4, description="n: 1 counts single tokens, 3 what followed the last two")
+        num_tokens: int = Field(4, ge=1, description="the longest path that is drafted")
 
     @classmethod
     def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:

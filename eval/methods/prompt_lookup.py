@@ -41,10 +41,10 @@ class PromptLookup:
     class Options(Section):
         """Defaults are Spec-Bench's setting (evaluation/inference_pld.py)."""
 
-        max_ngram: int = Field(3, ge=1)
-        num_tokens: int = Field(10, ge=1)
-        match: Literal["earliest", "latest"] = "earliest"
-        partial: bool = False
+        max_ngram: int = Field(3, ge=1, description="the longest n-gram that is looked up; shorter ones follow")
+        num_tokens: int = Field(10, ge=1, description="drafted at most")
+        match: Literal["earliest", "latest"] = Field("earliest", description="which occurrence of an n-gram counts")
+        partial: bool = Field(False, description="one counts that fewer than `num_tokens` tokens follow")
 
     def __init__(
         self, name: str, max_ngram: int = 3, num_tokens: int = 10, match: str = "earliest", partial: bool = False

@@ -49,16 +49,14 @@ class SpecInfer:
     sequential = True
 
     class Options(Section):
-        """Defaults are the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`.
+        """Defaults are the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`."""
 
-        `models`: Hub ids, local folders, or folders of trained `draft_model` drafters; `num_tokens`: the longest path;
-        `expansion`: k_1, k_2, ..., 1 below the last one given; `samples`: trees of each model at T > 0.
-        """
-
-        models: list[str] = Field(min_length=1)
-        num_tokens: int = Field(8, ge=1)
-        expansion: list[PositiveInt] = Field([1, 1, 3])
-        samples: int = Field(1, ge=1)
+        models: list[str] = Field(
+            min_length=1, description="Hub ids, local folders, or folders of trained `draft_model` drafters"
+        )
+        num_tokens: int = Field(8, ge=1, description="the longest path")
+        expansion: list[PositiveInt] = Field([1, 1, 3], description="k_1, k_2, ...; 1 below the last one given")
+        samples: int = Field(1, ge=1, description="trees of each model at T > 0")
 
         @model_validator(mode="after")
         def _fits_a_tree(self) -> SpecInfer.Options:

@@ -65,7 +65,7 @@ DraftVocabSize = Annotated[
     AfterValidator(_within_the_vocabulary),
     Field(
         description="draft this many of the target's tokens only, the most frequent of the answers that are trained on "
-        "(`base/draft_vocabulary.py`); all by default"
+        "(`models/base/draft_vocabulary.py`); all by default"
     ),
 ]
 NumLayers = Annotated[int, Field(ge=1, description="decoder layers of the target's kind")]

@@ -55,14 +55,14 @@ class Medusa2Config(MedusaConfig):
     class Options(MedusaConfig.Options):
         """The keys of `drafter.options` in a recipe: Medusa's, and those of the target's change."""
 
-        lora_rank: int = Field(32, ge=1)
+        lora_rank: int = Field(32, ge=1, description="of the change in the target's layers")
         lora_alpha: float = Field(16.0, gt=0, description="the change is scaled with lora_alpha / lora_rank")
         lora_targets: Annotated[
             Literal["all-linear"] | Annotated[list[str], Field(min_length=1)],
             one_message(
                 "must be `all-linear` or a list of names of the target's linear layers, such as [q_proj, v_proj]"
             ),
-        ] = "all-linear"
+        ] = Field("all-linear", description="the target's linear layers that change, by name; the LM head never")
         lora_learning_rate: float = Field(
             0.25, gt=0, description="the LoRA's learning rate as a share of the heads', which is `train.learning_rate`"
         )
