@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ class Provenance:
     commit: str | None
     versions: dict[str, str]
     machine: Machine
+    inputs_sha256: dict[str, str] = field(default_factory=dict)
 
 
 class RunFolder:

@@ -33,10 +33,12 @@ from draftsmith.eval.kept.measurement import (
     recorded_traced,
     untimed_figures,
 )
+from draftsmith.eval.kept.origins import recorded_data_card, recorded_trainings
 from draftsmith.eval.kept.proof import recorded_proof
 from draftsmith.eval.kept.tuned_tree import with_tuned_trees
 from draftsmith.eval.report.charts import draw_charts
-from draftsmith.eval.report.report import print_table, write_report
+from draftsmith.eval.report.page.forms import write_report
+from draftsmith.eval.report.report import print_table
 from draftsmith.eval.report.result import evaluation_figures
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.eval.report.theory_charts import draw_theory
@@ -146,6 +148,10 @@ def rewrite_report(recipe: Recipe) -> list[dict[str, Any]]:
         "turns_left_out": turns_left_out,
         "served": recorded_served(recipe),
         "traced": recorded_traced(recipe),
+        "records": records,
+        "inputs_sha256": provenance.inputs_sha256,
+        "trained": recorded_trainings(recipe),
+        "data_card": recorded_data_card(recipe),
         **asdict(notes),
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))

@@ -13,14 +13,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.report.categories import shown_categories
 from draftsmith.eval.report.summary import OVERALL
+from draftsmith.eval.report.text import NOT_LOSSLESS
 
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
 MOST_INCHES = 60.0  # 8,400 pixels; matplotlib draws 65,536 at most
 LONGEST_NAME = 40  # characters
-NOT_LOSSLESS = "not lossless"  # a method with lenience
 
 
 def draw_charts(summary: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
@@ -49,7 +50,7 @@ def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: st
     value_key, spread_key = keys
     rows = {(series_name(row, summary), row["category"]): row for row in summary if row["method"] != AUTOREGRESSIVE}
     series = list(dict.fromkeys(name for name, _ in rows))
-    categories = [*dict.fromkeys(category for _, category in rows if category != OVERALL), OVERALL]
+    categories = [*shown_categories(summary), OVERALL]
     width_inches = 1.1 * len(categories) * max(1, len(series)) ** 0.5 + 2
     figure, axes = plt.subplots(figsize=(min(max(7.0, width_inches), MOST_INCHES), 4.6))
     width = 0.8 / max(1, len(series))

@@ -1,24 +1,23 @@
-"""The report of one evaluation: `report.md`, a self-contained `report.html`, and the table in the terminal."""
+"""The report of one evaluation: what both its forms are made of, and the table in the terminal."""
 
 from __future__ import annotations
 
-import base64
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.charts import NOT_LOSSLESS, series_name
+from draftsmith.eval.report import text
+from draftsmith.eval.report.categories import parts_of_mt_bench, shown_categories
+from draftsmith.eval.report.charts import series_name
 from draftsmith.eval.report.seed_spread import seed_spread
 from draftsmith.eval.report.summary import OVERALL
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.eval.report.text import NOT_LOSSLESS, identity, number, only_ties
 
 TAU_DEFINITION = (
     "tau = mean tokens committed per round, including the one token that the target itself contributes; "
@@ -55,65 +54,41 @@ def headline(summary: list[dict[str, Any]]) -> str:
     whose = "the changed target's" if best.get("target_change") else "the target's"
     if all(row["greedy_identical"] for row in greedy):
         return sentence + f"; every greedy answer is identical to {whose}."
-    if all(_only_ties(row) for row in greedy):
+    if all(only_ties(row) for row in greedy):
         ties = sum(row["numerical_ties"] for row in greedy)
         return sentence + f"; the greedy answers are {whose}, but for {ties} that part from it at a numerical tie."
     return sentence + f"; NOT LOSSLESS: some greedy answers differ from {whose}."
 
 
-def _only_ties(row: dict[str, Any]) -> bool:
-    """Of a greedy row: every answer that differs, if any, was found to part at a numerical tie."""
-    return row["different_answers"] == row["numerical_ties"]
-
-
-def write_report(
+def report_values(
     root: Path, facts: dict[str, Any], pictures: Iterable[Path], theory_pictures: Iterable[Path] = ()
-) -> list[Path]:
-    """Write `report.md` and `report.html` into the run's folder.
-
-    Args:
-        root: The run's folder.
-        facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter comes with another target,
-            `proof` if there is one, and `served`, measurements in engines (`eval/serving/result.py`).
-        pictures: PNG files below `root`.
-        theory_pictures: The same, for the section on theory.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=jinja2.select_autoescape(["html.j2"]),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"number": _number, "ms": _milliseconds, "identity": _identity, "escaped": _escaped}
-    environment.filters |= {"percent": _percent, "interval": _interval}
-    summary = facts["summary"]
-    values = {
+) -> dict[str, Any]:
+    """The facts, and what both forms of the report make of them; arguments as of `page/forms.py`."""
+    summary, recipe = facts["summary"], facts["recipe"]
+    return {
         **facts,
         "headline": headline(summary),
         "drafters": _drafters(facts["drafter_kinds"]),
+        "target_name": text.target_name(recipe["target"]),
+        "questions_name": text.place_name(recipe["eval"]["questions"]),
+        "command": text.without_places(facts["command"], root),
         "target_change": facts.get("target_change"),
         "proof": proof_sentence(facts.get("proof")),
+        "proof_figures": facts.get("proof"),
         "tau_definition": TAU_DEFINITION,
         "speedup_definition": SPEEDUP_DEFINITION,
         "lenience_warning": None if all(row["lossless"] for row in summary) else LENIENCE_WARNING,
         "overall": [row for row in summary if row["category"] == OVERALL],
         "seed_spread": seed_spread(summary),
-        "by_category": _by_category(summary),
+        "by_category": _by_category(summary, [*shown_categories(summary), OVERALL]),
+        "by_part": _by_category(summary, parts_of_mt_bench(summary)),
         "reduced": _with_draft_vocabulary(summary),
         "served": facts.get("served", []),
         "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
         "pictures": _shown(root, pictures),
         "theory_pictures": _shown(root, theory_pictures),
-        "next_steps": next_steps(summary, facts["timing"], facts["recipe"]),
+        "next_steps": next_steps(summary, facts["timing"], recipe),
     }
-    files = []
-    for form in ("md", "html"):
-        text = environment.get_template(f"report.{form}.j2").render(values)
-        files.append(root / f"report.{form}")
-        write_atomically(files[-1], text)
-    return files
 
 
 def _with_draft_vocabulary(summary: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -175,7 +150,7 @@ def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], reci
             )
     if recipe["eval"]["runs"] < 3:
         steps.append("Set eval.runs=3 or more, so that the spread of the speedup means something.")
-    if any(row["greedy_identical"] is False and not _only_ties(row) for row in summary):
+    if any(row["greedy_identical"] is False and not only_ties(row) for row in summary):
         steps.append(
             "Greedy answers differ, and not only at numerical ties: `draftsmith prove` shows where, and "
             "target.dtype=float64 whether rounding is the cause."
@@ -195,14 +170,14 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
     for name, rows in _by_method(summary).items():
         for row in rows:
             spread = "" if row["speedup_std"] is None else f" ± {row['speedup_std']:.2f}"
-            cells = [_number(row["tau"]), _number(row["tau_without_bonus"]), f"{row['speedup_mean']:.2f}{spread}"]
-            cells.append(_number(row["speedup_by_question_mean"]))
+            cells = [number(row["tau"]), number(row["tau_without_bonus"]), f"{row['speedup_mean']:.2f}{spread}"]
+            cells.append(number(row["speedup_by_question_mean"]))
             last = row is rows[-1]
             table.add_row(
                 escape(name),
                 escape(row["category"]),
                 *cells,
-                _identity(row),
+                identity(row),
                 end_section=last,
                 style="bold" if last else "",
             )
@@ -235,48 +210,12 @@ def _by_method(summary: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
     return drafted or methods
 
 
-def _by_category(summary: list[dict[str, Any]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    categories: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for name, rows in _by_method(summary).items():
-        for row in rows:
-            categories.setdefault(row["category"], []).append((name, row))
-    return categories
+def _by_category(summary: list[dict[str, Any]], categories: list[str]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Of these categories every method's row, with the method's name."""
+    named = [(name, row) for name, rows in _by_method(summary).items() for row in rows]
+    return {category: [pair for pair in named if pair[1]["category"] == category] for category in categories}
 
 
-def _identity(row: dict[str, Any]) -> str:
-    """Whether the greedy answers are the target's; of a method with lenience nobody claims it."""
-    if not row["lossless"]:
-        return NOT_LOSSLESS
-    if row["greedy_identical"] is False and _only_ties(row):
-        return f"but for {row['numerical_ties']} ties"
-    return {True: "yes", False: "NO", None: "-"}[row["greedy_identical"]]
-
-
-def _shown(root: Path, pictures: Iterable[Path]) -> list[tuple[str, str, str]]:
-    """Name, path for markdown, and data for HTML."""
-    data = "data:image/png;base64,"
-    return [
-        (file.stem, file.relative_to(root).as_posix(), data + base64.b64encode(file.read_bytes()).decode("ascii"))
-        for file in pictures
-    ]
-
-
-def _escaped(text: str) -> str:
-    """As it is, in a cell of a Markdown table."""
-    return re.sub(r"([\\`*\[\]<>|~$&]|\b_|_\b)", r"\\\1", " ".join(text.split()))
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _interval(ends: list[float] | None) -> str:
-    return "-" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _milliseconds(seconds: float | None, digits: int = 2) -> str:
-    return _number(None if seconds is None else 1000 * seconds, digits)
+def _shown(root: Path, pictures: Iterable[Path]) -> list[tuple[str, str]]:
+    """Name and path for Markdown."""
+    return [(file.stem, file.relative_to(root).as_posix()) for file in pictures]

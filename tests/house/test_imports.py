@@ -16,7 +16,15 @@ ORDER = [
     *["models/formats"],
     *["train/batches", "train/features", "train/processes", "train/monitoring", "train/drafter", "train/plan"],
     *["train/embedded_target", "train"],
-    *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/report/papers"],
+    *[
+        "eval/trees",
+        "eval/decoding",
+        "eval/methods",
+        "eval/bench",
+        "eval/report",
+        "eval/report/page",
+        "eval/report/papers",
+    ],
     *["eval/kept", "eval/serving", "eval/commands", "eval"],
 ]
 # These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).
