@@ -32,7 +32,6 @@ SECTIONS = {
     "predicted": "Predicted and measured",
     "training": "Training",
     "clock": "As a user sees it",
-    "served": "In vLLM",
     "data": "Data",
     "settings": "What was measured",
 }
@@ -83,7 +82,6 @@ def render_page(facts: dict[str, Any]) -> str:
         "answers": not page["answers"],
         "predicted": page["predictions"] is None,
         "training": not page["training"],
-        "served": not facts["served"],
         "data": page["data_card"] is None,
     }
     page["sections"] = {name: title for name, title in SECTIONS.items() if not empty.get(name)}
