@@ -142,7 +142,7 @@ def _spread(heights: list[float]) -> list[float]:
     moved = list(heights)
     for before, after in itertools.pairwise(order):
         moved[after] = max(moved[after], moved[before] + LABEL_HEIGHT)
-    lowest = HEIGHT - BOTTOM + 4
+    lowest = float(HEIGHT - BOTTOM + 4)
     for i in reversed(order):
         moved[i], lowest = min(moved[i], lowest), min(moved[i], lowest) - LABEL_HEIGHT
     return [round(height, 1) for height in moved]
