@@ -1,0 +1,303 @@
+"""Every command of the README and of docs/ would do what it says: each is parsed by what it calls.
+
+`draftsmith` by its own command line, up to where a command would begin to work, its recipes and overrides by the
+schema and the drafter's options; make by `make --dry-run`, and what that would call as well; scripts by their own
+parsers; `accelerate launch` by accelerate's. A command that no rule knows fails by its name.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from accelerate.commands.launch import launch_command_parser
+from pydantic import ValidationError
+from support.documented_commands import Command, commands_of, scripts_of
+from support.places import ROOT
+from transformers import TrainingArguments
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import cli, leaving
+from draftsmith.eval.methods.registry import method_of
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
+
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Lists of usages, in words that are placeholders; what they are made from is what the other rules ask.
+SYNOPSES = ("docs/reference/commands.md",)
+COMMANDS = [
+    command
+    for page in PAGES
+    if (name := page.relative_to(ROOT).as_posix()) not in SYNOPSES
+    for command in commands_of(page, name)
+]
+# What a command does once it has read all it was given, by module and name.
+BODIES = {
+    "cli": ("run_distill", "run_features", "run_train", "run_eval", "make_drafter"),
+    "evaluate": ("report_again",),
+    "in_engine": ("evaluate_in_engine",),
+    "doctor": ("examine",),
+    "tune": ("tune",),
+    "prove": ("prove",),
+    "compare": ("compare",),
+    "compare_runs": ("compare_runs",),
+    "search": ("search_recipe",),
+    "push": ("push",),
+}
+MORE_BODIES = ("train.plan.plan.make_plan", "models.formats.of_run.export_run", "models.formats.of_run.import_run")
+OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # the smallest that a document names has this much
+PLACEHOLDERS = {"RECIPE": "mine.yaml", "FILES": "question.jsonl"}
+MODULES_ELSEWHERE = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")  # in environments of their own
+FOREIGN = {"hf": ("auth", "login"), "curl": (), "grep": ()}
+
+
+class Parsed(BaseException):
+    """A script has read its command line."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with what a reader would have made: a recipe, prompts, questions and measured runs."""
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith(".") and entry.name not in ("runs", "site"):
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / ".ci").symlink_to(ROOT / ".ci")
+    for name in ("mine.yaml", "recipe.yaml"):
+        shutil.copyfile(ROOT / "recipes" / "llama3-8b-parallel.yaml", tmp_path / name)
+    for name in ("sources.yaml", "prompts.yaml"):
+        (tmp_path / name).write_text("[{source: a.jsonl, weight: 2}, {source: b.jsonl}]")
+    (tmp_path / "question.jsonl").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").touch()
+    for name in ("mine", "yours", "a", "b"):
+        (tmp_path / "runs" / name / "eval").mkdir(parents=True)
+        (tmp_path / "runs" / name / "eval" / "records.jsonl").touch()
+    (tmp_path / "runs" / "table").mkdir()
+    shutil.copyfile(ROOT / "recipes" / "quickstart.yaml", tmp_path / "runs" / "table" / "recipe.yaml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command by the rule for its program.
+
+    Raises:
+        AssertionError: It would not work, or there is no rule for it.
+    """
+    program = Path(words[0]).name
+    arguments = tuple(PLACEHOLDERS.get(word, word) for word in words[1:])
+    rules: dict[str, Callable[[tuple[str, ...], pytest.MonkeyPatch], None]] = {
+        "draftsmith": check_draftsmith,
+        "make": check_make,
+        "python": check_python,
+        "accelerate": check_accelerate,
+        "pip": check_pip,
+        "cp": lambda given, _: check_exists(given[0]),
+    }
+    if program in rules:
+        rules[program](arguments, monkeypatch)
+    else:
+        assert program in FOREIGN, f"no rule for the command {program}"
+        assert arguments[: len(FOREIGN[program])] == FOREIGN[program]
+
+
+def check_exists(file: str) -> None:
+    assert Path(file).exists(), file
+
+
+def check_draftsmith(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[str] = []
+    loaded: list[Recipe] = []
+
+    def load(*given: Any) -> Recipe:
+        loaded.append(load_recipe(*given))
+        return loaded[-1]
+
+    def body(name: str) -> Callable[..., None]:
+        def stop(*_given: Any, **_named: Any) -> None:
+            reached.append(name)
+            raise typer.Exit
+
+        return stop
+
+    with monkeypatch.context() as patch:
+        for module in (cli, leaving):
+            patch.setattr(module, "load_recipe", load)
+        for module_name, names in BODIES.items():
+            for name in names:
+                patch.setattr(f"draftsmith.eval.commands.{module_name}.{name}", body(name))
+        for place in MORE_BODIES:
+            patch.setattr(f"draftsmith.{place}", body(place))
+        result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == 0, f"{result.stderr} {result.exception!r}"
+    assert len(reached) == 1 or arguments[0].startswith("--")
+    for recipe in loaded:
+        check_recipe(recipe)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """What the schema leaves to others: the options of the drafter and of methods, the trainer's arguments."""
+    embedded = json.loads((ROOT / "models" / "embedded_target" / "config.json").read_text(encoding="utf-8"))
+    of_target = embedded if recipe.target.model == "embedded" else OTHER_TARGETS
+    load_drafter_class(recipe.drafter.kind).config_class.Options.model_validate(
+        recipe.drafter.options, context=of_target
+    )
+    for method in recipe.eval.methods:
+        if method.kind != DRAFTER_KIND:
+            method_of(method)
+    assert set(recipe.train) <= {field.name for field in dataclasses.fields(TrainingArguments)}
+
+
+def check_make(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = subprocess.run(["make", "--dry-run", *arguments], capture_output=True, text=True, check=False)
+    assert printed.returncode == 0, printed.stderr
+    for line in printed.stdout.splitlines():
+        called = re.search(r"\S*/(?:draftsmith|python) (?:\w+|\S+\.py) .*", line)
+        if called is not None and "-m pip" not in line:
+            check(tuple(shlex.split(called[0])), monkeypatch)
+
+
+def check_python(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if arguments[0] == "-m":
+        assert arguments[1] in MODULES_ELSEWHERE or importlib.util.find_spec(arguments[1]) is not None, arguments[1]
+        return
+    check_exists(arguments[0])
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser: argparse.ArgumentParser, *given: Any) -> None:
+        raise Parsed(parse(parser, *given))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+        patch.setattr(sys, "argv", list(arguments))
+        with pytest.raises(Parsed) as parsed:
+            runpy.run_path(arguments[0], run_name="__main__")
+    options = parsed.value.args[0]
+    if hasattr(options, "overrides"):
+        check_recipe(load_recipe(options.recipe, options.overrides))
+    elif hasattr(options, "recipes"):
+        overrides = [word for word in options.recipes if "=" in word]
+        for recipe in (word for word in options.recipes if "=" not in word):
+            check_recipe(load_recipe(recipe, overrides))
+
+
+def check_accelerate(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arguments[0] == "launch"
+    options = launch_command_parser().parse_args(list(arguments[1:]))
+    if options.config_file:
+        check_exists(options.config_file)
+    check_python((options.training_script, *options.training_script_args), monkeypatch)
+
+
+def check_pip(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
+    assert arguments[0] == "install"
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(re.findall(r"^(\w+) = \[", text.partition("[project.optional-dependencies]")[2], re.MULTILINE))
+    for word in arguments[1:]:
+        wanted = re.fullmatch(r"(?:\.|draftsmith)\[([\w,]+)\]", word)
+        assert wanted or word in ("-e", ".", "draftsmith", "bitsandbytes"), word
+        assert wanted is None or set(wanted[1].split(",")) <= extras
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[f"{each.page}: {each.text}"[:120] for each in COMMANDS])
+@pytest.mark.usefixtures("workplace")
+def test_a_documented_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(command.words, monkeypatch)
+
+
+def test_commands_are_found() -> None:
+    """In each kind of place that they stand in."""
+    texts = {(command.page, " ".join(command.words)) for command in COMMANDS}
+    assert {
+        ("README.md", "make quickstart"),
+        ("docs/measured/embedded.md", "make table SEEDS=1"),
+        ("docs/reference/formats.md", "draftsmith import mine.yaml --from user/repo"),
+        ("docs/guides/serving.md", "grep ^vllm:spec_decode.*_total"),
+    } <= texts
+    served = [command.words for command in COMMANDS if command.text.startswith("draftsmith train embedded-eagle3 $S")]
+    assert served == [
+        (
+            *("draftsmith", "train", "embedded-eagle3", "name=served", "drafter.options.first_token=false"),
+            *("drafter.options.ttt_steps=3", "drafter.options.draft_depth=3", "data.conversations.limit=400"),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "draftsmith evaluate mine.yaml",
+        "draftsmith eval mine.yaml --engin vllm",
+        "draftsmith eval mine.yaml --concurrency 4",
+        "draftsmith train mine.yaml train.learning_rat=1",
+        "draftsmith train mine.yaml drafter.options.num_mask=1",
+        "draftsmith train mine.yaml data.distil.engine=none",
+        "draftsmith compare quickstart --vary drafter.options.num_masks",
+        "draftsmith train nowhere.yaml",
+        "make quickstar",
+        "make smollm2 SET=eval.run=1",
+        "python benchmark/tokenise.py",
+        "python benchmarks/tokenise.py --conversatons 5",
+        "python -m draftsmith.models.formats.tables",
+        "accelerate launch --num_process 2 train/train_parallel.py mine.yaml",
+        "accelerate launch train/train_parallel.py mine.yaml eval.run=2",
+        "pip install -e .[vlm]",
+        "draftsmiths run",
+        "cp recipe/quickstart.yaml mine.yaml",
+    ],
+)
+@pytest.mark.usefixtures("workplace")
+def test_a_command_that_would_not_work_fails(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, UserError, ValidationError, SystemExit)):
+        check(tuple(line.split()), monkeypatch)
+
+
+def test_scripts_are_scripts() -> None:
+    found = [script for page in PAGES for script in scripts_of(page)]
+    assert len(found) == 1  # Slurm's
+    for script in found:
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+        assert all((ROOT / name).exists() for name in re.findall(r"[\w/]+\.py", script))
+
+
+def json_bodies() -> Iterator[str]:
+    for command in COMMANDS:
+        if command.words[0] == "curl" and "-d" in command.words:
+            yield command.words[command.words.index("-d") + 1]
+
+
+def test_requests_are_json() -> None:
+    assert all("messages" in json.loads(body) for body in json_bodies())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("draftsmith --help", "honestly, how much faster"),
+        ("draftsmith plan quickstart", "Next: draftsmith doctor quickstart"),
+        ("draftsmith doctor embedded-eagle3 --serve vllm", "0 defects"),
+    ],
+)
+def test_short_commands_run(line: str, said: str, workplace: Path) -> None:
+    words = tuple(line.split())
+    assert words[1].startswith("--") or any(command.words == words for command in COMMANDS)
+    code = "from draftsmith.eval.commands.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words[1:]], cwd=workplace, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert said in " ".join(result.stdout.split())
