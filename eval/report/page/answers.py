@@ -11,7 +11,7 @@ SHOWN_PROMPT_CHARS = 600
 
 @dataclass(frozen=True)
 class ShownRound:
-    """drafted: kept drafts; rejected: the draft's first choice behind them, if it was not kept; own: the target's.
+    """drafted: kept drafts; rejected: the draft's first choice behind them, token by token; own: the target's.
 
     nodes: tokens in the draft tree.
     """
@@ -19,7 +19,7 @@ class ShownRound:
     number: int
     drafted: str
     kept: int
-    rejected: str
+    rejected: list[str]
     own: str | None
     nodes: int
 
@@ -27,7 +27,7 @@ class ShownRound:
     def title(self) -> str:
         """What is said of it on hover."""
         ending = "" if self.own is None else f", then the target's {self.own!r}"
-        rejected = f"; rejected: {self.rejected!r}" if self.rejected else ""
+        rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
         return f"round {self.number}: {self.nodes} tokens drafted, {self.kept} kept{ending}{rejected}"
 
 
@@ -76,18 +76,18 @@ def _shown(number: int, traced: TracedRound) -> ShownRound:
     return ShownRound(number, drafted, len(traced.path) - 1, first_rejected(traced), traced.own, len(traced.texts) - 1)
 
 
-def first_rejected(traced: TracedRound) -> str:
+def first_rejected(traced: TracedRound) -> list[str]:
     """The draft's first choice from where it was left: the first child, its first child, and so on.
 
     Nothing where the answer ended, as then no draft was rejected.
     """
     if traced.own is None:
-        return ""
+        return []
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(traced.parents):
         children.setdefault(parent, []).append(node)
-    text, node = "", traced.path[-1]
+    texts, node = [], traced.path[-1]
     while node in children:
         node = children[node][0]
-        text += traced.texts[node]
-    return text
+        texts.append(traced.texts[node])
+    return texts

@@ -136,7 +136,7 @@ def _has_phases(record: QuestionRecord, temperature: float) -> bool:
 def _timeline_row(answer: ArmRecord, scale: Scale) -> TimelineRow:
     turn, began_s, rounds, tokens = answer.turns[0], 0.0, [], 0
     for seconds, kept in zip(turn.phases_s, turn.accept_lengths, strict=False):
-        if 1000 * began_s >= scale.high:
+        if 1000 * began_s >= scale.high * (1 - 1e-9):  # sums of readings are rounded
             break
         ended_s = began_s + sum(seconds)
         cut = 1000 * ended_s > scale.high * (1 + 1e-9)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 340, 220
-LEFT, RIGHT, TOP, BOTTOM = 36, 44, 10, 34  # margins, for ticks and for the lines' names
+LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the lines' names
 LABEL_HEIGHT = 12  # of a line's name
 MOST_POINTS = 200  # of a line: more are not seen
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -65,12 +65,10 @@ def round_values(low: float, high: float, about: int = 5) -> list[float]:
 
 @dataclass(frozen=True)
 class Line:
-    """points: as SVG's polyline has them; label_y: where its name stands, beside its end at (end_x, end_y)."""
+    """points: as SVG's polyline has them; label_y: where its name stands, in the margin behind its end."""
 
     name: str
     points: str
-    end_x: float
-    end_y: float
     label_y: float
 
 
@@ -101,7 +99,7 @@ def line_chart(
     y_scale: Scale,
     dots: dict[str, Point] | None = None,
 ) -> LineChart:
-    """Lines with their names at their ends, none on top of another."""
+    """Lines with their names at the right, none on top of another."""
 
     def placed(point: Point) -> Point:
         return _x(x_scale, point[0]), _y(y_scale, point[1])
@@ -109,7 +107,7 @@ def line_chart(
     shown = {name: [placed(point) for point in _thinned(points)] for name, points in series.items() if points}
     label_ys = _spread([points[-1][1] for points in shown.values()])
     lines = [
-        Line(name, " ".join(f"{x:g},{y:g}" for x, y in points), *points[-1], label_y)
+        Line(name, " ".join(f"{x:g},{y:g}" for x, y in points), label_y)
         for (name, points), label_y in zip(shown.items(), label_ys, strict=True)
     ]
     return LineChart(

@@ -61,7 +61,7 @@ def _verdict(best: dict[str, Any], methods: int, timing: dict[str, Any] | None) 
     if word == FASTER:
         sentence = f"{name}{among} generates at {times}."
     elif word == NO_GAIN:
-        sentence = f"{name}{among} reaches {times}; that interval includes 1, so no gain is shown."
+        sentence = f"{name}{among} reaches {times}, but the interval includes 1: no gain is shown."
     elif word == SLOWER:
         sentence = f"{name}{among} slows the target down, to {times}."
     else:

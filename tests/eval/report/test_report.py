@@ -2,109 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
+from support.report_facts import BUG, CATEGORIES, SUMMARY, TIES, TIMING, facts, row
 
-from draftsmith.data.sources.questions import task_of
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.page.forms import write_report
 from draftsmith.eval.report.report import headline, next_steps, print_table
 from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.schema import Recipe
-
-
-def row(method: str, category: str, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
-    values = {
-        "method": method,
-        "temperature": temperature,
-        "category": category,
-        "task": None if category == "overall" else task_of(category),
-        "tau": 2.5,
-        "tau_interval": [2.31, 2.74],
-        "tau_by_question": 2.61,
-        "tau_without_bonus": 1.5,
-        "speedup_mean": 1.8,
-        "speedup_interval": None,
-        "speedup_std": 0.05,
-        "speedup_by_question_mean": 1.73,
-        "speedup_by_question_std": None,
-        "runs": 3,
-        "tokens": 1234,
-        "lossless": True,
-        "tokens_per_s": 432.1,
-        "first_token_s": 0.0123,
-        "latency_p50_s": 0.0021,
-        "latency_p90_s": None,
-        "greedy_identical": True if temperature == 0 else None,
-        "different_answers": 0 if temperature == 0 else None,
-        "numerical_ties": 0 if temperature == 0 else None,
-    }
-    return values | changes
-
-
-BUG = row("bad", "overall", greedy_identical=False, different_answers=3, numerical_ties=2)
-TIES = row("rounded", "overall", greedy_identical=False, different_answers=3, numerical_ties=3)
-CATEGORIES = ("writing", "math", "overall")
-SUMMARY = [
-    *(row("autoregressive", name, tau=1.0, tau_without_bonus=0.0, speedup_mean=1.0) for name in CATEGORIES),
-    *(row("chain", name) for name in CATEGORIES),
-    *(row("tree", name, speedup_mean=2.01, speedup_std=0.1) for name in CATEGORIES),
-]
-TIMING = [
-    {
-        "method": "tree",
-        "temperature": 0.0,
-        "lossless": True,
-        "tau": 2.5,
-        "t_target_step_s": 0.004,
-        "t_draft_s": 0.001,
-        "t_verify_forward_s": 0.0045,
-        "t_choose_s": 0.0002,
-        "t_commit_s": 0.000123,
-        "cost_ratio": 0.25,
-        "speedup_predicted": 1.9,
-        "speedup_decoding": 1.8,
-        "speedup_with_prefill": 1.7,
-        "loop_efficiency": 0.95,
-        "loop_efficiency_with_prefill": 0.9,
-        "acceptance_by_depth": [0.5, 0.4],
-        "sequential": True,
-        "gamma": 4,
-        "alpha": 0.71,
-        "alpha_overlap": 0.69,
-        "alpha_drafter": None,
-        "c": 0.0625,
-        "c_operations": None,
-        "tau_predicted_iid": 2.4,
-        "speedup_predicted_iid": 1.92,
-        "operations_factor": None,
-        "operations_measured": 1.25,
-        "best_gamma": 5,
-    }
-]
-
-
-def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
-    machine = {"platform": "Linux", "processor": "x86_64", "cpu_count": 2, "omp_num_threads": "2"}
-    return {
-        "summary": summary,
-        "timing": TIMING,
-        "recipe": Recipe(name="demo").model_dump(),
-        "provenance": {
-            "machine": machine,
-            "versions": {"torch": "2.13.0"},
-            "commit": "abc",
-            "time_utc": "2026-01-01T00:00:00Z",
-        },
-        "questions": 80,
-        "left_out": 1,
-        "turns_left_out": 2,
-        "device": "",
-        "drafter_kinds": ["parallel"],
-        "command": "draftsmith run runs/demo/recipe.yaml",
-    }
 
 
 @pytest.mark.parametrize("several_temperatures", [False, True])

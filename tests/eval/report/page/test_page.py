@@ -1,0 +1,221 @@
+"""The page as a whole, by script: what it says, no other file, no path, contrast, tables that scroll, headings."""
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.report_facts import SUMMARY, facts, whole_facts
+
+from draftsmith.eval.report.page.forms import write_report
+from draftsmith.eval.report.page.page import SECTIONS, TEMPLATES
+
+METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(24)}
+MOST_BYTES = 3_000_000
+LEAST_CONTRAST = 4.5
+VOID = {"meta", "br", "img", "hr", "link", "input"}
+SURFACES = ("page", "card")  # that text without a background of its own stands on
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes and those that it stands in, and all text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str], list[tuple[str, dict[str, str]]]]] = []
+        self.texts: list[str] = []
+        self.open: list[tuple[str, dict[str, str]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {key: value or "" for key, value in attributes}
+        self.found.append((tag, values, list(self.open)))
+        if tag not in VOID:
+            self.open.append((tag, values))
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {key: value or "" for key, value in attributes}, list(self.open)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1][0] == tag, f"</{tag}> closes {self.open[-1]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1][0] not in ("style", "script"):
+            self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All that there is, of 24 methods at two temperatures."""
+    folder = tmp_path_factory.mktemp("page")
+    return write_report(folder, whole_facts(METHODS, (0.0, 1.0)), [])[1].read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def elements(page: str) -> Elements:
+    return Elements(page)
+
+
+def test_every_section_is_there_and_reached(elements: Elements) -> None:
+    ids = [values["id"] for _, values, _ in elements.found if "id" in values]
+    assert ids == list(SECTIONS)
+    links = [values["href"] for tag, values, _ in elements.found if tag == "a"]
+    assert links == [f"#{name}" for name in SECTIONS]
+    assert not elements.open
+
+
+def test_an_old_run_is_shown_without_what_it_lacks(tmp_path: Path) -> None:
+    """Neither clock readings nor traces, training logs or a data card."""
+    values = whole_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
+    for record in values["records"]:
+        for answer in record.answers.values():
+            for turn in answer.turns:
+                turn.phases_s = []
+    shown = write_report(tmp_path, values, [])[1].read_text(encoding="utf-8")
+    ids = [attributes["id"] for _, attributes, _ in Elements(shown).found if "id" in attributes]
+    assert ids == [name for name in SECTIONS if name not in ("answers", "training", "data")]
+    assert "The first rounds of one answer" not in shown
+    only_baseline = write_report(tmp_path, facts(SUMMARY[:3]) | {"timing": []}, [])[1].read_text(encoding="utf-8")
+    assert "Only the autoregressive baseline was measured." in only_baseline
+
+
+def test_the_first_screen_answers_four_questions(elements: Elements) -> None:
+    """2 s against 0.7, 0.77 and 0.84 of the fastest; three tokens a round."""
+    text = " ".join(" ".join(elements.texts).split())
+    first = text[: text.index("By category")]
+    assert re.search(r"How much faster\? 2\.60× faster method-0, the fastest of 24 methods, generates at 2\.60", first)
+    assert "tau 3.00 (95 %: 3.00 to 3.00) tokens per round, 2.00 of them drafted · T = 0" in first
+    assert "At T = 1: method-0 2.60×" in first
+    assert "Is it lossless? Lossless All 144 greedy answers are the target's, token for token." in first
+    assert "Why? A round keeps 3.00 tokens" in first
+    assert "What next?" in first
+
+
+@pytest.mark.parametrize(("seconds", "word", "tone"), [(1.0, "faster", "good"), (3.0, "SLOWER", "bad")])
+def test_the_verdict_in_words_and_colour(tmp_path: Path, seconds: float, word: str, tone: str) -> None:
+    shown = write_report(tmp_path, whole_facts({"chain": seconds}), [])[1].read_text(encoding="utf-8")
+    assert f'<div class="card verdict {tone}">' in shown
+    assert f'<span class="tag">{word}</span>' in shown
+
+
+def test_answers_show_who_made_what(page: str) -> None:
+    title = "round 1: 3 tokens drafted, 1 kept, then the target&#39;s &#39; red&#39;; rejected: &#39; brown&#39;"
+    drafted = '<span class="kept"> quick</span><del class="rejected"> brown</del><span class="own"> red</span>'
+    assert f'<span title="{title}">{drafted}</span>' in page
+    assert '<span class="kept"> fox\n &lt;dog&gt;</span><span class="own"> jumps</span>' in page
+    assert "Say something &amp; stop." in page
+
+
+def test_no_other_file_is_asked_for(page: str, elements: Elements) -> None:
+    for tag, values, _ in elements.found:
+        assert tag not in ("link", "iframe", "object", "embed", "base")
+        assert "src" not in values
+        assert tag == "a" or "href" not in values
+        assert not any(key.startswith("on") for key in values)
+    style = page[page.index("<style>") : page.index("</style>")]
+    script = page[page.index("<script>") : page.index("</script>")]
+    assert not re.search(r"@import|url\(|@font-face", style)
+    assert not re.search(r"fetch|XMLHttpRequest|import|https?:", script)
+
+
+def test_small_and_declared(page: str, elements: Elements) -> None:
+    assert len(page.encode()) < MOST_BYTES
+    assert page.startswith('<!doctype html>\n<html lang="en">')
+    assert "<title>demo: speculative decoding of llama-tiny</title>" in page
+    metas = [values for tag, values, _ in elements.found if tag == "meta"]
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in metas
+
+
+def test_no_path_of_the_machine(page: str, elements: Elements) -> None:
+    attributes = [value for _, values, _ in elements.found for value in values.values()]
+    for text in [*elements.texts, *attributes]:
+        assert not re.search(r"(?<![\w.])[/\\](?:home|tmp|work|root|Users|mnt|data)\b", text), text
+    assert "somebody" not in page
+
+
+def test_tables_scroll(elements: Elements) -> None:
+    tables = [around for tag, _, around in elements.found if tag == "table"]
+    assert len(tables) >= 10
+    for around in tables:
+        tag, values = around[-1]
+        assert (tag, values.get("class"), values.get("tabindex")) == ("div", "scroll", "0")
+    for tag, values, _ in elements.found:
+        assert tag != "th" or values.get("scope") in ("col", "row")
+
+
+def test_headings_in_order(elements: Elements) -> None:
+    levels = [int(tag[1]) for tag, _, _ in elements.found if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_pictures_are_said_in_words(elements: Elements) -> None:
+    pictures = [(values, around) for tag, values, around in elements.found if tag == "svg"]
+    assert len(pictures) > 50
+    for values, around in pictures:
+        named = values.get("role") == "img" and len(values.get("aria-label", "")) > 3
+        inside = any(tag == "svg" for tag, _ in around)
+        assert named or inside or values.get("aria-hidden") == "true"
+    assert not [tag for tag, _, _ in elements.found if tag in ("img", "canvas")]
+
+
+# ---- contrast of the style sheet ----
+
+
+def variables(block: str) -> dict[str, str]:
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+
+
+def contrast(first: str, second: str) -> float:
+    """Of WCAG 2: (L1 + 0.05) / (L2 + 0.05) of relative luminances."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def text_pairs(style: str) -> set[tuple[str, str]]:
+    """(ink, background) by the names of their variables, of every rule that colours text."""
+    pairs = set()
+    for body in re.findall(r"\{([^{}]*)\}", style):
+        declared = dict(re.findall(r"(?:^|;|\s)([a-z-]+): ?var\(--([\w-]+)\)", body))
+        ink = declared.get("color")
+        if ink is not None:
+            grounds = [declared["background"]] if "background" in declared else SURFACES
+            pairs |= {(ink, ground) for ground in grounds}
+    pairs |= {("soft", surface) for surface in SURFACES}  # text of pictures
+    pairs.add(("on-forward", "forward"))
+    return pairs
+
+
+def test_contrast_is_computed_as_wcag_does() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_of_every_text(scheme: str) -> None:
+    style = (TEMPLATES / "assets" / "style.css").read_text(encoding="utf-8")
+    light, dark = (variables(block) for block in re.findall(r":root \{([^}]*--page[^}]*)\}", style))
+    assert light.keys() == dark.keys()
+    colours: dict[str, Any] = light if scheme == "light" else dark
+    pairs = text_pairs(style)
+    assert len(pairs) >= 18
+    low = {pair: round(contrast(*(colours[name] for name in pair)), 2) for pair in pairs}
+    assert {pair: value for pair, value in low.items() if value < LEAST_CONTRAST} == {}
+
+
+def test_every_colour_is_named_once() -> None:
+    """Outside the two lists of variables no rule has a colour of its own, which contrast could miss."""
+    style = (TEMPLATES / "assets" / "style.css").read_text(encoding="utf-8")
+    rules = re.sub(r":root \{[^}]*--page[^}]*\}", "", style)
+    assert not re.search(r"#[0-9a-f]{3,8}\b|\brgba?\(|\bhsl|(?:color|background|fill|stroke): (?:white|black)", rules)

@@ -1,0 +1,177 @@
+"""What a report is made of, made up: a summary, its timing, and facts of every section of the page."""
+
+from dataclasses import replace
+from typing import Any
+
+from support.records import made_up
+
+from draftsmith.data.card.card_json import CardSource, DataCard
+from draftsmith.data.sources.questions import task_of
+from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
+from draftsmith.eval.report.summary import summarize, summarize_timing
+from draftsmith.models.base.registry import Training
+from draftsmith.recipes.schema import Recipe
+
+
+def row(method: str, category: str, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
+    values = {
+        "method": method,
+        "temperature": temperature,
+        "category": category,
+        "task": None if category == "overall" else task_of(category),
+        "tau": 2.5,
+        "tau_interval": [2.31, 2.74],
+        "tau_by_question": 2.61,
+        "tau_without_bonus": 1.5,
+        "speedup_mean": 1.8,
+        "speedup_interval": None,
+        "speedup_std": 0.05,
+        "speedup_by_question_mean": 1.73,
+        "speedup_by_question_std": None,
+        "runs": 3,
+        "tokens": 1234,
+        "lossless": True,
+        "tokens_per_s": 432.1,
+        "first_token_s": 0.0123,
+        "latency_p50_s": 0.0021,
+        "latency_p90_s": None,
+        "greedy_identical": True if temperature == 0 else None,
+        "different_answers": 0 if temperature == 0 else None,
+        "numerical_ties": 0 if temperature == 0 else None,
+    }
+    return values | changes
+
+
+BUG = row("bad", "overall", greedy_identical=False, different_answers=3, numerical_ties=2)
+TIES = row("rounded", "overall", greedy_identical=False, different_answers=3, numerical_ties=3)
+CATEGORIES = ("writing", "math", "overall")
+SUMMARY = [
+    *(row("autoregressive", name, tau=1.0, tau_without_bonus=0.0, speedup_mean=1.0) for name in CATEGORIES),
+    *(row("chain", name) for name in CATEGORIES),
+    *(row("tree", name, speedup_mean=2.01, speedup_std=0.1) for name in CATEGORIES),
+]
+TIMING = [
+    {
+        "method": "tree",
+        "temperature": 0.0,
+        "lossless": True,
+        "tau": 2.5,
+        "t_target_step_s": 0.004,
+        "t_draft_s": 0.001,
+        "t_verify_forward_s": 0.0045,
+        "t_choose_s": 0.0002,
+        "t_commit_s": 0.000123,
+        "cost_ratio": 0.25,
+        "speedup_predicted": 1.9,
+        "speedup_decoding": 1.8,
+        "speedup_with_prefill": 1.7,
+        "loop_efficiency": 0.95,
+        "loop_efficiency_with_prefill": 0.9,
+        "acceptance_by_depth": [0.5, 0.4],
+        "sequential": True,
+        "gamma": 4,
+        "alpha": 0.71,
+        "alpha_overlap": 0.69,
+        "alpha_drafter": None,
+        "c": 0.0625,
+        "c_operations": None,
+        "tau_predicted_iid": 2.4,
+        "speedup_predicted_iid": 1.92,
+        "operations_factor": None,
+        "operations_measured": 1.25,
+        "best_gamma": 5,
+    }
+]
+
+
+def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
+    machine = {"platform": "Linux", "processor": "x86_64", "cpu_count": 2, "omp_num_threads": "2"}
+    return {
+        "summary": summary,
+        "timing": TIMING,
+        "recipe": Recipe(name="demo").model_dump(),
+        "provenance": {
+            "machine": machine,
+            "versions": {"torch": "2.13.0"},
+            "commit": "abc",
+            "time_utc": "2026-01-01T00:00:00Z",
+        },
+        "questions": 80,
+        "left_out": 1,
+        "turns_left_out": 2,
+        "device": "",
+        "drafter_kinds": ["parallel"],
+        "command": "draftsmith run runs/demo/recipe.yaml",
+    }
+
+
+def records_of(
+    methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,), questions: int = 6
+) -> list[QuestionRecord]:
+    """Three questions of each of two categories and so on; the baseline takes 2 s for each, a method what is said.
+
+    Rounds have phases: 20 ms of drafting, 50 of the target's forward, 5 and 5; the baseline's step takes 60.
+    """
+    records = []
+    for number in range(questions):
+        record = made_up(0, 1.0, 2.0)
+        record.question_id, record.category = number, ("writing", "math", "translation", "rag")[number % 4]
+        chain, plain = record.answers["chain@0"], record.answers["autoregressive@0"]
+        record.answers = {}
+        for temperature in temperatures:
+            turns = [replace(turn, phases_s=[[0.0, 0.06, 0.0, 0.0]] * 9) for turn in plain.turns]
+            record.answers[f"autoregressive@{temperature:g}"] = replace(plain, temperature=temperature, turns=turns)
+            for name, seconds in methods.items():
+                taken = seconds * (1 + 0.1 * (number % 3))
+                phases = [[0.02, 0.05, 0.005, 0.005]] * 3
+                turns = [replace(turn, wall_time_s=taken, phases_s=phases) for turn in chain.turns]
+                answer = replace(chain, method=name, temperature=temperature, turns=turns)
+                record.answers[f"{name}@{temperature:g}"] = answer
+        records.append(record)
+    return records
+
+
+def whole_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,)) -> dict[str, Any]:
+    """Of a run that holds all that the page can show."""
+    records = records_of(methods, temperatures)
+    summary = [row | {"target_change": None} for row in summarize(records)]
+    rounds = [
+        TracedRound(["", " quick", " brown", " slow"], [-1, 0, 1, 0], [0, 1], " red"),
+        TracedRound(["", " fox\n", " <dog>"], [-1, 0, 1], [0, 1, 2], " jumps"),
+    ]
+    traced = [TracedAnswer("chain@0", "parallel", 1, "math", "Say something & stop.", "The", rounds)]
+    history = [
+        {"step": 10.0 * step, "loss": 3 / step, "loss_depth1": 2 / step, "loss_depth2": 3 / step,
+         "accuracy_depth1": 0.1 * step, "accuracy_depth2": 0.05 * step, "decoded_tau": 1 + 0.1 * step}
+        for step in range(1, 6)
+    ]  # fmt: skip
+    history.append(
+        {"step": 50.0, "eval_loss": 1.0, "eval_accuracy_depth1": 0.5, "eval_accuracy_depth2": 0.25,
+         "eval_tau_depth1": 1.5, "eval_tau_depth2": 1.62}
+    )  # fmt: skip
+    source = CardSource(read=120, kept=100, distilled=98, without_answer=2, duplicates=7, filtered={"too long": 3})
+    lengths = {"total": 9000.0, "mean": 90.0, "median": 80.0, "95 %": 200.0, "longest": 300.0}
+    recipe = Recipe.model_validate(
+        {
+            "name": "demo",
+            "target": {"model": "/home/somebody/models/llama-tiny"},
+            "eval": {
+                "questions": "/home/somebody/questions.jsonl",
+                "methods": [{"name": name, "drafter": "/home/somebody/runs/other/drafter"} for name in methods],
+            },
+        }
+    )
+    return facts(summary) | {
+        "timing": summarize_timing(records),
+        "questions": len(records),
+        "recipe": recipe.model_dump(),
+        "records": records,
+        "traced": traced,
+        "trained": {"other": Training(steps=50, history=history, tokens=12345, wall_time_s=60.0, batch_size=4)},
+        "data_card": DataCard(
+            {"stdlib": source}, {"prompt": lengths, "answer": lengths}, {"engine": "transformers", "temperature": 0.0}
+        ),
+        "inputs_sha256": {"questions": "ab" * 32, "/home/somebody/runs/other/drafter": "cd" * 32},
+        "command": "draftsmith run /home/somebody/runs/demo/recipe.yaml",
+    }
