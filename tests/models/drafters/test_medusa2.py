@@ -305,10 +305,13 @@ def test_the_report_says_that_the_target_changed_and_measures_the_changed_one(
         summary = write(recipe)
         root = Path(recipe.runs_dir) / recipe.name
         sentence = "The target itself was changed: a LoRA of rank 2 in 7 of its linear layers"
-        for file in (root / "report.md", root / "report.html"):
-            text = html.unescape(file.read_text())
-            assert text.index("NOT THE ORIGINAL TARGET") < text.index(sentence) < text.index("Overall")
-            assert "every greedy answer is identical to the changed target's" in text
+        for file, first, identical in (
+            ("report.md", "Overall", "every greedy answer is identical to the changed target's"),
+            ("report.html", "How much faster?", "All 3 greedy answers are the changed target's, token for token."),
+        ):
+            text = html.unescape((root / file).read_text())
+            assert text.index("NOT THE ORIGINAL TARGET") < text.index(sentence) < text.index(first)
+            assert identical in text
         assert json.loads((root / "eval" / "summary.json").read_text()) == summary
         assert all(row["target_change"].startswith(sentence) and row["greedy_identical"] for row in summary)
         assert json.loads((root / "eval" / "notes.json").read_text())["target_change"].startswith(sentence)
