@@ -12,6 +12,7 @@ import os
 
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.progress import bars_where_they_can_be
 
 
 @exit_with_one_sentence()
@@ -23,12 +24,13 @@ def main() -> None:
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, options.overrides)
 
-    # torch and transformers, after a mistyped recipe was reported
-    from draftsmith.train.drafter.stage import train_drafter
-    from draftsmith.train.plan.out_of_memory import out_of_memory_explained
+    with bars_where_they_can_be():
+        # torch and transformers, after a mistyped recipe was reported
+        from draftsmith.train.drafter.stage import train_drafter
+        from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 
-    with out_of_memory_explained(recipe):
-        report = train_drafter(recipe)
+        with out_of_memory_explained(recipe):
+            report = train_drafter(recipe)
     if int(os.environ.get("RANK", "0")) == 0:
         print(report.sentence())
 

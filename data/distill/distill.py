@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tqdm import tqdm
-
 from draftsmith.data.distill.ledger import Finished, Ledger
 from draftsmith.data.distill.ledger_db import DONE, FAILED, SHORTENED
 from draftsmith.data.distill.ledger_view import LedgerView
@@ -43,6 +41,7 @@ from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.data.tokens.end_ids import template_end_token
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
@@ -115,9 +114,7 @@ def distill(
         done = ledger.finished_ids()
         waiting = deque(key for key in conversations if key not in done)
         report.already_done = len(conversations) - len(waiting)
-        with tqdm(
-            total=len(conversations), initial=report.already_done, desc="distil", unit="conv", disable=not progress
-        ) as bar:
+        with progress_bar(len(conversations), "distil", "conv", report.already_done, shown=progress) as bar:
             if open_engine is None:
                 _pass_through(ledger, conversations, waiting, report, bar)
             elif waiting:
@@ -144,13 +141,13 @@ class _Distillation:
         ledger: Ledger,
         conversations: dict[str, Conversation],
         report: DistillReport,
-        bar: Any,
+        bar: Progress,
     ) -> None:
         self.recipe, self.tokenizer, self.engine, self.ledger = recipe, tokenizer, engine, ledger
         self.conversations, self.report, self.bar = conversations, report, bar
         self.at_work: dict[str, _Rewriting] = {}
         self.held: deque[str] = deque()  # by another process, which may die
-        self.next_write = 0.0
+        self.next_write, self.began_s = 0.0, time.perf_counter()
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
         self.finished: list[Finished] = []
         self.answer_lead = template_answer_lead(tokenizer)
@@ -297,8 +294,7 @@ class _Distillation:
             else:
                 self.held.append(key)
         self.answers, self.finished = [], []
-        seconds = self.bar.format_dict["elapsed"]
-        rate = self.report.tokens_generated / seconds if seconds else 0.0
+        rate = self.report.tokens_generated / max(time.perf_counter() - self.began_s, 1e-9)
         self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
 
 
@@ -309,7 +305,7 @@ def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
 
 
 def _pass_through(
-    ledger: Ledger, conversations: dict[str, Conversation], waiting: deque[str], report: DistillReport, bar: Any
+    ledger: Ledger, conversations: dict[str, Conversation], waiting: deque[str], report: DistillReport, bar: Progress
 ) -> None:
     """`engine: none`: the conversations as they are, without a question that nobody answered."""
     keys = iter(waiting)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data.sources.counts import SourceCounts, counted_reasons
 
@@ -32,6 +33,14 @@ class DistillReport:
     answers: int = 0
     tokens_generated: int = 0
     seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The same, for programs."""
+        return {
+            **vars(self),
+            "folder": str(self.folder),
+            "sources": {name: tally.as_json() for name, tally in self.sources.by_source.items()},
+        }
 
     def sentence(self) -> str:
         """What was done, for the console."""

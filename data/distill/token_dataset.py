@@ -16,11 +16,11 @@ import datasets
 import numpy as np
 from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
-from tqdm import tqdm
 
 from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
 from draftsmith.data.tokens.rows import TokenCounts, write_token_rows
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 
@@ -67,7 +67,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
             return replace(recorded, path=str(final), reused=True)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        with tqdm(total=len(view), desc="tokenise", unit="conv", disable=not progress) as bar:
+        with progress_bar(len(view), "tokenise", "conv", shown=progress) as bar:
             counts = write_token_rows(
                 ((distilled.conversation, distilled.answer_ids) for distilled in read_distilled(folder.data)),
                 tokenizer,

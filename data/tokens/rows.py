@@ -26,6 +26,7 @@ from draftsmith.data.tokens.chat_tokens import (
     tokenize_shortened,
     up_to_turn,
 )
+from draftsmith.recipes.progress import Progress
 
 Answered = tuple[Conversation, AnswerIds | None]
 FEATURES = datasets.Features(
@@ -140,7 +141,7 @@ def write_token_rows(
     max_length_tokens: int,
     file: Path,
     processes: int,
-    bar: Any,
+    bar: Progress,
     cut_answers: bool = False,
 ) -> TokenCounts:
     """Tokenise to an Arrow file, with the columns of `FEATURES`.
@@ -151,7 +152,7 @@ def write_token_rows(
         max_length_tokens: Longer conversations are shortened, by whole turns.
         file: Is written anew.
         processes: With 1 all is done in this one.
-        bar: A tqdm bar of conversations.
+        bar: Of conversations.
         cut_answers: Keep of a first exchange that is too long what fits, if it ends in the answer.
 
     Raises:

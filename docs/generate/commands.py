@@ -35,7 +35,7 @@ TYPES = {bool: "", str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 def pages() -> dict[Path, str]:
     """The page and its text."""
-    lines = [HEAD, "## `draftsmith`\n", "Before the command:\n", *_table(_callback()), ""]
+    lines = [HEAD, "## `draftsmith`\n", "Before the command's name or behind it:\n", *_table(_callback()), ""]
     for name, function in commands().items():
         words = [info.metavar or argument.upper() for argument, info, *_ in _parameters(function, ArgumentInfo)]
         table = _table(function)
@@ -84,7 +84,7 @@ def _parameters(
             # In `Annotated` the first name stands where a default would: typer sorts that out later.
             first = [info.default] if isinstance(info.default, str) else []
             shown = [*first, *(info.param_decls or []), f"--{name.replace('_', '-')}"][0]
-            value = TYPES[inner[0] if inner else annotation] if kind is OptionInfo else ""
+            value = (info.metavar or TYPES[inner[0] if inner else annotation]) if kind is OptionInfo else ""
             yield shown if kind is OptionInfo else name, info, value, parameter.default
 
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
@@ -33,6 +31,7 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import progress_bar
 from draftsmith.recipes.run_folder import write_atomically
 
 WARMUP_NEW_TOKENS = 64
@@ -111,7 +110,7 @@ class SpecBench:
             for arm in arms:
                 self.answer(arm, question, most_new_tokens=WARMUP_NEW_TOKENS)
         total = runs * len(self.questions)
-        with tqdm(total=total, initial=total - len(wanted), desc="measure", unit="question") as progress:
+        with progress_bar(total, "measure", "question", initial=total - len(wanted)) as progress:
             for run, index, question in wanted:
                 log.append(self._record(arms, run, index, question))
                 progress.update()

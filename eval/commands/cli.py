@@ -12,18 +12,18 @@ from typing import Annotated
 import typer
 
 from draftsmith.eval.commands import leaving
-from draftsmith.eval.commands.arguments import Overrides, RecipePath, is_run
 from draftsmith.eval.commands.stages import (
-    console,
-    heading,
-    json_place,
     make_drafter,
+    measured_result,
     run_distill,
     run_eval,
     run_features,
     run_train,
-    write_json,
 )
+from draftsmith.eval.commands.terminal.arguments import Overrides, RecipePath, is_run
+from draftsmith.eval.commands.terminal.console import console, heading
+from draftsmith.eval.commands.terminal.options import JsonPlace, Quiet, WithTerminalOptions
+from draftsmith.eval.commands.terminal.output import tell
 from draftsmith.eval.serving.options import LEVELS, ServingOptions, check_engine, read_levels, read_mapping
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
@@ -39,6 +39,7 @@ def _show_version(wanted: bool) -> None:
 
 
 app = typer.Typer(
+    cls=WithTerminalOptions,
     help="Train a drafter for your LLM and measure, honestly, how much faster it generates.",
     no_args_is_help=True,
     add_completion=False,
@@ -51,6 +52,8 @@ def common(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
     ] = False,
+    json_place: JsonPlace = None,
+    quiet: Quiet = False,
 ) -> None:
     pass
 
@@ -66,7 +69,7 @@ def distill(
 ) -> None:
     """Let the target answer every assistant turn of the conversations itself."""
     loaded = load_recipe(recipe, overrides)
-    run_distill(loaded, retry_failed)
+    tell(run_distill(loaded, retry_failed))
     _next("train", recipe, overrides)
 
 
@@ -79,7 +82,7 @@ def features(
 ) -> None:
     """Write the target's hidden states to disk, to train without running it; says first how much that will be."""
     loaded = load_recipe(recipe, overrides)
-    run_features(loaded, confirmed=yes)
+    tell(run_features(loaded, confirmed=yes))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
     _next("train", recipe, [*offline, "data.features.source=offline"])
 
@@ -89,7 +92,7 @@ def features(
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
     loaded = load_recipe(recipe, overrides)
-    run_train(loaded)
+    tell(run_train(loaded))
     _next("eval", recipe, overrides)
 
 
@@ -122,6 +125,7 @@ def evaluate_command(
         if given or concurrency != LEVELS:
             raise UserError("options of an engine go with `--engine vllm`")
         run_eval(loaded)
+        tell(measured_result(loaded))
         _where_to_go_next(loaded)
         return
     check_engine(engine)
@@ -137,7 +141,7 @@ def evaluate_command(
     from draftsmith.eval.commands.in_engine import evaluate_in_engine
 
     heading("measure", f"{loaded.name} in {engine}")
-    evaluate_in_engine(loaded, options, console)
+    tell(asdict(evaluate_in_engine(loaded, options, console)))
 
 
 @app.command()
@@ -148,6 +152,7 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
     from draftsmith.eval.commands.evaluate import report_again
 
     report_again(loaded)
+    tell(measured_result(loaded))
     _where_to_go_next(loaded)
 
 
@@ -156,8 +161,9 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Distil, train and measure; stages that are already done are not done again."""
     loaded = load_recipe(recipe, overrides)
-    make_drafter(loaded)
+    made = make_drafter(loaded)
     run_eval(loaded)
+    tell({**made, "eval": measured_result(loaded)})
     _where_to_go_next(loaded)
 
 
@@ -168,17 +174,15 @@ def doctor(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows of data to show, with what carries loss in colour.")] = 2,
     serve: Annotated[str | None, typer.Option(help="Say too whether vllm, sglang, ... can serve it.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all findings to this file too.")] = None,
 ) -> None:
     """Check data, target and drafter before any training; exits with 1 on any defect."""
     loaded = load_recipe(recipe, overrides)
-    json_file = json_place(json_file)
     from draftsmith.eval.commands.doctor import examine
 
     heading("doctor", loaded.name)
     diagnosis = examine(loaded, serve)
+    tell(diagnosis.as_json())
     diagnosis.show(console, rows)
-    write_json(json_file, diagnosis.as_json())
     if not diagnosis.healthy:
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
@@ -193,17 +197,15 @@ def tune(
     questions: Annotated[int, typer.Option(min=1, help="Traced and measured.")] = 14,
     new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 96,
     turns: Annotated[int, typer.Option(min=1, help="Measurements of each tree that is left at the end.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file too.")] = None,
 ) -> None:
     """Find the draft tree that pays best with this drafter on this machine; `tree: tuned` uses it afterwards."""
     loaded = load_recipe(recipe, overrides)
-    json_file = json_place(json_file)
     from draftsmith.eval.commands.tune import tune as find_tree
 
     heading("tune", f"{loaded.name}: {loaded.target.model}")
     tuned = find_tree(loaded, questions, new_tokens, turns)
+    tell(tuned.as_json())
     tuned.show(console)
-    write_json(json_file, tuned.as_json())
 
 
 @app.command()
@@ -214,17 +216,15 @@ def prove(
     prompts: Annotated[int, typer.Option(min=1, help="First turns of that many questions.")] = 16,
     samples: Annotated[int, typer.Option(min=1, help="Sampled answers to each of them.")] = 4,
     new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 48,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the evidence to this file too.")] = None,
 ) -> None:
     """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
     loaded = load_recipe(recipe, overrides)
-    json_file = json_place(json_file)
     from draftsmith.eval.commands.prove import prove as collect_evidence
 
     heading("prove", f"{loaded.name}: {loaded.target.model}")
     proof = collect_evidence(loaded, prompts, samples, new_tokens)
+    tell(proof.as_json())
     proof.show(console)
-    write_json(json_file, proof.as_json())
     if not proof.holds:
         raise typer.Exit(1)
 
@@ -250,18 +250,16 @@ def plan(
     processes: Annotated[
         int, typer.Option(help="Say what each of so many holds: DDP, FSDP2, ZeRO; the target whole, split, quantised.")
     ] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
 ) -> None:
     """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
     loaded = load_recipe(recipe, overrides)
-    json_file = json_place(json_file)
     from draftsmith.train.plan.plan import PlanOptions, make_plan
     from draftsmith.train.plan.table import show_plan
 
     heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share, processes))
+    tell(asdict(planned))
     show_plan(planned, console, memory_gib)
-    write_json(json_file, asdict(planned))
     _next("doctor", recipe, overrides)
 
 
@@ -282,7 +280,6 @@ def compare(
     seeds: Annotated[
         int, typer.Option(min=1, help="Train each recipe with so many seeds, and show the spread over them.")
     ] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table's rows to this file too.")] = None,
 ) -> None:
     """Train several drafters on the same data and measure them side by side; or compare what was measured before."""
     if any(map(is_run, recipes)):
@@ -291,8 +288,8 @@ def compare(
         from draftsmith.eval.commands.compare_runs import compare_runs, show_runs
 
         found = compare_runs([Path(folder) for folder in recipes])
+        tell(found)
         show_runs(found, console)
-        write_json(json_place(json_file), found)
         return
     files = [argument for argument in recipes if "=" not in argument]
     overrides = [argument for argument in recipes if "=" in argument]
@@ -305,7 +302,6 @@ def compare(
     except ValueError as error:
         raise UserError(f"option --name: {error}, not {name!r}") from None
     loaded = [load_recipe(file, overrides) for file in files]
-    json_file = json_place(json_file)
     from draftsmith.eval.commands.compare import compare as measure_together
     from draftsmith.eval.commands.compare import expand_variants, with_seeds
 
@@ -316,7 +312,7 @@ def compare(
     words += [] if vary is None else ["--vary", vary]
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
     rows, measured = measure_together(loaded, name, masked(shlex.join(words)))
-    write_json(json_file, rows)
+    tell(rows)
     _where_to_go_next(*measured)
 
 
@@ -330,7 +326,6 @@ def search(
     trials: Annotated[int, typer.Option(min=1, help="Of each recipe; the first is the recipe as it is.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Of each trial, a whole schedule of its own.")] = 200,
     rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that a trial is scored on.")] = 32,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all trials to this file too.")] = None,
 ) -> None:
     """Tune loss weights and learning rate of each recipe on the same small budget; nothing finished is run again."""
     files = [argument for argument in recipes if "=" not in argument]
@@ -338,15 +333,14 @@ def search(
     if not files:
         raise UserError("search needs recipes: for example `draftsmith search embedded-parallel embedded-eagle`")
     loaded = [load_recipe(file, overrides) for file in files]
-    json_file = json_place(json_file)
     from draftsmith.eval.commands.search import SearchBudget, search_recipe, show_search
 
     found = []
     for recipe in loaded:
         heading("search", f"{recipe.name}: {trials} trials of {steps} steps")
         found.append(search_recipe(recipe, SearchBudget(trials, steps, rows)))
+        tell([asdict(each) for each in found])
         show_search(found[-1], console)
-        write_json(json_file, [asdict(each) for each in found])
 
 
 def _where_to_go_next(*measured: Recipe) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from draftsmith.eval.commands.stages import console, make_drafter, reuse_data, run_eval
+from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_eval
+from draftsmith.eval.commands.terminal.console import console
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError

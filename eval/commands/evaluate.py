@@ -15,6 +15,7 @@ from draftsmith.eval.bench.overlap import measure_untimed
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.bench.traced import best_of_each_kind, trace_answers
+from draftsmith.eval.commands.terminal.console import PlainConsole
 from draftsmith.eval.kept.drafter_card import update_card
 from draftsmith.eval.kept.measurement import (
     DIVERGENCES,
@@ -118,7 +119,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     """Write tables, pictures and report from the records alone, and print the table. Returns the summary."""
     summary = rewrite_report(recipe)
-    print_table(summary)
+    print_table(summary, PlainConsole(soft_wrap=False))
     return summary
 
 

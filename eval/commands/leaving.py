@@ -1,12 +1,14 @@
 """The commands of drafters that leave the house or come into it: push, export, import."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from draftsmith.eval.commands.arguments import Overrides, RecipePath
-from draftsmith.eval.commands.stages import console, heading
+from draftsmith.eval.commands.terminal.arguments import Overrides, RecipePath
+from draftsmith.eval.commands.terminal.console import console, heading
+from draftsmith.eval.commands.terminal.output import tell
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 
@@ -36,7 +38,8 @@ def push(
 
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     formats = tuple(filter(None, exports.split(",")))
-    send(loaded, PushOptions(repo, revision, public, base_model, license_id, formats, dry_run), console)
+    options = PushOptions(repo, revision, public, base_model, license_id, formats, dry_run)
+    tell(asdict(send(loaded, options, console)))
 
 
 @exit_with_one_sentence()
@@ -53,8 +56,10 @@ def export(
     from draftsmith.models.formats.of_run import export_run
 
     heading("export", f"{loaded.name}: --to {to}")
-    for line in export_run(loaded, to, folder).lines():
+    exported = export_run(loaded, to, folder)
+    for line in exported.lines():
         console.print(line, markup=False, soft_wrap=True)
+    tell({**asdict(exported.made), "folder": str(exported.folder), "caveat": exported.caveat})
 
 
 @exit_with_one_sentence()
@@ -71,4 +76,6 @@ def import_command(
     from draftsmith.models.formats.of_run import import_run
 
     heading("import", f"{checkpoint} for {loaded.target.model}")
-    console.print(import_run(loaded, checkpoint, to), markup=False)
+    imported = import_run(loaded, checkpoint, to)
+    console.print(imported.sentence(), markup=False)
+    tell({"kind": imported.kind, "folder": str(imported.folder)})

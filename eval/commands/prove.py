@@ -20,7 +20,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
@@ -39,6 +38,7 @@ from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
@@ -72,7 +72,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     greedy: list[GreedyProof] = []
     distribution: list[DistributionProof] = []
     reference: dict[int | str, list[int]] = {}
-    with TargetSession(target, length) as session, tqdm(total=len(arms), desc="prove", unit="method") as progress:
+    with TargetSession(target, length) as session, progress_bar(len(arms), "prove", "method") as progress:
         for arm in arms:
             session.read_layers(arm.feature_layers)
             arm.generator.manual_seed(recipe.seed)

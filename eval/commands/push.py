@@ -69,9 +69,18 @@ class PushOptions:
     dry_run: bool = False
 
 
+@dataclass
+class Pushed:
+    """address: of the commit; None if nothing was sent. files_bytes: by their names in the repository."""
+
+    repo: str
+    address: str | None
+    files_bytes: dict[str, int]
+
+
 @alone_in_its_run("push")
-def push(recipe: Recipe, options: PushOptions, console: Console) -> str | None:
-    """Send the run's drafter to the Hub. Returns the commit's address; None if nothing was sent.
+def push(recipe: Recipe, options: PushOptions, console: Console) -> Pushed:
+    """Send the run's drafter to the Hub.
 
     Raises:
         UserError: There is no trained drafter, something of this machine would go up, or the Hub refuses.
@@ -99,12 +108,12 @@ def push(recipe: Recipe, options: PushOptions, console: Console) -> str | None:
         console.print(f"  {bytes_text(_size(file)):>10}  {name}", markup=False)
     if options.dry_run:
         console.print(f"Nothing was sent; it lies in {RunFolder(recipe).root / STAGED}", markup=False)
-        return None
+        return Pushed(repo, None, {name: _size(file) for name, file in files.items()})
     address = _send(api, repo, files, options)
     console.print(f"\nPushed    {address}", markup=False)
     at = "" if options.revision is None else f"@{options.revision}"
     console.print(f"Use it    {{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods", markup=False)
-    return address
+    return Pushed(repo, address, {name: _size(file) for name, file in files.items()})
 
 
 def default_name(recipe: Recipe, base_model: str | None = None) -> str:

@@ -1,22 +1,23 @@
 """The stages that several commands run, in their order. Each can be run again; what is done is not done twice.
 
+Each prints what it did, and returns that as figures, for `--json`.
+
 Each imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
 """
 
-import json
 import shutil
 import sys
 from contextlib import AbstractContextManager
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.prompt import Confirm
 
+from draftsmith.eval.commands.terminal.console import console, heading
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
-from draftsmith.recipes.run_folder import RunFolder, check_writable, write_atomically
+from draftsmith.recipes.progress import is_quiet
+from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -24,37 +25,9 @@ if TYPE_CHECKING:
 
 # Of the data section, what only training and the tokeniser's speed know of.
 NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "features"}
-console = Console(highlight=False, soft_wrap=True)
 
 
-def heading(stage: str, what: str) -> None:
-    """A rule across the terminal. `what` may hold names of the user's, which are no markup."""
-    console.rule(f"[bold]{stage}[/bold]  {escape(what)}")
-
-
-def json_place(file: Path | None) -> Path | None:
-    """Where `--json` writes to, known to be possible before the work begins."""
-    if file is None:
-        return None
-    file = file.expanduser()
-    if file.is_dir():
-        raise UserError(f"option --json: {file} is a folder: name a file")
-    check_writable(file.parent)
-    return file
-
-
-def write_json(file: Path | None, values: Any) -> None:
-    """Write them there, if anywhere."""
-    if file is None:
-        return
-    text = json.dumps(values, indent=2) + "\n"
-    if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout
-        file.write_text(text, encoding="utf-8")
-    else:
-        write_atomically(file, text)
-
-
-def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
+def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
     from draftsmith.data.card.card import CARD, write_card_of_run
     from draftsmith.data.distill.distill import distill
@@ -98,9 +71,10 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> None:
     if not tokens.reused or not (folder.data / CARD).exists():
         write_card_of_run(recipe, report.sources, tokenizer, weights)
     folder.record("distill")
+    return {"conversations": report.as_json(), "tokens": asdict(tokens)}
 
 
-def run_features(recipe: Recipe, confirmed: bool = False) -> None:
+def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     """Write the target's hidden states to `features/`, after their size was said and accepted.
 
     Args:
@@ -113,10 +87,11 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> None:
     RunFolder(recipe).stages()
     projection = project_features(recipe)
     console.print(projection.sentence(), markup=False)
+    there = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
     if not projection.missing:
-        return
+        return {**there, "written_bytes": 0}
     projection.refuse_what_does_not_fit()
-    if not confirmed and not sys.stdin.isatty():
+    if not confirmed and (is_quiet() or not sys.stdin.isatty()):
         raise UserError(
             f"nothing was written to {projection.folder}: accept its size with `draftsmith features ... --yes`"
         )
@@ -126,11 +101,13 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> None:
         accepted = False
     if not accepted:
         raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
-    console.print(write_features(recipe, projection).sentence(), markup=False)
+    report = write_features(recipe, projection)
+    console.print(report.sentence(), markup=False)
     RunFolder(recipe).record("features")
+    return {**there, "written_bytes": report.written_bytes, "wall_time_s": report.wall_time_s}
 
 
-def run_train(recipe: Recipe) -> None:
+def run_train(recipe: Recipe) -> dict[str, Any]:
     """Train the drafter on the token dataset: `drafter/`."""
     from draftsmith.train.drafter.stage import train_drafter
     from draftsmith.train.plan.out_of_memory import out_of_memory_explained
@@ -139,9 +116,10 @@ def run_train(recipe: Recipe) -> None:
     with out_of_memory_explained(recipe):
         report = train_drafter(recipe)
     console.print(report.sentence(), markup=False)
+    return report.as_json()
 
 
-def make_drafter(recipe: Recipe) -> None:
+def make_drafter(recipe: Recipe) -> dict[str, Any]:
     """Every stage before the measurement; features only where they come from disk.
 
     Where `drafter.init` names a recipe, its drafter is made before, on the same conversations.
@@ -151,13 +129,13 @@ def make_drafter(recipe: Recipe) -> None:
         make_drafter(first)
         reuse_data(recipe, [first])
         first = None
-    run_distill(recipe)
+    made = {"distill": run_distill(recipe)}
     if first is not None:
         reuse_data(first, [recipe])
         make_drafter(first)
     if recipe.data.features.source == "offline":
-        run_features(recipe)
-    run_train(recipe)
+        made["features"] = run_features(recipe)
+    return {**made, "train": run_train(recipe)}
 
 
 def reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
@@ -183,3 +161,8 @@ def run_eval(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
 
     heading("3 measure", f"{recipe.eval.runs} runs, each question beside the autoregressive baseline")
     return evaluate(recipe, command)
+
+
+def measured_result(recipe: Recipe) -> dict[str, Any]:
+    """What `run_eval` wrote to `eval/result.json`: figures, with machine, versions and command."""
+    return read_json(RunFolder(recipe).eval / "result.json", dict[str, Any], "run `draftsmith report` again")

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
@@ -42,6 +41,7 @@ from draftsmith.models.base.published import is_published
 from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
@@ -254,10 +254,14 @@ def _trace(
     end_ids: frozenset[int],
 ) -> Trace:
     trace: Trace = []
-    for prompt in tqdm(prompts, desc=f"trace {method.name}", unit="question"):
-        generate(
-            session, method, prompt, GREEDY, new_tokens, end_ids, on_round=lambda done: trace.append(traced_path(done))
-        )
+
+    def note(done: Round) -> None:
+        trace.append(traced_path(done))
+
+    with progress_bar(len(prompts), f"trace {method.name}", "question") as progress:
+        for prompt in prompts:
+            generate(session, method, prompt, GREEDY, new_tokens, end_ids, on_round=note)
+            progress.update()
     return trace
 
 
@@ -303,15 +307,17 @@ def _measure(
     """Median tokens per second of each, question by question in turns, the prefill left out."""
     methods = [_method(finalist, decoder) for finalist in finalists]
     speeds: list[list[float]] = [[] for _ in methods]
-    for turn in tqdm(range(turns + 1), desc="measure", unit="turn"):
-        tokens, seconds = [0] * len(methods), [0.0] * len(methods)
-        for index, prompt in enumerate(prompts):
-            shift = (turn + index) % len(methods)
-            for place in [*range(shift, len(methods)), *range(shift)]:
-                out = generate(session, methods[place], prompt, GREEDY, new_tokens, end_ids)
-                tokens[place] += sum(out.accept_lengths)
-                seconds[place] += out.wall_time_s - out.prefill_s
-        if turn > 0:  # the first warms up
-            for speed, count, time_s in zip(speeds, tokens, seconds, strict=True):
-                speed.append(count / time_s)
+    with progress_bar(turns + 1, "measure", "turn") as progress:
+        for turn in range(turns + 1):
+            tokens, seconds = [0] * len(methods), [0.0] * len(methods)
+            for index, prompt in enumerate(prompts):
+                shift = (turn + index) % len(methods)
+                for place in [*range(shift, len(methods)), *range(shift)]:
+                    out = generate(session, methods[place], prompt, GREEDY, new_tokens, end_ids)
+                    tokens[place] += sum(out.accept_lengths)
+                    seconds[place] += out.wall_time_s - out.prefill_s
+            if turn > 0:  # the first warms up
+                for speed, count, time_s in zip(speeds, tokens, seconds, strict=True):
+                    speed.append(count / time_s)
+            progress.update()
     return [(finalist, statistics.median(speed)) for finalist, speed in zip(finalists, speeds, strict=True)]

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from draftsmith.data.engines.engine import Completion, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, request_seed
 from draftsmith.eval.serving.counts import DraftCounts
+from draftsmith.recipes.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def ask(engine: MeasuredEngine, questions: list[Question], asking: Asking, concu
     before = latest = engine.counts()
     generated = before.generated_tokens
     started = time.perf_counter()
-    with tqdm(total=len(questions), desc=label, unit="question", disable=not label) as progress:
+    with progress_bar(len(questions), label, "question", shown=bool(label)) as progress:
         while True:
             while len(in_flight) < concurrency and (conversation := next(waiting, None)) is not None:
                 if not _submit_turn(engine, conversation, asking, asked, in_flight):

@@ -29,6 +29,20 @@ class Exported:
         return [done, *warned] if self.made.command is None else [done, *warned, "Serve it:", self.made.command]
 
 
+@dataclass
+class ImportedTo:
+    """own: the folder is where the run's own drafter lies."""
+
+    folder: Path
+    kind: str
+    own: bool
+
+    def sentence(self) -> str:
+        """For the terminal, with what to do with it."""
+        named = f"a method of eval.methods with `drafter: {self.folder}`"
+        return f"{self.kind} drafter: {self.folder} ({'`draftsmith eval` measures it' if self.own else named})"
+
+
 def check_format(to: str) -> None:
     """
     Raises:
@@ -71,8 +85,8 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     return Exported(folder, made, caveat(drafter.config, to))
 
 
-def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> str:
-    """Import a published checkpoint for the recipe's target, and say what to do with it.
+def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> ImportedTo:
+    """Import a published checkpoint for the recipe's target.
 
     Raises:
         UserError: As `reading.import_drafter`, or no checkpoint is named.
@@ -83,6 +97,4 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> str
     folder = own if folder is None else folder.expanduser()
     check_writable(folder.parent)
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))
-    made = import_drafter(location, target, folder)
-    measure = "`draftsmith eval` measures it" if folder == own else f"a method of eval.methods with `drafter: {folder}`"
-    return f"{made.kind} drafter: {folder} ({measure})"
+    return ImportedTo(folder, import_drafter(location, target, folder).kind, folder == own)

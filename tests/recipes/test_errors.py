@@ -13,7 +13,7 @@ from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.stages import write_json
+from draftsmith.eval.commands.terminal.output import write_json
 from draftsmith.recipes.errors import exit_with_one_sentence, what_the_system_refused
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -148,7 +148,7 @@ def test_a_json_file_that_cannot_be_is_told_before_the_work(
         (tmp_path / "file" / "a.json", f"there is a file where a folder should be for {tmp_path / 'file'}:"),
         (tmp_path / ("x" * 300), "a name is too long for"),
     ):
-        result = RUNNER.invoke(cli.app, [command, "quickstart", f"runs_dir={tmp_path / 'runs'}", "--json", str(place)])
+        result = RUNNER.invoke(cli.app, [command, "quickstart", f"runs_dir={tmp_path / 'runs'}", f"--json={place}"])
         assert result.exit_code == 2, result.exception
         assert result.stderr.startswith(f"error: {sentence}")
         assert result.stderr.count("\n") == 1

@@ -12,8 +12,8 @@ from click.testing import Result
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands import stages
 from draftsmith.eval.commands.cli import app
+from draftsmith.eval.commands.terminal.console import console
 from draftsmith.eval.kept.tuned_tree import write_tuned
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -43,7 +43,7 @@ class FinishedRun:
 
     def call(self, command: str, *arguments: str) -> Result:
         """A command in this process, ended when it hangs."""
-        stages.console._buffer.clear()  # of a command that failed while it printed
+        console._buffer.clear()  # of a command that failed while it printed
 
         def hangs(*_: Any) -> None:
             raise Hangs

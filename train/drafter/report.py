@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.models.base.registry import Training, read_training
 
@@ -45,6 +46,19 @@ class TrainReport(Training):
     @property
     def depth_accuracy(self) -> list[float]:
         return _by_depth(self.last_log, "accuracy")
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs; every log of the training is in the folder's `training.json`."""
+        kept = ("steps", "best_step", "stopped_early", "epochs", "tokens", "wall_time_s", "rows", "batch_size")
+        return {
+            "folder": str(self.folder),
+            "was_finished": self.was_finished,
+            **{key: getattr(self, key) for key in kept},
+            "loss": self.loss,
+            "accuracy_by_depth": self.depth_accuracy,
+            "heldout_accuracy_by_depth": self.heldout_accuracy,
+            "heldout_tau_by_depth": self.heldout_tau,
+        }
 
     def sentence(self) -> str:
         """One sentence for the terminal."""

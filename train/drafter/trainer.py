@@ -37,6 +37,7 @@ from draftsmith.train.drafter.progress import Progress, restore
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
 from draftsmith.train.features.online import training_features
 from draftsmith.train.monitoring.decoded_chains import GreedyAnswer, decoded_chains, first_prompts, greedy_answers
+from draftsmith.train.monitoring.progress_lines import show_progress
 from draftsmith.train.monitoring.step_guard import StepGuard
 from draftsmith.train.monitoring.validation import EarlyStopping, best_checkpoint
 from draftsmith.train.processes.launch import launch_of
@@ -95,6 +96,7 @@ class DrafterTrainer(Trainer):
         self.guard = StepGuard(folder, dataset, lambda t: self.accelerator.reduce(t, reduction="mean"), self.log)
         for callback in (self.progress, self.guard):
             self.add_callback(callback)
+        show_progress(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -8,12 +8,10 @@ import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
@@ -21,6 +19,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
@@ -138,7 +137,7 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     index.write(folder)
     engine = _engine(recipe, target, index, folder)
     num_tokens = sum(shard.tokens for shard in projection.missing)
-    with tqdm(total=num_tokens, desc="features", unit="tok", unit_scale=True, disable=not progress) as bar:
+    with progress_bar(num_tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
         for shard in projection.missing:
             write_shard(folder / shard.file, shard_features(engine, index, projection.tokens, shard, bar))
     return FeatureReport(folder, num_tokens, projection.missing_bytes, time.perf_counter() - begin_s)
@@ -153,7 +152,7 @@ def _engine(recipe: Recipe, target: PreTrainedModel, index: FeatureIndex, folder
 
 
 def shard_features(
-    engine: FeatureEngine, index: FeatureIndex, tokens: Dataset, shard: Shard, bar: Any
+    engine: FeatureEngine, index: FeatureIndex, tokens: Dataset, shard: Shard, bar: Progress
 ) -> dict[str, Tensor]:
     """{layer: [tokens, D]} of a shard's rows, as they are written."""
     shape = (shard.tokens, index.hidden_size)

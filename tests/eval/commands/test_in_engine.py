@@ -17,8 +17,8 @@ from support.tiny_models import tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands import stages
 from draftsmith.eval.commands.cli import app
+from draftsmith.eval.commands.terminal.console import console
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -47,7 +47,7 @@ def servers() -> Iterator[list[StreamingServer]]:
 
 
 def call(recipe: str, *arguments: str) -> Result:
-    stages.console._buffer.clear()
+    console._buffer.clear()
     return CliRunner().invoke(app, ["eval", recipe, "--engine", "vllm", *arguments])
 
 

@@ -1,0 +1,33 @@
+"""What tables and sentences are printed with: colours and box characters on a terminal, plain text anywhere else."""
+
+from rich.console import Console
+from rich.markup import escape
+
+
+class PlainConsole(Console):
+    """On stdout, whatever that is when something is printed; `NO_COLOR` and `TERM` are obeyed, as rich does.
+
+    Args:
+        soft_wrap: Lines as long as they are, for what is copied; tables that are to be folded at the terminal's width
+            want none.
+    """
+
+    def __init__(self, soft_wrap: bool = True) -> None:
+        super().__init__(highlight=False, soft_wrap=soft_wrap)
+
+    @property
+    def encoding(self) -> str:
+        """Where there is no terminal, rich is told that there are no box characters; the text itself stays as it is."""
+        return super().encoding if self.is_terminal else "ascii"
+
+    def look_again(self) -> None:
+        """At where stdout leads now, and at the environment."""
+        PlainConsole.__init__(self, self.soft_wrap)
+
+
+console = PlainConsole()
+
+
+def heading(stage: str, what: str) -> None:
+    """A rule across the terminal. `what` may hold names of the user's, which are no markup."""
+    console.rule(f"[bold]{stage}[/bold]  {escape(what)}")

@@ -1,0 +1,146 @@
+"""`--json` and `--quiet`, wherever they stand; what is on which stream."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.finished_run import FinishedRun
+from support.terminal import in_terminal
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import cli
+from draftsmith.eval.commands.terminal.options import moved_to_front
+from draftsmith.eval.commands.terminal.output import output_to, tell
+
+RUNNER = CliRunner()
+PLAN = ["plan", "quickstart", "--peak-tflops", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("plan a.yaml --json", "--json=- plan a.yaml"),
+        ("plan --json a.yaml b=c.json", "--json=- plan a.yaml b=c.json"),
+        ("plan a.yaml --json out.json -q", "--json=out.json -q plan a.yaml"),
+        ("--quiet plan a.yaml --json=x", "--quiet --json=x plan a.yaml"),
+        ("plan --json --quiet a.yaml", "--json=- --quiet plan a.yaml"),
+        ("plan a.yaml -- --json", "plan a.yaml -- --json"),
+    ],
+)
+def test_they_may_stand_anywhere(words: str, expected: str) -> None:
+    assert moved_to_front(words.split()) == expected.split()
+
+
+def test_json_stands_alone_on_stdout() -> None:
+    plain = RUNNER.invoke(cli.app, PLAN)
+    for arguments in ([*PLAN, "--json"], ["--json", *PLAN]):
+        result = RUNNER.invoke(cli.app, arguments)
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["name"] == "quickstart"
+        assert "target weights" in result.stderr
+        assert len(result.stderr.splitlines()) == len(plain.stdout.splitlines())  # people read on
+
+
+def test_quiet_leaves_nothing_but_the_json() -> None:
+    for arguments in ([*PLAN, "-q"], ["--quiet", *PLAN]):
+        result = RUNNER.invoke(cli.app, arguments)
+        assert (result.exit_code, result.output) == (0, "")
+    result = RUNNER.invoke(cli.app, [*PLAN, "--quiet", "--json"])
+    assert json.loads(result.stdout)["memory"]
+    assert result.stderr == ""
+
+
+def test_quiet_is_not_for_errors() -> None:
+    result = RUNNER.invoke(cli.app, ["plan", "gone.yaml", "--quiet", "--json"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: recipe file gone.yaml does not exist")
+
+
+def test_what_other_processes_write_is_no_json() -> None:
+    program = (
+        "import os, subprocess\n"
+        "from draftsmith.eval.commands.terminal.output import output_to, tell\n"
+        "with output_to('-', quiet=False):\n"
+        "    tell([1]), tell({'a': float('nan')})\n"
+        "    os.write(1, b'library\\n'), subprocess.run(['echo', 'child']), print('print')\n"
+        "print('afterwards')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == '{\n  "a": null\n}\nafterwards\n'
+    assert sorted(result.stderr.split()) == ["child", "library", "print"]
+
+
+def test_what_was_found_before_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def two_trials() -> None:
+        with output_to("-", quiet=True):
+            tell({"trials": 2})
+            raise SystemExit(2)
+
+    with pytest.raises(SystemExit):
+        two_trials()
+    assert json.loads(capsys.readouterr().out) == {"trials": 2}
+
+
+# What a command finds of a finished run of eight conversations and two steps; push looks up no network.
+FIGURES: dict[str, Callable[[Any], bool]] = {
+    "distill": lambda found: found["tokens"]["rows"] == found["conversations"]["already_done"] == 8,
+    "features": lambda found: found["bytes"] > found["written_bytes"] == 0 < found["tokens"],
+    "train": lambda found: found["steps"] == 2 and found["was_finished"] and len(found["accuracy_by_depth"]) > 1,
+    "eval": lambda found: found["figures"]["rows"]["x@0"]["tau"] >= 1,
+    "report": lambda found: found["figures"]["rows"]["x@0"]["tau"] >= 1,
+    "run": lambda found: found["distill"] and found["train"]["steps"] == 2 and found["eval"]["figures"]["rows"],
+    "doctor": lambda found: found["recipe"] == "run" and found["findings"][0]["severity"],
+    "tune": lambda found: found["chosen"]["nodes"] > 0 and found["measured"][0]["tokens_per_s"] > 0,
+    "prove": lambda found: found["holds"] and found["greedy"][0]["prompts"] == 2,
+    "plan": lambda found: found["peak_bytes"] > 0,
+    "push": lambda found: found["address"] is None and found["files_bytes"]["config.json"] > 100,
+}
+
+
+@pytest.mark.parametrize("command", FIGURES)
+def test_every_command_tells_its_figures(finished: FinishedRun, command: str) -> None:
+    result = finished.call(command, "--json", *(["--dry-run"] if command == "push" else []))
+    assert result.exit_code == 0 or command == "doctor", result.stderr
+    assert FIGURES[command](json.loads(result.stdout))
+    assert result.stderr.strip()
+    assert "\x1b" not in result.output
+
+
+def test_a_whole_run_into_a_file(finished: FinishedRun) -> None:
+    """In a process of its own, whose libraries have not yet asked whether they may draw bars."""
+    for stage in ("drafter", "eval"):
+        shutil.rmtree(finished.root / stage)
+    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "run", finished.recipe, "train.disable_tqdm=false"]
+    methods = ["eval.methods=[{name: x, kind: prompt_lookup}, {name: chain}]"]
+    result = subprocess.run([*command, *methods], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for stream in (result.stdout, result.stderr):
+        assert not set("\r\x1b─━│┃╭") & set(stream)
+    progress = [line for line in result.stderr.splitlines() if re.match(r"(train|measure): ", line)]
+    assert [line.partition(",")[0] for line in progress] == ["train: 2/2 (100 %)", "measure: 2/2 (100 %)"]
+    assert re.search(r"^{'loss': ", result.stdout, re.MULTILINE)
+    assert "1 distil" in result.stdout
+    assert "Next: " in result.stdout or "Report " in result.stdout
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_has_colours_unless_it_wants_none(no_color: str) -> None:
+    """Bold and italics are no colours; lines of box characters are for terminals."""
+    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", *PLAN, "--memory-gib", "1"]
+    shown = in_terminal(command, NO_COLOR=no_color, TERM="xterm-256color", COLORTERM="")
+    colours = re.findall(rb"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|38;[\d;]+)m", shown)
+    assert bool(colours) == (not no_color)
+    assert b"\x1b[1m" in shown
+    assert "─".encode() in shown
+
+
+def test_every_command_is_tried() -> None:
+    """Compare and search by their files, export and import beside what they write."""
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    assert names == {*FIGURES, "compare", "search", "export", "import"}
