@@ -36,7 +36,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle pass draft_model)
 
-.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs reference bench bench-vllm gpu clean
+.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs reference bench bench-vllm gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -59,13 +59,14 @@ help:
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: the tests that need a GPU, then speed, memory and launches (25 minutes), into docs/results/"
+	@echo "make release      wheel and sdist of the version that the git tag says, checked, into dist/; uploads nothing"
 	@echo "make bench-vllm   what our vllm engine costs against LLM.generate"
 	@echo "make setup        only make the environment in $(VENV)"
 
 setup: $(READY)
 
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: draftsmith needs Python >= 3.10; say which with make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: draftsmith needs Python >= 3.11; say which with make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
@@ -172,6 +173,13 @@ gpu: $(READY)
 # On a CPU vLLM's scheduler is best in the same process, and its threads not pinned.
 bench-vllm: vllm-env
 	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json docs/results/vllm_overhead.json
+
+# Each is built by itself in an environment of its own: the wheel from the sdist, as others build it.
+release: $(READY)
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	@ls -l dist
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .typing build dist site *.egg-info

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import stat
 import subprocess
 import sys
@@ -163,16 +164,18 @@ def sha256_of(file: Path) -> str:
 
 
 def source_commit() -> str | None:
-    """The commit of the source tree, when we run from one."""
-    here = Path(__file__).resolve().parent
+    """The commit of the source tree, when we run from one: an environment may lie in somebody else's."""
+    here = Path(__file__).resolve()
+    if shutil.which("git") is None:
+        return None
     # Without the lock that `--dirty` takes: a process that is killed here would leave it behind.
-    result = subprocess.run(
-        ["git", "--no-optional-locks", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or None if result.returncode == 0 else None
+    git = ["git", "--no-optional-locks", "-C", str(here.parent)]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
+    for command in (["ls-files", "--error-unmatch", here.name], describe):
+        result = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            return None
+    return result.stdout.strip() or None
 
 
 def versions() -> dict[str, str]:

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.places import PACKAGES, ROOT
-
-
-def source_files() -> list[str]:
-    """What is in git, or would be."""
-    listing = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return [name for name in listing.stdout.split("\n") if name and (ROOT / name).exists()]
+from support.tree import source_files
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
 
@@ -130,7 +130,7 @@ def test_a_redirect_at_the_start_is_named(start_server: StartServer, start_engin
 @pytest.mark.parametrize("as_date", [False, True])
 def test_retry_after_is_waited_for(start_server: StartServer, start_engine: StartEngine, as_date: bool) -> None:
     # The server's clock is years off: a date counts from its own.
-    now = datetime(2001, 1, 1, tzinfo=timezone.utc)
+    now = datetime(2001, 1, 1, tzinfo=UTC)
     dates = {"Date": format_datetime(now, usegmt=True)}
     after = format_datetime(now + timedelta(seconds=1), usegmt=True) if as_date else "1"
     server = start_server(lambda body, number: Fault(429, {**dates, "Retry-After": after}, {}) if number == 1 else None)

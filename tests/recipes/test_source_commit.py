@@ -1,0 +1,56 @@
+"""The commit beside every figure: the source tree's own hash, or none."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.places import ROOT
+
+from draftsmith.recipes import run_folder
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """One commit, which holds a file of somebody's."""
+    (tmp_path / "theirs.py").write_text("")
+    for words in (["init", "-q"], ["add", "theirs.py"], ["commit", "-q", "-m", "theirs"]):
+        git(tmp_path, *words)
+    return tmp_path
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def installed_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copy = repository / ".venv" / "recipes" / "run_folder.py"
+    copy.parent.mkdir(parents=True)
+    shutil.copyfile(ROOT / "recipes" / "run_folder.py", copy)
+    monkeypatch.setattr(run_folder, "__file__", str(copy))
+    return copy
+
+
+def test_somebody_elses_repository_around_the_environment_is_not_ours(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed_in(repository, monkeypatch)
+    assert run_folder.source_commit() is None
+
+
+def test_a_tag_does_not_stand_for_the_hash(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = installed_in(repository, monkeypatch)
+    git(repository, "add", str(copy))
+    git(repository, "commit", "-q", "-m", "ours")
+    git(repository, "tag", "-a", "v1.0.0", "-m", "v1.0.0")
+    commit = git(repository, "rev-parse", "HEAD")
+    assert run_folder.source_commit() == commit
+    copy.write_text(copy.read_text() + "\n")
+    assert run_folder.source_commit() == f"{commit}-dirty"
+
+
+def test_without_git_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
+    assert run_folder.source_commit() is None
