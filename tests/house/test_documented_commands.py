@@ -79,6 +79,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copyfile(ROOT / "recipes" / "llama3-8b-parallel.yaml", tmp_path / name)
     for name in ("sources.yaml", "prompts.yaml"):
         (tmp_path / name).write_text("[{source: a.jsonl, weight: 2}, {source: b.jsonl}]")
+    shutil.copyfile(ROOT / "recipes" / "embedded-medusa.yaml", tmp_path / "one_block.yaml")
     (tmp_path / "question.jsonl").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.jsonl").touch()
@@ -225,6 +226,7 @@ def test_commands_are_found() -> None:
         ("README.md", "make quickstart"),
         ("docs/measured/embedded.md", "make table SEEDS=1"),
         ("docs/reference/formats.md", "draftsmith import mine.yaml --from user/repo"),
+        ("docs/guides/troubleshooting.md", "draftsmith train mine.yaml name=kept-out data.eval_rows_frac=0.05"),
         ("docs/guides/serving.md", "grep ^vllm:spec_decode.*_total"),
     } <= texts
     served = [command.words for command in COMMANDS if command.text.startswith("draftsmith train embedded-eagle3 $S")]

@@ -2,12 +2,13 @@
 
 import re
 import shlex
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = ("draftsmith", "make", "python", "accelerate", "pip")
-FENCED = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ANY_FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^( *)```bash\n(.*?)^\1```", re.DOTALL | re.MULTILINE)  # in lists too
+ANY_FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(rf"(?:^    (?:{'|'.join(PROGRAMS)}) .*\n(?:^    .*\n)*)+", re.MULTILINE)
 SPAN = re.compile(rf"`((?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS)}) [^`\n]+)`")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -30,7 +31,7 @@ def commands_of(page: Path, name: str) -> list[Command]:
     """
     text = page.read_text(encoding="utf-8")
     variables: dict[str, str] = {}
-    blocks = [match[1] for match in FENCED.finditer(text)]
+    blocks = [textwrap.dedent(match[2]) for match in FENCED.finditer(text)]
     rest = ANY_FENCED.sub("", text)
     blocks += [re.sub(r"(?m)^    ", "", match[0]) for match in INDENTED.finditer(rest)]
     found = [
@@ -48,7 +49,7 @@ def commands_of(page: Path, name: str) -> list[Command]:
 
 def scripts_of(page: Path) -> list[str]:
     """Blocks that are files of their own, from their `#!` on."""
-    return [match[1] for match in FENCED.finditer(page.read_text(encoding="utf-8")) if match[1].startswith("#!")]
+    return [match[2] for match in FENCED.finditer(page.read_text(encoding="utf-8")) if match[2].startswith("#!")]
 
 
 def _is_whole(command: Command) -> bool:
