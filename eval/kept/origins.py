@@ -6,6 +6,7 @@ from pathlib import Path
 
 from draftsmith.data.card.card import CARD_JSON
 from draftsmith.data.card.card_json import DataCard
+from draftsmith.eval.report.page.measured import drafter_name
 from draftsmith.models.base.registry import TRAINING_FILE, Training, read_training
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
@@ -21,7 +22,7 @@ def recorded_trainings(recipe: Recipe) -> dict[str, Training]:
     drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
     folders = [own if method.drafter is None else Path(method.drafter).expanduser() for method in drafted]
     found = (folder for folder in dict.fromkeys(folders) if (folder / TRAINING_FILE).is_file())
-    return {_name(folder): read_training(folder) for folder in found}
+    return {drafter_name(folder.as_posix()): read_training(folder) for folder in found}
 
 
 def recorded_data_card(recipe: Recipe) -> DataCard | None:
@@ -34,7 +35,3 @@ def recorded_data_card(recipe: Recipe) -> DataCard | None:
     if not file.is_file():
         return None
     return read_json(file, DataCard, "delete it and run `draftsmith distill` again")
-
-
-def _name(folder: Path) -> str:
-    return folder.parent.name if folder.name == "drafter" else folder.name

@@ -7,9 +7,9 @@ from typing import Any
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.categories import parts_of_mt_bench, shown_categories
-from draftsmith.eval.report.charts import series_name
 from draftsmith.eval.report.page.verdict import NO_GAIN, SLOWER, verdict_word
 from draftsmith.eval.report.summary import OVERALL
+from draftsmith.eval.report.text import NOT_LOSSLESS
 
 # Speedups from which a cell has the next tint.
 LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5)
@@ -44,23 +44,30 @@ def mt_bench_tables(summary: list[dict[str, Any]]) -> list[CategoryTable]:
 
 
 def tint(row: dict[str, Any]) -> str:
-    """By the speedup; what is not shown to be a gain is not tinted like one."""
+    """By the speedup; what is shown to be neither gain nor loss is tinted like neither."""
     word = verdict_word(row["speedup_interval"])
-    if word == SLOWER or row["speedup_mean"] < LEVELS[0]:
-        return "slow"
     if word == NO_GAIN:
         return "plain"
+    if word == SLOWER or row["speedup_mean"] < LEVELS[0]:
+        return "slow"
     return f"level-{sum(row['speedup_mean'] >= level for level in LEVELS)}"
 
 
 def _tables(summary: list[dict[str, Any]], categories: list[str]) -> list[CategoryTable]:
     drafted = [row for row in summary if row["method"] != AUTOREGRESSIVE]
-    cells = {(series_name(row, summary), row["category"]): Cell(tint(row), row) for row in drafted}
+    cells = {(_arm(row), row["category"]): Cell(tint(row), row) for row in drafted}
     tables = []
     for temperature in sorted({row["temperature"] for row in drafted}):
         overall = [row for row in drafted if row["temperature"] == temperature and row["category"] == OVERALL]
         overall.sort(key=lambda row: -row["speedup_mean"])
-        names = [series_name(row, summary) for row in overall]
-        rows = [(name, [cells.get((name, category)) for category in categories]) for name in names]
+        rows = [(_name(row), [cells.get((_arm(row), category)) for category in categories]) for row in overall]
         tables.append(CategoryTable(temperature, categories, rows))
     return tables
+
+
+def _arm(row: dict[str, Any]) -> tuple[str, float]:
+    return row["method"], row["temperature"]
+
+
+def _name(row: dict[str, Any]) -> str:
+    return row["method"] if row["lossless"] else f"{row['method']} ({NOT_LOSSLESS})"

@@ -18,7 +18,7 @@ from draftsmith.eval.report.page.measured import hashes, method_settings
 from draftsmith.eval.report.page.methods import method_tables
 from draftsmith.eval.report.page.phases import PHASES, mean_rounds, timeline
 from draftsmith.eval.report.page.predicted import predictions, theory_charts
-from draftsmith.eval.report.page.training import training_curves
+from draftsmith.eval.report.page.training import compared_drafters, training_curves
 from draftsmith.eval.report.page.verdict import verdicts
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -69,6 +69,7 @@ def render_page(facts: dict[str, Any]) -> str:
         "predictions": predictions(timing),
         "theory_charts": theory_charts(timing),
         "training": training_curves(facts.get("trained") or {}),
+        "compared": compared_drafters(facts.get("trained") or {}, facts["recipe"], summary),
         "data_card": facts.get("data_card"),
         "method_settings": method_settings(facts["recipe"]),
         "hashes": hashes(facts.get("inputs_sha256", {})),

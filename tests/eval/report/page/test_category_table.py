@@ -43,7 +43,7 @@ def test_a_row_a_method_the_fastest_first() -> None:
 @pytest.mark.parametrize(
     ("speedup", "ends", "expected"),
     [
-        (0.9, None, "slow"), (0.9, [0.8, 0.95], "slow"), (1.1, [0.9, 1.3], "plain"), (0.95, [0.9, 1.3], "slow"),
+        (0.9, None, "slow"), (0.9, [0.8, 0.95], "slow"), (1.1, [0.9, 1.3], "plain"), (0.95, [0.9, 1.3], "plain"),
         (1.1, None, "level-1"), (1.25, None, "level-2"), (1.6, [1.1, 2.0], "level-3"), (2.0, None, "level-4"),
         (7.0, None, "level-5"),
     ],

@@ -80,8 +80,11 @@ def browse(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([CHROMIUM, *fixed, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def measured(page: Path, folder: Path, width: int, scheme: str) -> dict[str, Any]:
+def measured(page: Path, folder: Path, width: int, scheme: str, medium: str = "screen") -> dict[str, Any]:
+    """medium: `print` shows the page on screen as it is printed."""
     text = page.read_text(encoding="utf-8")
+    if medium == "print":
+        text = text.replace("@media print", "@media all").replace("<details>", "<details open>")
     file = folder / "measured.html"
     text = text.replace("<head>", "<head>" + ERRORS).replace("</body>", MEASURE + "</body>")
     file.write_text(text, encoding="utf-8")
@@ -135,8 +138,14 @@ def test_screenshots(page: Path, tmp_path: Path, name: str, scheme: str) -> None
     assert picture.stat().st_size > 50_000
 
 
+def test_paper_is_wide_enough(page: Path, tmp_path: Path) -> None:
+    """A4 between its margins is 688 pixels; what is folded on screen is printed open, and nothing scrolls."""
+    found = measured(page, tmp_path, 688, "light", "print")
+    assert found["scrollWidth"] <= 688
+    assert (found["wide"], found["low"], found["errors"]) == ([], [], [])
+
+
 def test_print(page: Path, tmp_path: Path) -> None:
-    """With every round, which on screen is folded."""
     folder = Path(os.environ.get("DRAFTSMITH_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder.resolve() / "report.pdf"

@@ -11,6 +11,7 @@ from support.report_facts import SUMMARY, facts, whole_facts
 
 from draftsmith.eval.report.page.forms import write_report
 from draftsmith.eval.report.page.page import SECTIONS, TEMPLATES
+from draftsmith.eval.serving.result import Served, ServedRow
 
 METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(24)}
 MOST_BYTES = 3_000_000
@@ -93,6 +94,23 @@ def test_the_first_screen_answers_four_questions(elements: Elements) -> None:
     assert "Is it lossless? Lossless All 144 greedy answers are the target's, token for token." in first
     assert "Why? A round keeps 3.00 tokens" in first
     assert "What next?" in first
+
+
+def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
+    served = ServedRow("drafting", 0.0, 4, 123.4, 0.01, 0.2, 2.5, 2.4, 2.3, [0.5], [0.5], 1.7)
+    values = whole_facts({"a/tree": 1.0, "a-seed-1/tree": 0.5})
+    values["served"] = [Served("in this process", [served], [], ["a <note>"])]
+    values["proof"] = {
+        "holds": True, "greedy": [], "distribution": [], "significance": 0.001, "enumeration_error": 1e-16,
+    }  # fmt: skip
+    shown = write_report(tmp_path, values, [])[1].read_text(encoding="utf-8")
+    assert not Elements(shown).open
+    assert "<td>123.4</td>" in shown
+    assert "a &lt;note&gt;" in shown
+    assert "Proved: 0 greedy tokens" in shown
+    assert "Over training seeds" in shown
+    # Three questions at 1, 1.1 and 1.2 times the seconds, twice: 2 / 1.1 and 2 / 0.55.
+    assert "<td>2.73</td><td>1.29</td>" in shown
 
 
 @pytest.mark.parametrize(("seconds", "word", "tone"), [(1.0, "faster", "good"), (3.0, "SLOWER", "bad")])
