@@ -280,16 +280,21 @@ class MethodRecipe(Section):
         DRAFTER_KIND, description="`drafter`, or a method that needs no training: prompt_lookup, ngram, ..."
     )
     options: dict[str, Any] = Field({}, description="of that kind; not for `drafter`")
-    tree: Literal["chain", "static", "best_first", "tuned"] = Field(
-        "chain", description="`tuned`: what `draftsmith tune` found for this drafter on this machine"
+    tree: Literal["chain", "static", "best_first", "adaptive", "tuned"] = Field(
+        "chain",
+        description="`adaptive`: of the best-first tree as much as pays, by the drafter's confidence and the measured "
+        "costs, each round anew; `tuned`: what `draftsmith tune` found for this drafter on this machine",
     )
     max_depth: int | None = Field(None, ge=1, description="drafted tokens along one path; by default all K+1")
-    nodes: int = Field(16, ge=1, description="best_first: drafted tokens in the tree, the root not counted")
-    branch: int = Field(8, ge=1, description="best_first: most likely tokens considered at each depth")
+    nodes: int = Field(
+        16, ge=1, description="best_first: drafted tokens in the tree, the root not counted; adaptive: at most"
+    )
+    branch: int = Field(8, ge=1, description="best_first, adaptive: most likely tokens considered at each depth")
     paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
     lookup: bool = Field(
         False,
-        description="best_first: what followed a path's last tokens earlier in the text competes for the tree's places",
+        description="best_first, adaptive: what followed a path's last tokens earlier in the text competes for the "
+        "tree's places",
     )
     lenience: float = Field(
         1.0, gt=0, le=1, description="below 1 drafts are accepted more readily, which is NOT lossless (2211.17192, A.5)"
@@ -300,12 +305,19 @@ class MethodRecipe(Section):
         "run's own",
     )
 
+    @property
+    def best_first(self) -> bool:
+        """Whether its trees are the most likely paths, or a part of them."""
+        return self.tree in ("best_first", "adaptive")
+
     @model_validator(mode="after")
     def _static_needs_paths(self) -> "MethodRecipe":
         if (self.tree == "static") != (self.paths is not None):
             raise ValueError("`paths` goes with `tree: static` and with no other tree")
-        if self.lookup and (self.kind != DRAFTER_KIND or self.tree != "best_first"):
-            raise ValueError("`lookup: true` goes with a drafter's `tree: best_first` and with no other")
+        if self.lookup and (self.kind != DRAFTER_KIND or not self.best_first):
+            raise ValueError("`lookup: true` goes with a drafter's `tree: best_first` or `adaptive` and with no other")
+        if self.tree == "adaptive" and self.kind != DRAFTER_KIND:
+            raise ValueError("`tree: adaptive` goes with `kind: drafter` and with no other")
         if self.kind == DRAFTER_KIND and self.options:
             raise ValueError("`options` are of methods of another `kind`; a drafter's lie with its weights")
         return self

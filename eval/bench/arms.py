@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting, make_method
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
@@ -88,8 +89,10 @@ def make_arms(
             generator, folder = torch.Generator(target.device), drafter_folder(recipe, method)
             if method.kind == DRAFTER_KIND:
                 decoder = decoders[folder]
-                builder = tree_builder(method, decoder)
-                drafting = DrafterMethod(method.name, decoder, builder, sampling, generator, method.lookup)
+                adaptive = AdaptiveTree() if method.tree == "adaptive" else None
+                builder = tree_builder(method, decoder, adaptive)
+                lookup_nodes = method.nodes if method.lookup else 0
+                drafting = DrafterMethod(method.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
                 arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
             else:
                 tokens = folder.parent / "data" / "tokens"

@@ -21,6 +21,7 @@ from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
@@ -99,6 +100,7 @@ class SpecBench:
         ]
         if not wanted:
             return
+        give_costs(self.session, arms, first_turn_ids(self.tokenizer, self.questions[0]))
         if isinstance(self.session, CompiledSession):
             # What is compiled depends on the arms' largest trees; compiling itself must not be measured.
             warmup_questions = max(warmup_questions, 1)

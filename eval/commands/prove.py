@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import Arm, load_models, make_arms
+from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.loop import generate
@@ -73,6 +74,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     distribution: list[DistributionProof] = []
     reference: dict[int | str, list[int]] = {}
     with TargetSession(target, length) as session, progress_bar(len(arms), "prove", "method") as progress:
+        give_costs(session, arms, asked[0][1])
         for arm in arms:
             session.read_layers(arm.feature_layers)
             arm.generator.manual_seed(recipe.seed)

@@ -5,8 +5,9 @@
    would have accepted is read off the trace: tau(size, depth). The same with the longest chain, for shorter ones, and
    with lookups among the tree's paths, at every depth.
 2. Cost: seconds of a verification forward against its number of nodes, and of a draft against its depth.
-3. The shapes of the largest tau / (draft + verification) are measured beside the tree that is the default so far, in
-   turns; the fastest is written into the drafter's config, where `tree: tuned` finds it. So tuning never loses.
+3. The shapes of the largest tau / (draft + verification), and the adaptive tree, which has a size of its own each
+   round, are measured beside the tree that is the default so far, in turns; the fastest is written into the drafter's
+   config, where `tree: tuned` finds it. So tuning never loses.
 
 Other tree, other positions: a round starts where the last one ended, and the trace's rounds end where the large tree's
 did. That error is why step 3 measures.
@@ -14,10 +15,8 @@ did. That error is why step 3 measures.
 
 from __future__ import annotations
 
-import bisect
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +28,16 @@ from rich.table import Table
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import drafter_folder, load_models
+from draftsmith.eval.bench.costs import SIZES, draft_seconds, round_costs, verify_curve
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.round_costs import Curve, RoundCosts, on_curve
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.base.published import is_published
 from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -48,9 +49,8 @@ from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 GREEDY = Sampling()
 TRACED_NODES, TRACED_BRANCH = 48, 8
-SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)
 FINALISTS = 3
-TIMED_FORWARDS = 30
+ADAPTIVE_NODES = 32
 
 
 Trace = list[list[int]]  # of every round, the accepted path: each node's place in the order of confidence, from 0
@@ -95,7 +95,7 @@ def candidates(
     chain_trace: Trace,
     lookup_trace: Trace,
     depths: Sequence[int],
-    verify_curve: list[tuple[int, float]],
+    verify_curve: Curve,
     draft_s: dict[int, float],
 ) -> list[Candidate]:
     """Every shape, the most promising first.
@@ -121,20 +121,8 @@ def candidates(
                 # However deep: lookups are not bound to the drafter's depths.
                 trees.append((looking, nodes, expected_tau(lookup_trace, nodes, nodes)))
         for method, size, tau in trees:
-            found.append(Candidate(method, tau, draft_s[depth], _on_curve(verify_curve, size + 1)))
+            found.append(Candidate(method, tau, draft_s[depth], on_curve(verify_curve, size + 1)))
     return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
-
-
-def _on_curve(curve: list[tuple[int, float]], nodes: int) -> float:
-    """Linear between the measured sizes."""
-    sizes = [size for size, _ in curve]
-    above = bisect.bisect_left(sizes, nodes)
-    if above == len(curve):
-        return curve[-1][1]
-    if sizes[above] == nodes or above == 0:
-        return curve[above][1]
-    (low, low_s), (high, high_s) = curve[above - 1], curve[above]
-    return low_s + (high_s - low_s) * (nodes - low) / (high - low)
 
 
 @dataclass
@@ -148,7 +136,7 @@ class Tuned:
     chosen: MethodRecipe
     measured: list[tuple[MethodRecipe, float]]
     promised: list[Candidate]
-    verify_curve: list[tuple[int, float]]
+    verify_curve: Curve
     kept: bool = True
 
     def as_json(self) -> dict[str, Any]:
@@ -224,15 +212,20 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
             raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
         depths = list(range(1, deepest + 1))
-        curve = _verify_curve(session, prompts[0])
-        draft_s = {depth: _draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
+        curve = verify_curve(session, prompts[0])
+        draft_s = {depth: draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
         promised = candidates(trace, chain_trace, lookup_trace, depths, curve, draft_s)
         finalists = [default]
         for candidate in promised:
             known = [shape_of(method) for method in finalists]
             if len(finalists) <= FINALISTS and shape_of(candidate.method) not in known:
                 finalists.append(candidate.method)
-        measured = _measure(session, decoder, finalists, prompts, new_tokens, end_ids, turns)
+        adaptive = MethodRecipe(name="adaptive", tree="adaptive", nodes=ADAPTIVE_NODES, branch=TRACED_BRANCH)
+        adaptive = adaptive.model_copy(update={"lookup": promised[0].method.lookup})
+        if shape_of(adaptive) not in [shape_of(method) for method in finalists]:
+            finalists.append(adaptive)
+        costs = round_costs(session, decoder, prompts[0], curve)
+        measured = _measure(session, decoder, finalists, prompts, new_tokens, end_ids, turns, costs)
     chosen = max(measured, key=lambda pair: pair[1])[0]
     kept = default.drafter is None or not is_published(default.drafter)
     tuned = Tuned(default, chosen, measured, promised, curve, kept)
@@ -242,8 +235,11 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     return tuned
 
 
-def _method(recipe: MethodRecipe, decoder: SequenceDecoder) -> DrafterMethod:
-    return DrafterMethod(recipe.name, decoder, tree_builder(recipe, decoder), GREEDY, lookup=recipe.lookup)
+def _method(recipe: MethodRecipe, decoder: SequenceDecoder, costs: RoundCosts | None = None) -> DrafterMethod:
+    adaptive = AdaptiveTree(costs) if recipe.tree == "adaptive" else None
+    lookup_nodes = recipe.nodes if recipe.lookup else 0
+    builder = tree_builder(recipe, decoder, adaptive)
+    return DrafterMethod(recipe.name, decoder, builder, GREEDY, lookup_nodes=lookup_nodes, adaptive=adaptive)
 
 
 def _trace(
@@ -265,36 +261,6 @@ def _trace(
     return trace
 
 
-def _verify_curve(session: TargetSession, prompt: list[int]) -> list[tuple[int, float]]:
-    """Median seconds of a forward over so many nodes, sizes in turns."""
-    sizes = (1, *(size + 1 for size in SIZES))
-    session.prefill(prompt)
-    trees = {size: DraftTree([prompt[-1]] * size, _bushy(size)) for size in sizes}
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(TIMED_FORWARDS + 3):
-        for size, tree in trees.items():
-            began = time.perf_counter()
-            session.forward_tree(tree)
-            session.synchronize()
-            if turn >= 3:
-                times[size].append(time.perf_counter() - began)
-    return [(size, statistics.median(times[size])) for size in sizes]
-
-
-def _bushy(size: int) -> TreeShape:
-    """Two children a node."""
-    return TreeShape.of((-1, *((node - 1) // 2 for node in range(1, size))))
-
-
-def _draft_seconds(
-    session: TargetSession, decoder: SequenceDecoder, depth: int, prompt: list[int], new_tokens: int
-) -> float:
-    """Mean seconds of a draft of that depth, over the rounds of one answer."""
-    method = _method(MethodRecipe(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth), decoder)
-    out = generate(session, method, prompt, GREEDY, new_tokens)
-    return out.draft_s / max(1, out.rounds)
-
-
 def _measure(
     session: TargetSession,
     decoder: SequenceDecoder,
@@ -303,9 +269,10 @@ def _measure(
     new_tokens: int,
     end_ids: frozenset[int],
     turns: int,
+    costs: RoundCosts,
 ) -> list[tuple[MethodRecipe, float]]:
     """Median tokens per second of each, question by question in turns, the prefill left out."""
-    methods = [_method(finalist, decoder) for finalist in finalists]
+    methods = [_method(finalist, decoder, costs) for finalist in finalists]
     speeds: list[list[float]] = [[] for _ in methods]
     with progress_bar(turns + 1, "measure", "turn") as progress:
         for turn in range(turns + 1):

@@ -48,5 +48,5 @@ def shape_of(method: MethodRecipe) -> dict[str, Any]:
 
 def describe(method: MethodRecipe) -> str:
     depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
-    size = f" of {method.nodes} nodes" if method.tree == "best_first" else ""
+    size = f" of {method.nodes} nodes" if method.best_first else ""
     return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import DeviceBuilder, TreeBuilder
 from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
@@ -26,8 +27,9 @@ class DrafterMethod:
         builder: The tree's form, for a decoder of this kind (see `builders.tree_builder`).
         sampling: the target's, applied to q too.
         generator: for sampled trees.
-        lookup: Whether paths that lookups continue compete for the tree's places, for `best_first` trees; then the tree
-            is made on the host.
+        lookup_nodes: The places of a best-first tree for which paths that lookups continue compete; then the tree is
+            made on the host. 0: there are no lookups.
+        adaptive: What cuts best-first trees to the size that pays, on the host too; None: they stay whole.
     """
 
     def __init__(
@@ -37,20 +39,22 @@ class DrafterMethod:
         builder: TreeBuilder,
         sampling: Sampling,
         generator: torch.Generator | None = None,
-        lookup: bool = False,
+        lookup_nodes: int = 0,
+        adaptive: AdaptiveTree | None = None,
     ) -> None:
         self.name, self.sequential = name, isinstance(decoder, StepwiseDecoder)
         # A lookup finds any token.
-        self.columns = ALL_TOKENS if lookup else decoder.columns
-        self._lookup = PathLookup(sampling.temperature) if lookup else None
+        self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
+        self._lookup, self._lookup_nodes = PathLookup(sampling.temperature) if lookup_nodes else None, lookup_nodes
+        self.adaptive = adaptive
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._newest_1 = -1, torch.empty(0)
         self._on_host = isinstance(decoder, ReadsTokens)
 
     def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
         """The same method over another decoder of the same kind."""
-        lookup = self._lookup is not None
-        return DrafterMethod(self.name, decoder, self._builder, self._sampling, self._generator, lookup)
+        settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive)
+        return DrafterMethod(self.name, decoder, *settings)
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
@@ -59,12 +63,15 @@ class DrafterMethod:
 
     def propose(self) -> DraftTree:
         tree = self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
-        return tree if self._lookup is None else with_lookups(tree, self._lookup, len(tree) - 1)
+        if self._lookup is not None:
+            tree = with_lookups(tree, self._lookup, self._lookup_nodes)
+        return tree if self.adaptive is None else self.adaptive.fitting(tree)
 
     def propose_on_device(self) -> DraftTree | DeviceTree:
         """The tree, left on the device where builder and decoder can."""
         builder = self._builder
-        if self._on_host or self._lookup is not None or not isinstance(builder, DeviceBuilder):
+        on_host = self._on_host or self._lookup is not None or self.adaptive is not None
+        if on_host or not isinstance(builder, DeviceBuilder):
             return self.propose()
         return builder.propose_on_device(self._newest_1, self.decoder, self._sampling, self._generator)
 
@@ -76,6 +83,8 @@ class DrafterMethod:
         self._newest, self._newest_1 = committed_ids[-1], ids[-1:]
         if self._lookup is not None:
             self._lookup.observe(committed_ids)
+        if self.adaptive is not None:
+            self.adaptive.observe(committed_ids)
         self.decoder.observe(torch.tensor(committed_ids) if self._on_host else ids, features)
 
     def _tensor(self, ids: list[int], features: Tensor) -> Tensor:

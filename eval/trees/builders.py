@@ -8,6 +8,7 @@ What is drafted how, by temperature:
     chain       most likely token          sampled from q
     static      ranks of each path         siblings sampled from q without replacement
     best_first  the N most likely paths    the same, deterministic: verified as point masses, lossless too
+    adaptive    as many of them as pay     the same; `DrafterMethod` cuts the tree, see `adaptive.py`
 
 Shapes: G drafted depths, R rows, V vocabulary, V' columns of the drafter's logits, N tree nodes.
 """
@@ -22,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.candidates import (
     StaticPaths,
     candidates_on_device,
@@ -248,8 +250,11 @@ class BestFirstBuilder(MarginalBuilder):
         return pool.best(root, columns.tokens_of(top), log_q, self._nodes)
 
 
-def tree_builder(method: MethodRecipe, decoder: SequenceDecoder) -> TreeBuilder:
+def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
     """What makes the tree that a recipe's method asks for, with a decoder of this kind.
+
+    Args:
+        adaptive: Of `tree: adaptive`: how deep a tree is grown.
 
     Raises:
         UserError: The static paths are no tree.
@@ -257,9 +262,10 @@ def tree_builder(method: MethodRecipe, decoder: SequenceDecoder) -> TreeBuilder:
     stepwise = isinstance(decoder, StepwiseDecoder)
     if method.paths is not None:
         return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
-    if method.tree == "best_first":
-        best_first = BestFirstGrower if stepwise else BestFirstBuilder
-        return best_first(method.nodes, method.branch, method.max_depth)
+    if method.best_first:
+        if stepwise:
+            return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive)
+        return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
     return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
 
 

@@ -6,6 +6,7 @@ The same three trees as in `builders.py`, for drafters whose distribution depend
     chain       most likely token          sampled from q
     static      ranks of each path         siblings sampled without replacement from their own parent's q
     best_first  EAGLE-2's dynamic tree     the same, deterministic: verified as point masses, lossless too
+    adaptive    as much of it as pays      the same, see `adaptive.py`
 
 Shapes: W nodes of one level, V columns of the drafter's logits, N tree nodes.
 """
@@ -17,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.candidates import (
     StaticPaths,
     candidates_on_device,
@@ -164,10 +166,15 @@ class BestFirstGrower:
 
     We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
     the node; but what cannot stay is not expanded, and a tree that no deeper node can enter is done.
+
+    Args:
+        adaptive: Whether a further level is worth its forward; None: it always is.
     """
 
-    def __init__(self, nodes: int, branch: int, max_depth: int | None = None) -> None:
-        self._nodes, self._branch, self._max_depth = nodes, branch, max_depth
+    def __init__(
+        self, nodes: int, branch: int, max_depth: int | None = None, adaptive: AdaptiveTree | None = None
+    ) -> None:
+        self._nodes, self._branch, self._max_depth, self._adaptive = nodes, branch, max_depth, adaptive
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -198,9 +205,15 @@ class BestFirstGrower:
             best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
             # Nothing can enter below the last of a full list.
             frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._branch]
-            if not frontier:
+            if not frontier or not self._worth_a_level(best, frontier, costs, depth + 1):
                 break
         return _tree_of(best, tokens, parents, costs)
+
+    def _worth_a_level(self, best: list[int], frontier: list[int], costs: list[float], levels: int) -> bool:
+        if self._adaptive is None:
+            return True
+        kept, below = ([-costs[node] for node in nodes] for nodes in (best, frontier))
+        return self._adaptive.worth_a_level(kept, below, levels)
 
 
 def _tree_of(drafted: list[int], tokens: list[int], parents: list[int], costs: list[float]) -> DraftTree:

@@ -10,7 +10,6 @@ from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greed
 from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.commands.tune import (
-    _on_curve,
     candidates,
     expected_tau,
     traced_path,
@@ -20,6 +19,7 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.round_costs import on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
@@ -51,19 +51,19 @@ def test_expected_tau_by_hand() -> None:
 
 def test_the_best_candidate_depends_on_the_clock() -> None:
     trace, chain_trace, draft_s = [[5, 7]] * 3 + [[0]], [[0], [], [], []], {1: 1.0, 2: 1.0}
-    flat = candidates(trace, chain_trace, [[]], [1, 2], [(1, 10.0), (64, 10.0)], draft_s)
+    flat = candidates(trace, chain_trace, [[]], [1, 2], ((1, 10.0), (64, 10.0)), draft_s)
     assert describe(flat[0].method) == "best_first of 8 nodes"
     assert flat[0].tau == 1 + 7 / 4
-    steep = candidates(trace, chain_trace, [[]], [1, 2], [(1, 1.0), (64, 640.0)], draft_s)
+    steep = candidates(trace, chain_trace, [[]], [1, 2], ((1, 1.0), (64, 640.0)), draft_s)
     assert describe(steep[0].method) == "chain to depth 1"
-    looking = candidates(trace, chain_trace, [[0, 1, 2, 3, 4, 5], []], [1, 2], [(1, 10.0), (64, 10.0)], draft_s)
+    looking = candidates(trace, chain_trace, [[0, 1, 2, 3, 4, 5], []], [1, 2], ((1, 10.0), (64, 10.0)), draft_s)
     assert describe(looking[0].method) == "best_first of 6 nodes with lookups"
     assert looking[0].tau == 1 + 6 / 2
 
 
 def test_between_measured_sizes() -> None:
-    curve = [(1, 1.0), (3, 2.0), (7, 6.0)]
-    assert [_on_curve(curve, nodes) for nodes in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 4.0, 6.0, 6.0]
+    curve = ((1, 1.0), (3, 2.0), (7, 6.0))
+    assert [on_curve(curve, nodes) for nodes in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 4.0, 6.0, 6.0]
 
 
 @pytest.mark.parametrize("decoder_of", [HalfRightDecoder, HalfRightStepwiseDecoder])

@@ -65,7 +65,8 @@ def drafter_method(
         decoder.compile(backend="eager")
     recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
     generator = None if sampling.greedy else torch.Generator().manual_seed(1)
-    method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator, lookup)
+    lookup_nodes = recipe.nodes if lookup else 0
+    method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator, lookup_nodes)
     return method, drafter.feature_layers
 
 

@@ -15,6 +15,7 @@ from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.specinfer import SpecInfer
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import (
     BestFirstBuilder,
     ChainBuilder,
@@ -23,6 +24,7 @@ from draftsmith.eval.trees.builders import (
     TreeBuilder,
 )
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.round_costs import RoundCosts
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
@@ -256,7 +258,9 @@ BUILDERS: dict[str, TreeBuilder] = {
     "grown chain": ChainGrower(),
     "grown static": StaticGrower(PATHS),
     "grown best_first": BestFirstGrower(nodes=5, branch=3),
+    "adaptive": BestFirstBuilder(nodes=5, branch=3),
 }
+COSTS = RoundCosts(((1, 1.0), (2, 1.02), (6, 1.4)), draft=0.1)
 
 
 @torch.inference_mode()
@@ -281,7 +285,8 @@ def noisy_method(name: str, sampling: Sampling, generator: torch.Generator, colu
     builder = BUILDERS[name]
     marginals = torch.randn(2, V, generator=noise, dtype=torch.float64)
     decoder: Any = NoisyDecoder(marginals, columns) if isinstance(builder, MarginalBuilder) else stepwise()
-    return DrafterMethod("noisy", decoder, builder, sampling, generator)
+    adaptive = AdaptiveTree(COSTS) if name == "adaptive" else None
+    return DrafterMethod("noisy", decoder, builder, sampling, generator, adaptive=adaptive)
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])

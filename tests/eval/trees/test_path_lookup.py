@@ -117,7 +117,7 @@ def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, in
 
     def method(lookup: bool) -> DrafterMethod:
         decoder = drafter.decoder(96)
-        return DrafterMethod("x", decoder, tree_builder(recipe, decoder), Sampling(), lookup=lookup)
+        return DrafterMethod("x", decoder, tree_builder(recipe, decoder), Sampling(), lookup_nodes=6 if lookup else 0)
 
     with TargetSession(target, 96, drafter.feature_layers) as session:
         wanted = generate(session, Autoregressive(), PROMPT, Sampling(), 60).ids

@@ -1,0 +1,87 @@
+"""What a round costs on this machine, measured before anything is timed: `round_costs.py`'s figures.
+
+A draft's cost is that of its forwards; verification's is that of the target's forward, by its number of nodes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.round_costs import Curve, RoundCosts
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.decoding.protocols import SequenceDecoder, StepwiseDecoder
+from draftsmith.recipes.schema import MethodRecipe
+
+SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)  # drafted nodes
+TIMED_FORWARDS = 30
+DRAFTED_TOKENS = 64  # of the answer whose drafts are timed
+
+
+def give_costs(session: TargetSession, arms: Sequence[Arm], prompt: list[int]) -> None:
+    """Measure what the adaptive arms weigh tokens against, for those that do not know it yet.
+
+    Args:
+        session: Its cache is overwritten.
+        prompt: Of a usual length; there is room for `DRAFTED_TOKENS` more.
+    """
+    curve: Curve | None = None
+    of_decoder: dict[int, RoundCosts] = {}
+    for arm in arms:
+        method = arm.method
+        if not isinstance(method, DrafterMethod) or method.adaptive is None or method.adaptive.costs is not None:
+            continue
+        session.read_layers(arm.feature_layers)
+        curve = curve or verify_curve(session, prompt)
+        if id(method.decoder) not in of_decoder:
+            of_decoder[id(method.decoder)] = round_costs(session, method.decoder, prompt, curve)
+        method.adaptive.costs = of_decoder[id(method.decoder)]
+
+
+def round_costs(session: TargetSession, decoder: SequenceDecoder, prompt: list[int], curve: Curve) -> RoundCosts:
+    """Of one drafter, with the target's curve."""
+    if not isinstance(decoder, StepwiseDecoder) or decoder.num_depths == 1:
+        return RoundCosts(curve, draft_seconds(session, decoder, None, prompt, DRAFTED_TOKENS))
+    shallow, deep = (
+        draft_seconds(session, decoder, depth, prompt, DRAFTED_TOKENS) for depth in (1, decoder.num_depths)
+    )
+    return RoundCosts(curve, shallow, max(0.0, deep - shallow) / (decoder.num_depths - 1))
+
+
+def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
+    """(nodes, root included; median seconds of a forward over so many), sizes in turns."""
+    sizes = [size for size in (1, *(size + 1 for size in SIZES)) if len(prompt) + size <= session.max_length_tokens]
+    session.prefill(prompt)
+    trees = {size: DraftTree([prompt[-1]] * size, _bushy(size)) for size in sizes}
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(TIMED_FORWARDS + 3):
+        for size, tree in trees.items():
+            began = time.perf_counter()
+            session.forward_tree(tree)
+            session.synchronize()
+            if turn >= 3:
+                times[size].append(time.perf_counter() - began)
+    return tuple((size, statistics.median(times[size])) for size in sizes)
+
+
+def _bushy(size: int) -> TreeShape:
+    """Two children a node."""
+    return TreeShape.of((-1, *((node - 1) // 2 for node in range(1, size))))
+
+
+def draft_seconds(
+    session: TargetSession, decoder: SequenceDecoder, depth: int | None, prompt: list[int], new_tokens: int
+) -> float:
+    """Mean seconds of a draft of that depth, over the rounds of one answer."""
+    recipe = MethodRecipe(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth)
+    out = generate(
+        session, DrafterMethod("x", decoder, tree_builder(recipe, decoder), Sampling()), prompt, Sampling(), new_tokens
+    )
+    return out.draft_s / max(1, out.rounds)

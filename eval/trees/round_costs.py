@@ -1,0 +1,37 @@
+"""What a round costs by the number of its tree's nodes: what `adaptive.py` weighs tokens against."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+Curve = tuple[tuple[int, float], ...]  # (nodes, root included; time of the target's forward over them), ascending
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds, or any unit of time.
+
+    draft: Of a draft that takes one forward, or of the first level of one that takes a forward a level.
+    level: Of each further level; 0 of a draft that takes one forward.
+    """
+
+    verify: Curve
+    draft: float
+    level: float = 0.0
+
+    def of(self, nodes: int, levels: int = 1) -> float:
+        """Of a round: a draft of so many levels, and the verification of so many nodes, root included."""
+        return self.draft + (levels - 1) * self.level + on_curve(self.verify, nodes)
+
+
+def on_curve(curve: Curve, nodes: int) -> float:
+    """Linear between the measured sizes; beyond the largest as that one."""
+    sizes = [size for size, _ in curve]
+    above = bisect.bisect_left(sizes, nodes)
+    if above == len(curve):
+        return curve[-1][1]
+    if sizes[above] == nodes or above == 0:
+        return curve[above][1]
+    (low, low_s), (high, high_s) = curve[above - 1], curve[above]
+    return low_s + (high_s - low_s) * (nodes - low) / (high - low)

@@ -1,0 +1,163 @@
+"""The size of a tree by what it promises and costs; the drafter's confidence, corrected; and no token changes."""
+
+import math
+from typing import Any
+
+import pytest
+from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greedy_reference
+from support.tiny_models import VOCABULARY, tiny_target
+
+from draftsmith.eval.bench import costs
+from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees import adaptive as adaptive_module
+from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.round_costs import RoundCosts, on_curve
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.recipes.schema import MethodRecipe
+
+GREEDY = Sampling()
+STEADY = RoundCosts(((1, 1.0), (4, 1.3), (7, 1.6)), draft=0.1, level=0.5)
+FREE = RoundCosts(((1, 1.0), (64, 1.0)), draft=0.1)
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 0)
+
+
+def tree_of(probabilities: list[float], parents: tuple[int, ...]) -> DraftTree:
+    """Tokens 10, 11, ..., and each path's probability, the root's 1 left out."""
+    return DraftTree(
+        list(range(10, 10 + len(parents))), TreeShape.of(parents), log_confidence=[0.0, *map(math.log, probabilities)]
+    )
+
+
+def test_costs_between_and_beyond_measured_sizes() -> None:
+    assert [on_curve(STEADY.verify, nodes) for nodes in (1, 2, 4, 9)] == pytest.approx([1.0, 1.1, 1.3, 1.6])
+    assert STEADY.of(4) == pytest.approx(1.4)
+    assert STEADY.of(4, levels=3) == pytest.approx(2.4)
+
+
+def test_the_size_of_most_tokens_a_second() -> None:
+    """1 / 1.1 = 0.91, 1.9 / 1.2 = 1.58, 2.35 / 1.3 = 1.81, 2.395 / 1.4 = 1.71."""
+    tree = tree_of([0.9, 0.45, 0.045], (-1, 0, 1, 2))
+    assert AdaptiveTree(STEADY).fitting(tree).tokens == [10, 11, 12]
+    assert AdaptiveTree(FREE).fitting(tree) is tree
+    assert AdaptiveTree().fitting(tree) is tree
+    # 1.05 / 1.2 < 1 / 1.1, but what is never verified teaches nothing: one token always is.
+    assert AdaptiveTree(STEADY).fitting(tree_of([0.05, 0.04], (-1, 0, 0))).tokens == [10, 11]
+
+
+def test_the_first_trees_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 2)
+    adaptive = AdaptiveTree(STEADY)
+    sizes = []
+    for _ in range(3):
+        sizes.append(len(adaptive.fitting(tree_of([0.9, 0.01], (-1, 0, 1)))))
+        assert adaptive.worth_a_level([math.log(0.9)], [math.log(0.01)], 1) == (len(sizes) < 3)
+        adaptive.observe([99])
+    assert sizes == [3, 3, 2]
+
+
+def test_the_most_confident_stay_with_their_parents() -> None:
+    """Level by level, as growers have it: below 1 node 3 (0.5), below 2 (0.3) node 4 (0.01)."""
+    tree = tree_of([0.6, 0.3, 0.5, 0.01], (-1, 0, 0, 1, 2))
+    cut = AdaptiveTree(STEADY).fitting(tree)
+    assert cut.tokens == [10, 11, 12, 13]
+    assert cut.parents == (-1, 0, 0, 1)
+    assert cut.log_confidence == pytest.approx([0.0, math.log(0.6), math.log(0.3), math.log(0.5)])
+
+
+def test_confidence_is_corrected_by_what_was_accepted() -> None:
+    adaptive = AdaptiveTree(FREE)
+    tree = tree_of([0.6, 0.3, 0.18], (-1, 0, 0, 1))
+    adaptive.fitting(tree)
+    adaptive.observe([11, 13, 99])  # the first child and its child, then the target's own
+    assert adaptive.probability(math.log(0.6)) == pytest.approx(0.6 * (PRIOR_ACCEPTED + 1) / (PRIOR_ACCEPTED + 0.6))
+    assert adaptive.probability(math.log(0.3)) == pytest.approx(0.3 * PRIOR_ACCEPTED / (PRIOR_ACCEPTED + 0.3))
+    assert adaptive.probability(math.log(0.18)) == pytest.approx(0.18 * (PRIOR_ACCEPTED + 1) / (PRIOR_ACCEPTED + 0.18))
+    assert adaptive.probability(math.log(0.05)) == pytest.approx(0.05)
+    adaptive.observe([1])  # of a round that it did not cut
+    before = adaptive.probability(math.log(0.3))
+    for _ in range(10):
+        adaptive.fitting(tree_of([0.9], (-1, 0)))
+        adaptive.observe([99])
+    decayed = 0.3 * MEMORY**10
+    assert (
+        before < adaptive.probability(math.log(0.3)) == pytest.approx(0.3 * PRIOR_ACCEPTED / (PRIOR_ACCEPTED + decayed))
+    )
+
+
+def test_a_level_that_cannot_pay_is_not_drafted() -> None:
+    """Two nodes, 1.9 tokens for 1.3: (1.9 + x) / 1.8 is more from x = 0.731 on."""
+    kept = [math.log(0.6), math.log(0.3)]
+    assert AdaptiveTree(STEADY).worth_a_level(kept, [math.log(0.74)], 1)
+    assert not AdaptiveTree(STEADY).worth_a_level(kept, [math.log(0.72)], 1)
+    assert AdaptiveTree().worth_a_level(kept, [-50.0], 1)
+
+
+def answered(decoder_of: Any, round_costs: RoundCosts | None, lookup_nodes: int = 0) -> tuple[AnswerRecord, list[int]]:
+    target = tiny_target().double()
+    prompt = [5, 6, 7, 8]
+    wanted = greedy_reference(target, prompt, 60)
+    recipe = MethodRecipe(name="x", tree="adaptive", nodes=12, branch=4)
+    adaptive, decoder = AdaptiveTree(round_costs), decoder_of(wanted, VOCABULARY)
+    builder = tree_builder(recipe, decoder, adaptive)
+    method = DrafterMethod("x", decoder, builder, GREEDY, lookup_nodes=lookup_nodes, adaptive=adaptive)
+    with TargetSession(target, 96) as session:
+        return generate(session, method, prompt, GREEDY, 60), wanted
+
+
+@pytest.mark.parametrize("lookup_nodes", [0, 12])
+@pytest.mark.parametrize("decoder_of", [HalfRightDecoder, HalfRightStepwiseDecoder])
+def test_no_token_changes(monkeypatch: pytest.MonkeyPatch, decoder_of: Any, lookup_nodes: int) -> None:
+    monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 8)
+    whole, wanted = answered(decoder_of, None, lookup_nodes)
+    steep = RoundCosts(((1, 1.0), (32, 4.0)), draft=0.1, level=0.1)
+    cut, _ = answered(decoder_of, steep, lookup_nodes)
+    assert whole.ids == cut.ids == wanted
+    assert sum(cut.draft_lengths) < sum(whole.draft_lengths)
+    assert len(set(cut.draft_lengths)) > 2, "sizes follow the confidence"
+
+
+def test_levels_that_cost_too_much_are_not_grown() -> None:
+    deep, _ = answered(HalfRightStepwiseDecoder, RoundCosts(((1, 1.0), (64, 1.0)), 0.1, level=0.0))
+    shallow, wanted = answered(HalfRightStepwiseDecoder, RoundCosts(((1, 1.0), (64, 1.0)), 0.1, level=100.0))
+    assert max(deep.draft_depths) > 1
+    assert max(shallow.draft_depths) == 1
+    assert shallow.ids == wanted
+
+
+def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "TIMED_FORWARDS", 2)
+    target = tiny_target()
+    decoders = [HalfRightDecoder([1] * 60, VOCABULARY), HalfRightStepwiseDecoder([1] * 60, VOCABULARY)]
+    recipe = MethodRecipe(name="x", tree="adaptive")
+    methods = [
+        DrafterMethod(f"{number}", decoder, tree_builder(recipe, decoder), GREEDY, adaptive=AdaptiveTree())
+        for number, decoder in enumerate([*decoders, decoders[0]])
+    ]
+    arms = [Arm(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
+    with TargetSession(target, 96) as session:
+        costs.give_costs(session, arms, [5, 6, 7])
+        known = [method.adaptive.costs for method in methods if method.adaptive]
+        costs.give_costs(session, arms, [5, 6, 7])
+    assert known[0] is known[2] is methods[0].adaptive.costs  # type: ignore[union-attr]
+    parallel, grown = known[:2]
+    assert parallel is not None and grown is not None  # noqa: PT018
+    assert parallel.verify == grown.verify
+    assert [size for size, _ in parallel.verify] == [1, *(size + 1 for size in costs.SIZES)]
+    assert parallel.level == 0 < parallel.draft
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "ngram"}, {"kind": "draft_model"}])
+def test_of_which_methods(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="`tree: adaptive` goes with `kind: drafter` and with no other"):
+        MethodRecipe(name="x", tree="adaptive", **wrong)
