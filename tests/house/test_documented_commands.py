@@ -7,6 +7,7 @@ parsers; `accelerate launch` by accelerate's. A command that no rule knows fails
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
 import json
 import re
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from pydantic import ValidationError
 from support.documented_commands import Command, commands_of, scripts_of
@@ -146,16 +148,19 @@ def check_draftsmith(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, f"{result.stderr} {result.exception!r}"
     assert len(reached) == 1 or arguments[0].startswith("--")
     for recipe in loaded:
-        check_recipe(recipe)
+        check_recipe(recipe, distils=arguments[0] in ("distill", "run"))
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """What the schema leaves to others: the options of the drafter and of methods, the trainer's arguments."""
+def check_recipe(recipe: Recipe, distils: bool = False) -> None:
+    """What the schema leaves to others: the options of the drafter, methods and the engine, the trainer's arguments."""
     embedded = json.loads((ROOT / "models" / "embedded_target" / "config.json").read_text(encoding="utf-8"))
     of_target = embedded if recipe.target.model == "embedded" else OTHER_TARGETS
     load_drafter_class(recipe.drafter.kind).config_class.Options.model_validate(
         recipe.drafter.options, context=of_target
     )
+    if distils and recipe.data.distill.engine != "none":
+        module = importlib.import_module(f"draftsmith.data.engines.{recipe.data.distill.engine}_engine")
+        module.ENGINE.Options.model_validate(recipe.data.distill.options)
     for method in recipe.eval.methods:
         if method.kind != DRAFTER_KIND:
             method_of(method)
@@ -273,6 +278,19 @@ def test_scripts_are_scripts() -> None:
     for script in found:
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
         assert all((ROOT / name).exists() for name in re.findall(r"[\w/]+\.py", script))
+
+
+def test_yaml_blocks_are_recipes() -> None:
+    """Whole ones or parts; anything else says of what kind it is, as Kubernetes' files do."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            values = yaml.safe_load(block)
+            if "apiVersion" not in values:
+                found.append(Recipe.model_validate({"name": "mine", **values}))
+    assert [recipe.drafter.kind for recipe in found if recipe.name != "mine"] == ["one_block"]
+    assert any(recipe.data.conversations.filters.languages == ["en"] for recipe in found)
 
 
 def json_bodies() -> Iterator[str]:
