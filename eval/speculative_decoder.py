@@ -25,8 +25,10 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.schema import MethodRecipe
 
+DEFAULT_LENGTH_TOKENS = 1024
 CHAIN = MethodRecipe(name="chain")
 
 
@@ -37,7 +39,7 @@ class SpeculativeDecoder:
         tokenizer: The target's. None: prompts are token ids, and nothing but the limit ends an answer.
         drafter: Attached to this target. None: the same loop without a draft.
         tree: The draft tree, as a row of `eval.methods`.
-        max_length_tokens: Of a prompt and its answer together.
+        max_length_tokens: Of a prompt and its answer together; by default 1024, or what the target can hold.
         lenience: Below 1 the answers are not the target's any more (arXiv 2211.17192, A.5).
 
     Raises:
@@ -51,20 +53,22 @@ class SpeculativeDecoder:
         drafter: Drafter | None = None,
         tree: MethodRecipe = CHAIN,
         sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-        max_length_tokens: int = 1024,
+        max_length_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
         self.tokenizer, self.sampling, self.lenience = tokenizer, sampling, tree.lenience
         self.end_ids = frozenset(() if tokenizer is None else answer_end_ids(target.generation_config, tokenizer))
+        limit = longest_sequence_tokens(target)
+        length = max_length_tokens or min(DEFAULT_LENGTH_TOKENS, limit or DEFAULT_LENGTH_TOKENS)
         self.generator = torch.Generator(target.device).manual_seed(seed)
         self.method: Method = Autoregressive()
         if drafter is None:
-            self.session = TargetSession(target, max_length_tokens)
+            self.session = TargetSession(target, length)
             return
-        decoder = drafter.decoder(max_length_tokens)
+        decoder = drafter.decoder(length)
         builder = tree_builder(tree, decoder)
         self.method = DrafterMethod(tree.name, decoder, builder, sampling, self.generator, tree.lookup)
-        self.session = TargetSession(target, max_length_tokens, drafter.feature_layers)
+        self.session = TargetSession(target, length, drafter.feature_layers)
 
     def ask(
         self, question: str, max_new_tokens: int = 128, on_round: Callable[[Round], None] | None = None

@@ -33,6 +33,6 @@ def test_a_question_needs_a_tokenizer(tmp_path: Path) -> None:
         decoder.ask("w5")
     save_target(tmp_path)
     target, tokenizer = load_target(TargetRecipe(model=str(tmp_path)))
-    with SpeculativeDecoder(target, tokenizer, max_length_tokens=64) as decoder:
+    with SpeculativeDecoder(target, tokenizer) as decoder:
         answer = decoder.ask("w5 w6 w7", 8)
     assert answer.text == tokenizer.decode(answer.ids, skip_special_tokens=True).strip() != ""

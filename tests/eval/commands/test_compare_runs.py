@@ -46,6 +46,9 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert "slower" in result.output
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["speedup_ratio"] for row in rows] == pytest.approx([1.0, 1.5 / 3.5])
+    told = CliRunner().invoke(app, ["compare", *folders, "--json"])
+    assert json.loads(told.stdout) == rows
+    assert "slower" in told.stderr
     result = CliRunner().invoke(app, ["compare", folders[0], "quickstart"])
     assert result.exit_code == 2
     assert "recipes, which it measures, or folders of measured runs" in result.output

@@ -239,6 +239,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert words[5:7] == ["--dtype", "float32"]  # the recipe's; vLLM would take its own
     assert (words[7], json.loads(words[8])) == ("--speculative-config", asked)
     assert json.loads((folder / EXPORT_FILE).read_text())["drafter_sha256"] == hashes
+    told = json.loads(CliRunner().invoke(app, ["export", file, "--to", "vllm", "--json"]).stdout)
+    assert (told["kind"], told["folder"], told["num_speculative_tokens"]) == ("medusa", str(folder), 3)
+    assert shlex.split(told["command"]) == words
     refused = CliRunner().invoke(app, ["export", file, "--to", "sglang"])
     assert refused.exit_code == 2
     assert "SGLang has no Medusa: train with drafter.kind=eagle3" in refused.stderr

@@ -285,6 +285,10 @@ def test_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run" / "drafter"
     assert json.loads((folder / IMPORT_FILE).read_text())["kind"] == "medusa"
     assert torch.equal(load_file(folder / "model.safetensors")["lm_heads.1.weight"], tensors["1.2.weight"])
+    elsewhere = ["--from", str(tmp_path / "theirs"), "--to", str(tmp_path / "here"), "--json"]
+    told = CliRunner().invoke(app, ["import", file, *elsewhere])
+    assert json.loads(told.stdout) == {"kind": "medusa", "folder": str(tmp_path / "here")}
+    assert "a method of eval.methods with `drafter: " in told.stderr
     again = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
     assert (again.exit_code, "is there already" in again.stderr) == (2, True)
     nothing = CliRunner().invoke(app, ["import", file])

@@ -1,12 +1,14 @@
 """The drafter's model card: metadata that the Hub reads, nothing of this machine, nobody's own text overwritten."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from support.finished_run import FinishedRun
 
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
@@ -141,3 +143,15 @@ def test_a_card_of_ones_own_is_kept(tmp_path: Path) -> None:
     file.write_text("# My drafter\n")
     assert write_drafter_card(recipe) is None
     assert file.read_text() == "# My drafter\n"
+
+
+def test_its_lines_of_python_run(finished: FinishedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the folders of this machine, which no card names, put back."""
+    card = (finished.root / "drafter" / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
+    code = re.sub(r'TargetRecipe\(model="[^"]*"', f'TargetRecipe(model="{finished.folder / "target"}"', code)
+    code = code.replace("owner/this-drafter", str(finished.root / "drafter")).replace(
+        '"What does os.path.join do?"', '"w5 w6 w7", 8'
+    )
+    exec(compile(code, "card", "exec"), {})
+    assert capsys.readouterr().out.strip()
