@@ -60,7 +60,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
     (tree / "runs" / "mine").mkdir(parents=True)
     (tree / "runs" / "mine" / "recipe.yaml").write_text("name: mine\n")
     call(*GIT, "tag", "v1.2.3", cwd=tree)
-    call(sys.executable, "-m", "build", "--no-isolation", "--outdir", tree.parent / "dist", cwd=tree)
+    said = call(sys.executable, "-m", "build", "--no-isolation", "--outdir", tree.parent / "dist", cwd=tree)
+    assert "WARNING" not in said
     (sdist,), (wheel,) = ((tree.parent / "dist").glob(f"*.{kind}") for kind in ("tar.gz", "whl"))
     return Release(tree, sdist, wheel)
 
@@ -80,6 +81,13 @@ def test_the_version_is_the_tags(release: Release, tmp_path: Path) -> None:
     call(*GIT, "archive", "-o", tmp_path / "archive.tar", "v1.2.3", cwd=release.tree)
     call("tar", "-xf", tmp_path / "archive.tar", "-C", archive, cwd=tmp_path)
     assert call(*say, cwd=archive).strip() == "1.2.3"
+
+
+def test_the_wheel_holds_exactly_the_packages(release: Release) -> None:
+    """Built from the sdist, where there is no git."""
+    with zipfile.ZipFile(release.wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == {f"draftsmith/{name}" for name in source_files() if name.split("/")[0] in PACKAGES}
 
 
 def test_the_sdist_holds_the_package_and_what_explains_it(release: Release) -> None:
