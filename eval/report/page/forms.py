@@ -10,6 +10,7 @@ import jinja2
 
 from draftsmith.eval.report import text
 from draftsmith.eval.report.page.page import TEMPLATES, render_page
+from draftsmith.eval.report.page.verdict import verdicts
 from draftsmith.eval.report.report import report_values
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -46,4 +47,5 @@ def render_markdown(values: dict[str, Any]) -> str:
     )
     environment.filters |= {"number": text.number, "ms": text.milliseconds, "identity": text.identity}
     environment.filters |= {"percent": text.percent, "interval": text.interval, "escaped": text.escaped}
-    return environment.get_template("report.md.j2").render(values)
+    told = verdicts(values["summary"], values["timing"])
+    return environment.get_template("report.md.j2").render(values, verdicts=told)

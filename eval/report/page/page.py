@@ -19,7 +19,7 @@ from draftsmith.eval.report.page.methods import method_tables
 from draftsmith.eval.report.page.phases import PHASES, mean_rounds, timeline
 from draftsmith.eval.report.page.predicted import predictions, theory_charts
 from draftsmith.eval.report.page.training import compared_drafters, training_curves
-from draftsmith.eval.report.page.verdict import verdicts
+from draftsmith.eval.report.page.verdict import fastest_trained, verdicts
 
 TEMPLATES = Path(__file__).parent / "templates"
 # By section, which is a template and an anchor: how the list of contents calls it.
@@ -54,8 +54,10 @@ def render_page(facts: dict[str, Any]) -> str:
     environment.filters |= {"percent": text.percent, "interval": text.interval, "code": _code}
     summary, timing = facts["summary"], facts["timing"]
     records = facts.get("records") or []
+    told = verdicts(summary, timing)
     page = {
-        "verdicts": verdicts(summary, timing),
+        "verdicts": told,
+        "trained_row": fastest_trained(told[0], summary, facts["recipe"]) if told else None,
         "lossless": lossless(summary, facts.get("proof_figures"), facts["questions"] * facts["overall"][0]["runs"]),
         "methods": method_tables(summary, records),
         "categories": category_tables(summary),

@@ -7,6 +7,7 @@ from typing import Any
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import OVERALL
+from draftsmith.recipes.schema import DRAFTER_KIND
 
 FASTER, NO_GAIN, SLOWER, UNCLEAR = "faster", "no gain", "SLOWER", "too few questions"
 # Classes of the style sheet.
@@ -52,6 +53,16 @@ def verdicts(summary: list[dict[str, Any]], timing: list[dict[str, Any]]) -> lis
         same = (row for row in timing if (row["method"], row["temperature"]) == (best["method"], temperature))
         found.append(_verdict(best, len(rows), next(same, None)))
     return found
+
+
+def fastest_trained(verdict: Verdict, summary: list[dict[str, Any]], recipe: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of the fastest method with a trained drafter, where the verdict is about one that needs none."""
+    trained = {method["name"] for method in recipe["eval"]["methods"] if method["kind"] == DRAFTER_KIND}
+    if verdict.row["method"] in trained:
+        return None
+    rows = (row for row in summary if row["category"] == OVERALL and row["method"] in trained)
+    same = [row for row in rows if row["temperature"] == verdict.row["temperature"]]
+    return max(same, key=lambda row: (row["lossless"], row["speedup_mean"]), default=None)
 
 
 def _verdict(best: dict[str, Any], methods: int, timing: dict[str, Any] | None) -> Verdict:

@@ -27,6 +27,7 @@ def test_report(tmp_path: Path, several_temperatures: bool) -> None:
     markdown, html = write_report(tmp_path, facts(summary), pictures, theory)
     text = markdown.read_text()
     assert text.index("times as fast as the autoregressive loop") < text.index("## Overall")
+    assert "- T = 0: **too few questions**. tree, the fastest of 2 methods, reached 2.01 times the speed" in text
     assert "tau = mean tokens committed per round, including the one token that the target itself contributes" in text
     assert "the mean of the questions' tokens per second" in text
     assert "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |" in text

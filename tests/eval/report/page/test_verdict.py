@@ -3,7 +3,16 @@
 import pytest
 from support.report_facts import SUMMARY, TIMING, row
 
-from draftsmith.eval.report.page.verdict import FASTER, NO_GAIN, SLOWER, UNCLEAR, verdict_word, verdicts
+from draftsmith.eval.report.page.verdict import (
+    FASTER,
+    NO_GAIN,
+    SLOWER,
+    UNCLEAR,
+    fastest_trained,
+    verdict_word,
+    verdicts,
+)
+from draftsmith.recipes.schema import Recipe
 
 
 @pytest.mark.parametrize(
@@ -54,3 +63,16 @@ def test_why_is_tau_over_what_a_round_costs() -> None:
         "A round keeps 2.50 tokens and takes as long as 1.38 steps of the target alone: 0.25 to draft, 1.12 to check "
         "the draft. 2.50 / 1.38 makes 1.90, of which decoding reaches 95%."
     )
+
+
+def test_what_was_trained_is_named_where_something_else_won() -> None:
+    methods = [{"name": "tree"}, {"name": "chain"}, {"name": "lookup", "kind": "prompt_lookup"}]
+    recipe = Recipe.model_validate({"name": "demo", "eval": {"methods": methods}}).model_dump()
+    (verdict,) = verdicts(SUMMARY, TIMING)
+    assert fastest_trained(verdict, SUMMARY, recipe) is None
+    rows = [*SUMMARY, row("lookup", "overall", speedup_mean=2.5), row("chain", "overall", 1.0, speedup_mean=9.0)]
+    found = fastest_trained(verdicts(rows, TIMING)[0], rows, recipe)
+    assert found is not None
+    assert (found["method"], found["temperature"], found["speedup_mean"]) == ("tree", 0.0, 2.01)
+    only = [row("lookup", "overall")]
+    assert fastest_trained(verdicts(only, [])[0], only, recipe) is None
