@@ -2,7 +2,7 @@
 
 Pages link as they do in a checkout, relative to their own file: `[verify.py](../../eval/trees/verify.py)`. With a
 `repo_url` in mkdocs.yml such links go there. Without one the site brings the files along, as text under `source/`;
-of a folder that is what its `__init__.py` or README.md says. CONTRIBUTING.md is a page of the site.
+of a folder that is what its `__init__.py` or README.md says. CONTRIBUTING.md and CHANGELOG.md are pages of the site.
 """
 
 import posixpath
@@ -17,7 +17,10 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 ELSEWHERE = r"[a-z]+:|#|/"  # links that are none to a file of the repository
-PAGES = {"CONTRIBUTING.md": "contributing.md"}  # files of the repository that are pages of the site
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}  # files of the repository that are pages of the site
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -35,6 +35,8 @@ CONDITIONS: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 HEAD = """# Where a drafter can go
 
+Which engine or other code loads which kind of drafter, how that was verified, or why not and what to train instead.
+
 Made by `python -m draftsmith.models.formats.table` from the rules that `draftsmith export` and `draftsmith doctor`
 apply; a test keeps it so.
 

@@ -55,7 +55,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_built_and_in_the_navigation(site: Path) -> None:
-    names = {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in PAGES} | {"contributing.html"}
+    names = {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in PAGES} | {
+        "contributing.html",
+        "changelog.html",
+    }
     assert {page.relative_to(site).as_posix() for page in site.rglob("*.html")} - {"404.html"} == names
     home = addresses(site / "index.html")
     assert names - {link.partition("#")[0] for link in home.links} == set()
@@ -87,12 +90,26 @@ def test_every_link_of_the_built_pages_leads_somewhere(site: Path) -> None:
     ).read_bytes()
 
 
+def test_lists_and_tables_are_none_of_running_text(site: Path) -> None:
+    """mkdocs' Markdown wants an empty line before them, GitHub's does not."""
+    marks = re.compile(r"^(?:\d+\.|[-*]) |^\|", re.MULTILINE)
+    texts = {
+        page.name: re.sub(r"<pre.*?</pre>", "", page.read_text(), flags=re.DOTALL) for page in site.rglob("*.html")
+    }
+    assert {name: found for name, text in texts.items() if (found := marks.findall(text))} == {}
+
+
 @pytest.mark.parametrize(
     "line",
     ["[a](nowhere.md)", "[a](reference/formats.md#nowhere)", "[a](../eval/nowhere.py)", "[a](#nowhere)", "[a](/eval)"],
 )
 def test_a_broken_link_fails_the_build(line: str, tmp_path: Path) -> None:
-    for name in ("mkdocs.yml", "CONTRIBUTING.md", *map(str, (file.relative_to(ROOT) for file in files_of_the_site()))):
+    for name in (
+        "mkdocs.yml",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        *map(str, (file.relative_to(ROOT) for file in files_of_the_site())),
+    ):
         copy = tmp_path / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / name).read_bytes())
