@@ -9,7 +9,9 @@ The gradient of a head that is trained is kept from the forward to the backward,
 lies in memory once. Where it would lie there beside one of an earlier micro-batch, and is large, the backward computes
 it instead: a product more, for as many bytes as the head has in fp32, and that for each of Medusa's heads.
 
-Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, G depths.
+A low-rank term (`LowRankLogits`) is a second product into the same chunk of logits; it has no [N, V] tensor either.
+
+Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, G depths, r rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.losses import (
-    LOSSES,
     TEACHER_LOSSES,
     DrafterOutput,
-    ce,
+    losses_in_place,
     numbers_beside,
     one_for_none,
     softmax_dtype,
@@ -40,6 +41,13 @@ DEVICE_ROWS = 2048
 LARGE_GRADIENT_BYTES = 1 << 28
 # The device type that chunks are made for, where it is not that of the tensors: in a plan.
 _made_for: ContextVar[str | None] = ContextVar("made_for", default=None)
+
+
+class LowRankLogits(NamedTuple):
+    """What is added to the logits of N rows: the product of both, gradients reaching each."""
+
+    rows_nr: Tensor  # [N, r]
+    weight_vr: Tensor  # [V, r]
 
 
 class HeadLoss(NamedTuple):
@@ -60,6 +68,7 @@ def head_loss(
     teacher_nd: Tensor | None = None,
     teacher_head: nn.Module | None = None,
     teacher_columns: Tensor | None = None,
+    low_rank: LowRankLogits | None = None,
 ) -> HeadLoss:
     """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
 
@@ -76,6 +85,7 @@ def head_loss(
         teacher_head: The target's head, a linear layer [T, D]; `head` by default.
         teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
             softmax over those alone.
+        low_rank: Added to the head's logits. The products are in the same dtype.
     """
     head = _linear(head)
     teacher = None
@@ -83,12 +93,12 @@ def head_loss(
         if teacher_nd is None:
             raise ValueError(f"loss `{loss}` compares with the teacher: pass teacher_nd")
         teacher = _Teacher.of(teacher_nd, head if teacher_head is None else _linear(teacher_head), teacher_columns)
-    weight_vd: Tensor = head.weight
+    factors: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
     if not torch.is_grad_enabled():
-        hidden_nd, weight_vd = hidden_nd.detach(), weight_vd.detach()
-    dtype = _product_dtype(weight_vd)
+        factors = [factor.detach() for factor in factors]
+    dtype = _product_dtype(head.weight)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        return HeadLoss(*_HeadLoss.apply(hidden_nd, weight_vd, head.bias, labels_n, weights_n, loss, teacher, dtype))
+        return HeadLoss(*_HeadLoss.apply(head.bias, labels_n, weights_n, loss, teacher, dtype, *factors))
 
 
 def depth_loss(
@@ -102,6 +112,7 @@ def depth_loss(
     teacher_head: nn.Module | None = None,
     teacher_columns: Tensor | None = None,
     counts_g: Tensor | None = None,
+    low_rank: LowRankLogits | None = None,
 ) -> DrafterOutput:
     """A drafter's training loss: the mean over each depth's rows, these weighted with `depth_weights_g`.
 
@@ -122,7 +133,7 @@ def depth_loss(
     rows_g = zeros_g.index_add(0, depth_n, counts_n) if counts_g is None else counts_g.to(weight_g.dtype)
     weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n
     labels_n = labels_n.clamp(min=0)
-    result = head_loss(hidden_nd, head, labels_n, weights_n, loss, teacher_nd, teacher_head, teacher_columns)
+    result = head_loss(hidden_nd, head, labels_n, weights_n, loss, teacher_nd, teacher_head, teacher_columns, low_rank)
     return DrafterOutput(
         loss=result.loss,
         depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
@@ -171,21 +182,27 @@ class _Teacher:
 
 
 class _Taken(NamedTuple):
-    """What all chunks together give. Gradients are those of the unweighted losses where they are of rows [N, D]."""
+    """What all chunks together give. Gradients of each term; of rows [N, D] they are those of the unweighted losses."""
 
     losses_n: Tensor
     correct_n: Tensor
     cross_entropy_n: Tensor
-    grad_nd: Tensor | None
-    grad_vd: Tensor | None
+    row_grads: list[Tensor | None]
+    weight_grads: list[Tensor | None]
+
+
+class _Term(NamedTuple):
+    """Of the logits: the product of rows and weight."""
+
+    rows_nd: Tensor
+    weight_vd: Tensor
 
 
 @dataclass
 class _Rows:
-    """N rows before a head, taken through it in chunks."""
+    """N rows before a head, taken through it in chunks. The first of the terms is the head's, to which its bias is."""
 
-    hidden_nd: Tensor
-    weight_vd: Tensor
+    terms: list[_Term]
     bias_v: Tensor | None
     labels_n: Tensor
     weights_n: Tensor
@@ -201,166 +218,125 @@ class _Rows:
         mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))
         return mean.clamp(min=torch.finfo(torch.float32).tiny)
 
-    def take(self, wants_hidden: bool, wants_weight: bool) -> _Taken:
-        hidden_nd, weight_vd = self.hidden_nd, self.weight_vd
+    def take(self, wanted: Sequence[tuple[bool, bool]]) -> _Taken:
+        """wanted: of each term, whether gradients of rows and of the weight are."""
+        hidden_nd, weight_vd = self.terms[0]
         # Of the unweighted losses: a weight is 1 / N or less, and beside it fp16 needs the loss scale of the backward.
-        grad_nd = torch.empty_like(hidden_nd, dtype=self.dtype) if wants_hidden else None
+        row_grads = [
+            torch.empty_like(term.rows_nd, dtype=self.dtype) if wants else None
+            for term, (wants, _) in zip(self.terms, wanted, strict=True)
+        ]
         # A sum over chunks, so in fp32 at least.
-        grad_vd = torch.zeros_like(weight_vd, dtype=softmax_dtype(weight_vd.dtype)) if wants_weight else None
+        weight_grads = [
+            torch.zeros_like(term.weight_vd, dtype=softmax_dtype(term.weight_vd.dtype)) if wants else None
+            for term, (_, wants) in zip(self.terms, wanted, strict=True)
+        ]
         weights_n = self.weights_n / self.unit
         losses_n = torch.empty(len(self.labels_n), dtype=softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
         cross_entropy_n, correct_n = torch.empty_like(losses_n), torch.empty_like(losses_n, dtype=torch.bool)
-        head_vd, head_bias_v = weight_vd.to(self.dtype), None if self.bias_v is None else self.bias_v.to(self.dtype)
+        head_bias_v = None if self.bias_v is None else self.bias_v.to(self.dtype)
+        weights = [term.weight_vd.to(self.dtype) for term in self.terms]
         vocabulary, hidden_size = weight_vd.shape
         device_type = _made_for.get() or hidden_nd.device.type
-        chunk = min(chunk_rows(vocabulary, hidden_size, wants_weight, device_type), max(1, len(self.labels_n)))
-        logits_cv = head_vd.new_empty(chunk, vocabulary)
+        chunk = min(chunk_rows(vocabulary, hidden_size, wanted[0][1], device_type), max(1, len(self.labels_n)))
+        logits_cv = weights[0].new_empty(chunk, vocabulary)
         teacher_cv = None if self.teacher is None else self.teacher.weight_vd.new_empty(chunk, vocabulary)
         block_rows = max(1, BLOCK_ELEMENTS // vocabulary) if device_type == "cpu" else chunk
+        wants_grad = any(map(any, wanted))
         for begin in range(0, len(self.labels_n), chunk):
             rows = slice(begin, min(begin + chunk, len(self.labels_n)))
             size = rows.stop - begin
-            hidden, logits = hidden_nd[rows].to(self.dtype), logits_cv[:size]
-            _product(hidden, head_vd, head_bias_v, logits)
+            logits, taken = logits_cv[:size], [term.rows_nd[rows].to(self.dtype) for term in self.terms]
+            _product(taken[0], weights[0], head_bias_v, logits)
+            for part, weight in zip(taken[1:], weights[1:], strict=True):
+                _product(part, weight, logits, logits)
             teacher_logits = None
             if self.teacher is not None and teacher_cv is not None:
                 teacher_logits = teacher_cv[:size]
                 teacher_hidden = self.teacher.hidden_nd[rows].to(teacher_logits.dtype)
                 _product(teacher_hidden, self.teacher.weight_vd, self.teacher.bias_v, teacher_logits)
             labels, results = self.labels_n[rows], (losses_n[rows], correct_n[rows], cross_entropy_n[rows])
-            wants_grad = wants_hidden or wants_weight
             for first in range(0, size, block_rows):
                 there = slice(first, first + block_rows)
                 teacher_there = None if teacher_logits is None else teacher_logits[there]
                 given = [part[there] for part in results]
-                _take_block(self.loss, logits[there], labels[there], teacher_there, given, wants_grad)
+                losses_in_place(self.loss, logits[there], labels[there], teacher_there, given, wants_grad)
             # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
-            if grad_nd is not None:
-                torch.mm(logits, head_vd, out=grad_nd[rows])
-            if grad_vd is not None:
-                weighted = (hidden * weights_n[rows, None]).to(self.dtype)
-                if grad_vd.dtype == self.dtype:
-                    grad_vd.addmm_(logits.t(), weighted)  # no product of the head's size beside the sum
-                else:
-                    grad_vd += logits.t() @ weighted
-        return _Taken(losses_n, correct_n, cross_entropy_n, grad_nd, grad_vd)
+            for part, weight, grad_nd, grad_vd in zip(taken, weights, row_grads, weight_grads, strict=True):
+                if grad_nd is not None:
+                    torch.mm(logits, weight, out=grad_nd[rows])
+                if grad_vd is not None:
+                    _add_product(grad_vd, logits, (part * weights_n[rows, None]).to(self.dtype))
+        return _Taken(losses_n, correct_n, cross_entropy_n, row_grads, weight_grads)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_nd: Tensor,
-        weight_vd: Tensor,
         bias_v: Tensor | None,
         labels_n: Tensor,
         weights_n: Tensor,
         loss: str,
         teacher: _Teacher | None,
         dtype: torch.dtype,
+        *factors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        rows = _Rows(hidden_nd.detach(), weight_vd.detach(), bias_v, labels_n, weights_n, loss, teacher, dtype)
-        is_large = weight_vd.numel() * softmax_dtype(weight_vd.dtype).itemsize >= LARGE_GRADIENT_BYTES
-        keeps = wants_weight and not (is_large and weight_vd.is_leaf and weight_vd.grad is not None)
-        taken = rows.take(wants_hidden, keeps)
-        ctx.save_for_backward(taken.grad_nd, weights_n)
-        ctx.grad_vd, ctx.rows = taken.grad_vd, rows if wants_weight else None
-        ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
+        """factors: rows and weight of each term, one after the other."""
+        wanted = ctx.needs_input_grad[-len(factors) :]
+        terms = [
+            _Term(rows_nd.detach(), weight_vd.detach())
+            for rows_nd, weight_vd in zip(factors[::2], factors[1::2], strict=True)
+        ]
+        rows = _Rows(terms, bias_v, labels_n, weights_n, loss, teacher, dtype)
+        keeps = [wants and not _lies_beside(weight) for wants, weight in zip(wanted[1::2], factors[1::2], strict=True)]
+        taken = rows.take(list(zip(wanted[::2], keeps, strict=True)))
+        ctx.save_for_backward(weights_n, *taken.row_grads)
+        ctx.weight_grads, ctx.rows = taken.weight_grads, rows if any(wanted[1::2]) else None
+        ctx.wanted, ctx.dtypes = wanted, [factor.dtype for factor in factors]
         ctx.mark_non_differentiable(*taken[:3])
         return (taken.losses_n * weights_n).sum(), taken.losses_n, taken.correct_n, taken.cross_entropy_n
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
-        grad_nd, weights_n = ctx.saved_tensors
-        if grad_nd is not None:
-            scaled_nd = torch.empty_like(grad_nd, dtype=ctx.dtypes[0])
-            grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=scaled_nd)
-        grad_vd, ctx.grad_vd = ctx.grad_vd, None  # whoever asks twice has it computed again
-        if ctx.rows is not None:
-            if grad_vd is None:
-                grad_vd = ctx.rows.take(wants_hidden=False, wants_weight=True).grad_vd
-            grad_vd = grad_vd.mul_(ctx.rows.unit * scale).to(ctx.dtypes[1])
-        return grad_nd, grad_vd, None, None, None, None, None, None
+        weights_n, *row_grads = ctx.saved_tensors
+        weight_grads, ctx.weight_grads = ctx.weight_grads, [None] * len(row_grads)  # asked twice: computed again
+        missing = [wants and grad is None for wants, grad in zip(ctx.wanted[1::2], weight_grads, strict=True)]
+        if any(missing):
+            computed = ctx.rows.take([(False, wants) for wants in missing]).weight_grads
+            weight_grads = [again if grad is None else grad for grad, again in zip(weight_grads, computed, strict=True)]
+        grads: list[Tensor | None] = []
+        for place, (grad_nd, grad_vd) in enumerate(zip(row_grads, weight_grads, strict=True)):
+            if grad_nd is not None:
+                scaled_nd = torch.empty_like(grad_nd, dtype=ctx.dtypes[2 * place])
+                grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=scaled_nd)
+            if grad_vd is not None:
+                grad_vd = grad_vd.mul_(ctx.rows.unit * scale).to(ctx.dtypes[2 * place + 1])
+            grads += [grad_nd, grad_vd]
+        return None, None, None, None, None, None, *grads
 
 
-# ---- rows of logits ----
+def _lies_beside(weight: Tensor) -> bool:
+    """Whether its gradient would be large, beside one of an earlier micro-batch."""
+    is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
+    return is_large and weight.is_leaf and weight.grad is not None
 
 
-def _take_block(
-    loss: str,
-    logits: Tensor,
-    labels: Tensor,
-    teacher_logits: Tensor | None,
-    results: Sequence[Tensor],
-    wants_grad: bool,
-) -> None:
-    """Fill in losses, whether the label is the argmax, and cross entropies [n]; their gradient replaces the logits."""
-    losses, correct, cross_entropy = results
-    correct.copy_(_is_argmax(logits, labels))
-    if loss == "ce":
-        _cross_entropy(logits, labels, losses, wants_grad)
-        cross_entropy.copy_(losses)
-    elif loss == "kl" and teacher_logits is not None:
-        _divergence(logits, labels, teacher_logits, losses, cross_entropy, wants_grad)
-    else:
-        cross_entropy.copy_(ce(logits, labels))
-        _any_loss(loss, logits, labels, teacher_logits, losses, wants_grad)
-
-
-def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
-    """[N] bool. An argmax costs several maxima on a CPU: it is taken only where the label is one of them."""
-    if logits.device.type != "cpu":  # where choosing rows would wait for the device
-        return logits.argmax(-1) == labels
-    correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
-    may_be = correct.nonzero().squeeze(1)
-    correct[may_be] = logits[may_be].argmax(-1) == labels[may_be]
-    return correct
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, wants_grad: bool) -> None:
-    """Losses, and in place of the logits d loss / d logits = softmax - one-hot."""
-    columns, log_q = labels.unsqueeze(1), logits.log_softmax(-1, dtype=losses.dtype)
-    losses.copy_(log_q.gather(1, columns).squeeze(1)).neg_()
-    if wants_grad:
-        logits.copy_(log_q.exp_().scatter_add_(1, columns, log_q.new_full(columns.shape, -1.0)))
-
-
-def _divergence(
-    logits: Tensor, labels: Tensor, teacher_logits: Tensor, losses: Tensor, cross_entropy: Tensor, wants_grad: bool
-) -> None:
-    """KL(p || q) and the cross entropy, and in place of the logits the gradient q - p: one softmax of each."""
-    log_q, log_p = (part.log_softmax(-1, dtype=losses.dtype) for part in (logits, teacher_logits))
-    cross_entropy.copy_(log_q.gather(1, labels.unsqueeze(1)).squeeze(1)).neg_()
-    p = log_p.exp()
-    losses.copy_(torch.linalg.vecdot(p, log_p.sub_(log_q)))
-    if wants_grad:
-        logits.copy_(log_q.exp_().sub_(p))
-
-
-def _any_loss(
-    loss: str, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, losses: Tensor, wants_grad: bool
-) -> None:
-    """Losses, and in place of the logits d loss / d logits, of any row loss."""
-    logits_there = logits.to(losses.dtype)
-    if not wants_grad:
-        losses.copy_(LOSSES[loss](logits_there, labels, teacher_logits))
-        return
-    with torch.enable_grad():
-        logits_there = logits_there.detach().requires_grad_()
-        losses_there = LOSSES[loss](logits_there, labels, teacher_logits)
-        (grad,) = torch.autograd.grad(losses_there.sum(), logits_there)
-    losses.copy_(losses_there.detach())
-    logits.copy_(grad)
-
-
-def _product(hidden: Tensor, weight_vd: Tensor, bias_v: Tensor | None, out: Tensor) -> None:
-    """hidden W^T + bias, into `out`."""
-    if bias_v is None:
+def _product(hidden: Tensor, weight_vd: Tensor, added: Tensor | None, out: Tensor) -> None:
+    """hidden W^T + what is added, [V] or `out` itself, into `out`."""
+    if added is None:
         torch.mm(hidden, weight_vd.t(), out=out)
     else:
-        torch.addmm(bias_v, hidden, weight_vd.t(), out=out)
+        torch.addmm(added, hidden, weight_vd.t(), out=out)
+
+
+def _add_product(total_vd: Tensor, logits: Tensor, rows: Tensor) -> None:
+    """total += logits^T rows."""
+    if total_vd.dtype == logits.dtype:
+        total_vd.addmm_(logits.t(), rows)  # no product of the head's size beside the sum
+    else:
+        total_vd += logits.t() @ rows
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:

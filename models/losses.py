@@ -85,6 +85,76 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv, "lk_al
 TEACHER_LOSSES = frozenset(LOSSES) - {"ce"}
 
 
+# ---- the same with gradients, in place of the logits ----
+
+
+def losses_in_place(
+    loss: str,
+    logits: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor | None,
+    results: Sequence[Tensor],
+    wants_grad: bool,
+) -> None:
+    """Fill in losses, whether the label is the argmax, and cross entropies [n]; their gradient replaces the logits."""
+    losses, correct, cross_entropy = results
+    correct.copy_(_is_argmax(logits, labels))
+    if loss == "ce":
+        _cross_entropy(logits, labels, losses, wants_grad)
+        cross_entropy.copy_(losses)
+    elif loss == "kl" and teacher_logits is not None:
+        _divergence(logits, labels, teacher_logits, losses, cross_entropy, wants_grad)
+    else:
+        cross_entropy.copy_(ce(logits, labels))
+        _any_loss(loss, logits, labels, teacher_logits, losses, wants_grad)
+
+
+def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
+    """[N] bool. An argmax costs several maxima on a CPU: it is taken only where the label is one of them."""
+    if logits.device.type != "cpu":  # where choosing rows would wait for the device
+        return logits.argmax(-1) == labels
+    correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
+    may_be = correct.nonzero().squeeze(1)
+    correct[may_be] = logits[may_be].argmax(-1) == labels[may_be]
+    return correct
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, wants_grad: bool) -> None:
+    """Losses, and in place of the logits d loss / d logits = softmax - one-hot."""
+    columns, log_q = labels.unsqueeze(1), logits.log_softmax(-1, dtype=losses.dtype)
+    losses.copy_(log_q.gather(1, columns).squeeze(1)).neg_()
+    if wants_grad:
+        logits.copy_(log_q.exp_().scatter_add_(1, columns, log_q.new_full(columns.shape, -1.0)))
+
+
+def _divergence(
+    logits: Tensor, labels: Tensor, teacher_logits: Tensor, losses: Tensor, cross_entropy: Tensor, wants_grad: bool
+) -> None:
+    """KL(p || q) and the cross entropy, and in place of the logits the gradient q - p: one softmax of each."""
+    log_q, log_p = (part.log_softmax(-1, dtype=losses.dtype) for part in (logits, teacher_logits))
+    cross_entropy.copy_(log_q.gather(1, labels.unsqueeze(1)).squeeze(1)).neg_()
+    p = log_p.exp()
+    losses.copy_(torch.linalg.vecdot(p, log_p.sub_(log_q)))
+    if wants_grad:
+        logits.copy_(log_q.exp_().sub_(p))
+
+
+def _any_loss(
+    loss: str, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, losses: Tensor, wants_grad: bool
+) -> None:
+    """Losses, and in place of the logits d loss / d logits, of any row loss."""
+    logits_there = logits.to(losses.dtype)
+    if not wants_grad:
+        losses.copy_(LOSSES[loss](logits_there, labels, teacher_logits))
+        return
+    with torch.enable_grad():
+        logits_there = logits_there.detach().requires_grad_()
+        losses_there = LOSSES[loss](logits_there, labels, teacher_logits)
+        (grad,) = torch.autograd.grad(losses_there.sum(), logits_there)
+    losses.copy_(losses_there.detach())
+    logits.copy_(grad)
+
+
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 

@@ -14,7 +14,7 @@ from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.protocols import ReadsTokens, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS
 
 
@@ -42,7 +42,8 @@ class DrafterMethod:
         lookup_nodes: int = 0,
         adaptive: AdaptiveTree | None = None,
     ) -> None:
-        self.name, self.sequential = name, isinstance(decoder, StepwiseDecoder)
+        self.name = name
+        self.sequential = isinstance(decoder, StepwiseDecoder) and not isinstance(decoder, OneForward)
         # A lookup finds any token.
         self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
         self._lookup, self._lookup_nodes = PathLookup(sampling.temperature) if lookup_nodes else None, lookup_nodes

@@ -38,7 +38,7 @@ from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGr
 from draftsmith.eval.trees.path_pool import path_pool
 from draftsmith.eval.trees.sampling import Sampling, largest, raced
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, OneForward, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.models.decoding.transfers import index_on
 from draftsmith.recipes.schema import MethodRecipe
@@ -263,9 +263,11 @@ def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: Adapt
     if method.paths is not None:
         return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
     if method.best_first:
-        if stepwise:
-            return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive)
-        return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
+        if not stepwise:
+            return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
+        # Where a level costs no forward, nothing is left out of it.
+        beam = method.nodes if isinstance(decoder, OneForward) else method.branch
+        return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam)
     return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
 
 

@@ -1,4 +1,4 @@
-"""The trees of drafters that read their own drafted tokens (Hydra, EAGLE): grown level by level, a call a level.
+"""Trees of drafters whose drafts depend on the path (Hydra, EAGLE, Markov heads): grown level by level, a call a level.
 
 The same three trees as in `builders.py`, for drafters whose distribution depends on the path:
 
@@ -160,8 +160,8 @@ class StaticGrower:
 class BestFirstGrower:
     """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
 
-    1. Expansion: at every depth the `branch` most confident new nodes get their `branch` most likely children. The
-       confidence of a node is the probability of the path to it under q.
+    1. Expansion: at every depth the `beam` most confident new nodes, `branch` in the paper and by default, get their
+       `branch` most likely children. The confidence of a node is the probability of the path to it under q.
     2. Reranking: the `nodes` most confident of all candidates stay.
 
     We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
@@ -169,12 +169,21 @@ class BestFirstGrower:
 
     Args:
         adaptive: Whether a further level is worth its forward; None: it always is.
+        beam: Nodes of a level that are expanded. With `nodes` of them every new node that may stay is, and the tree is
+            the best there is under q with at most `branch` children a node: what a heap finds with a call for each
+            node takes one for each level.
     """
 
     def __init__(
-        self, nodes: int, branch: int, max_depth: int | None = None, adaptive: AdaptiveTree | None = None
+        self,
+        nodes: int,
+        branch: int,
+        max_depth: int | None = None,
+        adaptive: AdaptiveTree | None = None,
+        beam: int | None = None,
     ) -> None:
         self._nodes, self._branch, self._max_depth, self._adaptive = nodes, branch, max_depth, adaptive
+        self._beam = branch if beam is None else beam
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -204,7 +213,7 @@ class BestFirstGrower:
             # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
             best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
             # Nothing can enter below the last of a full list.
-            frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._branch]
+            frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._beam]
             if not frontier or not self._worth_a_level(best, frontier, costs, depth + 1):
                 break
         return _tree_of(best, tokens, parents, costs)

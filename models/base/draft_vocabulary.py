@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import DraftedShare, Drafter, DrafterConfig
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.models.groups.alignment import IGNORED_LABEL
-from draftsmith.models.head_loss import depth_loss
+from draftsmith.models.head_loss import LowRankLogits, depth_loss
 from draftsmith.models.losses import DrafterOutput
 
 ROWS_AT_ONCE = 1000
@@ -152,11 +152,12 @@ class DraftVocabulary(Drafter):
         depth_weights_g: Tensor | Sequence[float],
         counts_g: Tensor | None = None,
         head: nn.Linear | None = None,
+        low_rank: LowRankLogits | None = None,
     ) -> DrafterOutput:
         """`depth_loss` of `config.loss`, through the draft head or a given one of `own_heads`.
 
-        Rows of final-normed hidden states, labels of the target; `counts_g` as there. A label outside carries no `ce`;
-        other losses have a teacher, who says what is likely inside.
+        Rows of final-normed hidden states, labels of the target; `counts_g` and `low_rank` as there. A label outside
+        carries no `ce`; other losses have a teacher, who says what is likely inside.
         """
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         own = bool(self.own_heads)
@@ -171,6 +172,7 @@ class DraftVocabulary(Drafter):
             teacher_head=self._target_head if own else self.borrowed_head,
             teacher_columns=self.draft_ids if own else None,
             counts_g=counts_g,
+            low_rank=low_rank,
         )
 
     def over_all_tokens(self, logits: Tensor) -> Tensor:

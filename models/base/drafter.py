@@ -332,6 +332,11 @@ class Drafter(PreTrainedModel):
         """Of its state, what only makes sense together: which tokens are drafted, and heads of its own for these."""
         return set()
 
+    @property
+    def draft_vocabulary_rows(self) -> set[str]:
+        """What makes sense with these tokens only, but need not come along: it starts as if it were not there."""
+        return set()
+
     def read_draft_vocabulary(self) -> None:
         """Follow a change of the tokens that are drafted, as after loading other ones."""
 

@@ -22,6 +22,7 @@ from draftsmith.models.groups.alignment import depth_labels, document_starts, pr
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.parts import PartRows
 from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.head_loss import LowRankLogits
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 
 
@@ -84,7 +85,9 @@ class GroupWiseDrafter(DraftVocabulary):
             # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
             teacher_md = teacher_features.flatten(0, 1).index_select(0, rows.token_n[labelled_m] + depth_m)
         labels_m = labels_bgs.flatten()[index_m]
-        output = self.label_loss(hidden_nd.index_select(0, labelled_m), depth_m, labels_m, teacher_md, label_counts)
+        previous_m = input_ids.flatten()[rows.token_n[labelled_m] + depth_m]
+        labelled_md = hidden_nd.index_select(0, labelled_m)
+        output = self.label_loss(labelled_md, depth_m, labels_m, teacher_md, label_counts, previous_m)
         correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
         correct[index_m] = cast(Tensor, output.correct_n)
         output.correct_bgs = correct.view(labels_bgs.shape)
@@ -114,13 +117,20 @@ class GroupWiseDrafter(DraftVocabulary):
         labels_n: Tensor,
         teacher_nd: Tensor | None,
         counts_2g: Tensor | None = None,
+        previous_n: Tensor | None = None,
     ) -> DrafterOutput:
         """The loss of N labelled rows: their last hidden states, depth indices, labels and the target's features.
 
-        `counts_2g`: the batch's `label_counts`, of which these rows may be a part.
+        `counts_2g`: the batch's `label_counts`, of which these rows may be a part. `previous_n`: the tokens before the
+        labels.
         """
-        counts_g = None if counts_2g is None else counts_2g[1]
-        return self.loss_of_rows(self.norm(hidden_nd), depth_n, labels_n, teacher_nd, self.depth_shares, counts_g)
+        counts_g, bias = None if counts_2g is None else counts_2g[1], self.token_bias(previous_n)
+        normed_nd, shares = self.norm(hidden_nd), self.depth_shares
+        return self.loss_of_rows(normed_nd, depth_n, labels_n, teacher_nd, shares, counts_g, low_rank=bias)
+
+    def token_bias(self, previous_n: Tensor | None) -> LowRankLogits | None:
+        """What the tokens before the labels add to the rows' logits [N, V']; None: nothing."""
+        return None
 
     def rows_hidden(
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None

@@ -58,6 +58,7 @@ class PartwiseDrafter(Protocol):
         labels_n: Tensor,
         teacher_nd: Tensor | None,
         counts_2g: Tensor | None = None,
+        previous_n: Tensor | None = None,
     ) -> DrafterOutput: ...
 
 
@@ -186,7 +187,8 @@ class _Masks:
         teacher_nd = None
         if batch.teacher_features is not None:
             teacher_nd = batch.teacher_features.flatten(0, 1).index_select(0, token_n + depth_n)
-        output = self._drafter.label_loss(hidden_nd, depth_n, labels_n, teacher_nd, self._counts_2g)
+        previous_n = batch.input_ids.flatten()[token_n + depth_n]
+        output = self._drafter.label_loss(hidden_nd, depth_n, labels_n, teacher_nd, self._counts_2g, previous_n)
         self.outputs.append(output)
         self.found.append((depth_n, token_n, cast(Tensor, output.correct_n)))
         return output

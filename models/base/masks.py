@@ -1,6 +1,9 @@
 """Group-wise drafters whose depths come from one forward: K trainable [MASK]s follow the newest token.
 
-Shapes: G = K+1 streams, K masks, N present rows, E input width of a layer, D hidden, V vocabulary.
+With `markov_rank` the drafts of a depth depend on the token before all the same (`markov_head.py`).
+
+Shapes: B batch, S sequence, G = K+1 streams, K masks, N present rows, E input width of a layer, D hidden, V vocabulary,
+V' of them drafted.
 """
 
 from collections.abc import Sequence
@@ -11,13 +14,17 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.markov_head import MarkovHead
 from draftsmith.models.base.options import DepthOptions, InParts
 from draftsmith.models.decoding.batch import BatchParallelDecoder
 from draftsmith.models.decoding.cached import ParallelDecoder
-from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder
+from draftsmith.models.decoding.markov import MarkovDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.groups.parts import PartRows
 from draftsmith.models.groups.rows import GroupRows, kept_shares
+from draftsmith.models.head_loss import LowRankLogits
 from draftsmith.models.losses import numbers_beside
 
 
@@ -30,6 +37,13 @@ class MaskOptions(GroupWiseOptions, DepthOptions):
     )
     keep_ratio_min: float = Field(0.0, ge=0, le=1, description="but at no smaller share of them than this")
     in_parts: InParts = False
+    markov_rank: int = Field(
+        0,
+        ge=0,
+        description="rank of a Markov head, by which a depth's drafts depend on the token before (DSpark; 256 for a "
+        "target of 8B), at the price of a product of this width for each drafted token; 0: none. Not in the papers of "
+        "these kinds, and no engine serves them with it",
+    )
 
     @property
     def num_depths(self) -> int:
@@ -38,6 +52,15 @@ class MaskOptions(GroupWiseOptions, DepthOptions):
 
 class MaskedDrafter(GroupWiseDrafter):
     """A kind says what its masks read, and whether the newest token's input is added to it."""
+
+    markov_head: MarkovHead | None
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.markov_head = None
+        if config.markov_rank:
+            vocabulary = config.target_config["vocab_size"]
+            self.markov_head = MarkovHead(vocabulary, config.draft_vocab_size or vocabulary, config.markov_rank)
 
     @property
     def mask_residual(self) -> bool:
@@ -75,11 +98,44 @@ class MaskedDrafter(GroupWiseDrafter):
         rotary = self.rotary_of(hidden, part.position_n.unsqueeze(0))
         return self.run_layers(hidden, rotary, cached_attention=part.attention)[0]
 
-    def decoder(self, max_length_tokens: int) -> DrafterDecoder:
-        return ParallelDecoder(self, max_length_tokens)
+    # ---- the token before ----
+
+    def token_bias(self, previous_n: Tensor | None) -> LowRankLogits | None:
+        if self.markov_head is None:
+            return None
+        if previous_n is None:
+            raise ValueError("a Markov head reads the tokens before the labels: pass previous_n")
+        return self.markov_head.factors(previous_n)
+
+    @property
+    def draft_vocabulary_rows(self) -> set[str]:
+        return set() if self.markov_head is None else {"markov_head.markov_w2.weight"}
+
+    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        logits_bgsv = super().group_logits(input_ids, features, position_ids)
+        if self.markov_head is None:
+            return logits_bgsv
+        num_depths, length = logits_bgsv.shape[1:3]
+        # Behind the last token there is none: groups that would read it repeat the last, and mean nothing.
+        ahead_g, place_s = (torch.arange(count, device=input_ids.device) for count in (num_depths, length))
+        place_gs = (ahead_g[:, None] + place_s).clamp(max=length - 1)
+        bias = self.markov_head(input_ids[:, place_gs])
+        return logits_bgsv + self.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
+
+    # ---- decoding ----
+
+    def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
+        return self._with_markov_head(ParallelDecoder(self, max_length_tokens))
 
     def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
-        return BatchParallelDecoder(self, max_length_tokens, batch_size).rows
+        rows = BatchParallelDecoder(self, max_length_tokens, batch_size).rows
+        return [self._with_markov_head(row) for row in rows]
+
+    def _with_markov_head(self, decoder: DrafterDecoder) -> DrafterDecoder | StepwiseDecoder:
+        head = self.markov_head
+        if head is None:
+            return decoder
+        return MarkovDecoder(decoder, lambda tokens: head(tokens).float(), self.config.num_depths, self.device)
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """What a decoder is: a drafter at work on one sequence.
 
 A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
-that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE).
+that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is `OneForward` too).
 
 Shapes: G depths, F features, V columns (`TokenColumns`), P prompt, n newly committed tokens, W tree nodes of one call.
 """
@@ -47,6 +47,13 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
 
         Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. Tokens may be on the device [W].
         """
+
+
+@runtime_checkable
+class OneForward(Protocol):
+    """A stepwise decoder whose layers run in `begin` alone: `expand` costs next to nothing, however wide a level is."""
+
+    one_forward: bool
 
 
 @runtime_checkable

@@ -38,6 +38,8 @@ def refusal_pard(config: DrafterConfig) -> Refusal | None:
         return Refusal(f"a draft model reads tokens only, and this drafter `inputs: {config.inputs}`", tokens)
     if config.mask_residual:
         return Refusal("engines do not add the newest token to its masks", "drafter.options.mask_residual=false")
+    if config.markov_rank:
+        return Refusal("PARD has no Markov head", "drafter.options.markov_rank=0")
     if config.target_config["model_type"] in SCALED_EMBEDDINGS:
         return Refusal("this target scales embeddings, and a mask is none", "drafter.kind=draft_model")
     return refusal_draft_model(config)

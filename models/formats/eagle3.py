@@ -85,6 +85,8 @@ def refusal_vllm(config: DrafterConfig) -> Refusal | None:
         return Refusal(f"vLLM has no EAGLE-3 class with {model_type}'s layers", "drafter.kind=draft_model")
     if config.target_config.get("hidden_act", "silu") != "silu":
         return Refusal("vLLM's Llama layers have no other activation than silu", "drafter.kind=draft_model")
+    if getattr(config, "markov_rank", 0):
+        return Refusal("P-EAGLE has no Markov head", "drafter.options.markov_rank=0")
     return None
 
 

@@ -26,6 +26,8 @@ CONDITIONS: list[tuple[str, str, dict[str, Any], str]] = [
     ("parallel", "llama", {}, "distinct masks"),
     ("parallel", "llama", {"shared_mask": True}, "features among its inputs"),
     ("parallel", "llama", {"shared_mask": True, "inputs": "embedding", "mask_residual": True}, "`mask_residual: true`"),
+    ("parallel", "llama", {"shared_mask": True, "inputs": "embedding", "markov_rank": 1}, "a Markov head"),
+    ("peagle", "llama", {"markov_rank": 1}, "a Markov head"),
     ("medusa", "llama", {"draft_vocab_size": 100}, "a draft vocabulary"),
     ("medusa", "llama", {"lm_heads": "shared"}, "`lm_heads: shared`"),
     ("hydra", "llama", {}, "`embedding_norm: true`"),

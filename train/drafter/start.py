@@ -78,7 +78,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
     taken = {name for name in mine if name in theirs and name not in other_shapes}
     draft_vocabulary = drafter.draft_vocabulary_names
     if not draft_vocabulary <= taken:
-        taken -= draft_vocabulary  # as a whole or not at all
+        taken -= draft_vocabulary | drafter.draft_vocabulary_rows  # as a whole or not at all
     parameters = dict(drafter.named_parameters())
     if not taken & parameters.keys():
         raise UserError(

@@ -213,6 +213,7 @@ SAMPLED: dict[str, TreeBuilder] = {
     "all siblings": StaticGrower([[0], [1], [2], [2, 0], [1, 0]]),
     "gaps in the ranks": StaticGrower([[0], [2], [2, 1]]),
     "best first": BestFirstGrower(nodes=6, branch=2),
+    "best first, all that may stay": BestFirstGrower(nodes=7, branch=2, beam=7),
 }
 
 

@@ -53,6 +53,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"first_token": False},
         {"mask_residual": True, "keep_ratio": 0.8, "depth_weights": 0.8, "loss": "ce", "fc_bias": True},
         {"draft_vocab_size": 40},
+        {"markov_rank": 5, "keep_ratio": 0.8},
     ],
     "eagle3": [
         {"draft_vocab_size": 40, "feature_layers": [0, 3]},
@@ -75,12 +76,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"feature_layers": [0, 2, -1]},
         {"draft_vocab_size": 40},
         {"inputs": "embedding", "shared_mask": True},
+        {"markov_rank": 5},
+        {"markov_rank": 5, "draft_vocab_size": 40, "loss": "kl", "mask_residual": True},
     ],
     "pass_embeddings": [{"draft_vocab_size": 40}],
     "peagle": [
         {"num_layers": 2, "first_token": False},
         {"num_layers": 2},
         {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce"},
+        {"markov_rank": 5, "draft_vocab_size": 40},
     ],
 }
 # Two of three tokens, 40 in all, are in the data.

@@ -26,6 +26,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("eagle_parallel", {"mask_residual": True, "keep_ratio": 0.7, "draft_vocab_size": 40}),
     ("eagle_parallel", {"first_token": False, "loss": "ce", "draft_vocab_size": 40}),
+    ("parallel", {"markov_rank": 5, "keep_ratio": 0.7}),
+    ("eagle_parallel", {"markov_rank": 5, "draft_vocab_size": 40}),
     ("pass_embeddings", {}),
     ("peagle", {"draft_vocab_size": 40, "num_layers": 2, "first_token": False}),
     ("eagle3", {"draft_vocab_size": 40}),

@@ -23,6 +23,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "eagle3": [{"draft_vocab_size": 40}, {"first_token": False}],
     "eagle_parallel": [{"keep_ratio": 0.6, "mask_residual": True, "draft_vocab_size": 40}],
     "hydra": [{"prefix_attention": True, "loss": "kl"}],
+    "parallel": [{"markov_rank": 5}],
     "peagle": [{"draft_vocab_size": 40, "keep_ratio": 0.7, "keep_ratio_min": 0.2}],
 }
 CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *OPTIONS.get(kind, [])]]

@@ -30,6 +30,7 @@ NEW_TOKENS = 24
     [
         ("parallel", {"num_masks": 3}),
         ("parallel", {"num_masks": 3, "draft_vocab_size": 40}),
+        ("parallel", {"num_masks": 3, "markov_rank": 5}),
         ("medusa", {}),
         ("hydra", {}),
         ("eagle", {"draft_depth": 3}),

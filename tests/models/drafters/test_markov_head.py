@@ -1,0 +1,220 @@
+"""The Markov head: logits by hand, a start that changes nothing, exact q and exactly the best trees along paths."""
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.table_decoder import paths_in
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.masks import MaskedDrafter
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.decoding.markov import MarkovDecoder
+from draftsmith.recipes.schema import MethodRecipe
+
+MASKED = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), MaskedDrafter)]
+every_masked_kind = pytest.mark.parametrize("kind", MASKED)
+RANK = 5
+
+
+def markov_drafter(kind: str = "parallel", **options: Any) -> MaskedDrafter:
+    target = tiny_target(num_hidden_layers=4)
+    drafter = tiny_drafter_of(kind, target, **{"markov_rank": RANK, **options})
+    assert isinstance(drafter, MaskedDrafter)
+    return drafter
+
+
+def without_head(drafter: MaskedDrafter) -> Any:
+    """In here its logits are those before the bias."""
+    return mock.patch.object(drafter, "markov_head", None)
+
+
+def bias_table(drafter: MaskedDrafter) -> Tensor:
+    """[V, V'] of what a token before adds."""
+    state = drafter.state_dict()
+    return state["markov_head.markov_w1.weight"] @ state["markov_head.markov_w2.weight"].T
+
+
+def started(drafter: Drafter, newest: int = 6) -> tuple[Any, list[int]]:
+    """A decoder that has read the tokens up to `newest`, and the batch's first sequence."""
+    batch = random_batch(drafter.attached.target, drafter=drafter)
+    decoder = drafter.decoder(LENGTH)
+    decoder.start(batch["input_ids"][0, : newest + 1], batch["features"][0, : newest + 1])
+    return decoder, batch["input_ids"][0].tolist()
+
+
+def test_who_has_one() -> None:
+    assert {"eagle_parallel", "parallel", "peagle"} <= set(MASKED)
+
+
+@every_masked_kind
+@pytest.mark.parametrize("reduced", [{}, {"draft_vocab_size": 40}])
+def test_training_logits_by_hand(kind: str, reduced: dict[str, Any]) -> None:
+    """At depth j+1 of group t the row of x_{t+j} in W1 W2 is added, at depth 1 that of the newest token."""
+    drafter = markov_drafter(kind, **reduced)
+    batch = random_batch(drafter.attached.target, drafter=drafter)
+    ids, features = batch["input_ids"], batch["features"]
+    with torch.no_grad():
+        logits = drafter.group_logits(ids, features)
+        with without_head(drafter):
+            marginals = drafter.group_logits(ids, features)
+    table = bias_table(drafter)
+    kept = slice(None) if drafter.draft_ids is None else drafter.draft_ids
+    for b, t, j in itertools.product(range(2), range(LENGTH), range(drafter.config.num_depths)):
+        if t + j < LENGTH:
+            wanted = marginals[b, j, t, kept] + table[ids[b, t + j]]
+            torch.testing.assert_close(logits[b, j, t, kept], wanted)
+
+
+@every_masked_kind
+def test_the_loss_is_that_of_these_logits(kind: str) -> None:
+    """Cross entropy of every label, the mean over each depth's, these weighted: with the head, and not without it."""
+    drafter = markov_drafter(kind, loss="ce", depth_weights=[5.0, 4.0, 3.0, 2.0, 1.0])
+    batch = random_batch(drafter.attached.target, drafter=drafter)
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    with torch.no_grad():
+        output = drafter(**batch)
+        logits = drafter.group_logits(ids, batch["features"])
+        with without_head(drafter):
+            marginals = drafter.group_logits(ids, batch["features"])
+    sums, correct = torch.zeros(2, 5), torch.zeros(5)
+    for b, j, t in itertools.product(range(2), range(5), range(LENGTH)):
+        if t + 1 + j < LENGTH and mask[b, t + 1 : t + 2 + j].all():
+            label = ids[b, t + 1 + j]
+            for which, part in enumerate((logits, marginals)):
+                sums[which, j] += F.cross_entropy(part[b, j, t], label)
+            correct[j] += logits[b, j, t].argmax() == label
+    torch.testing.assert_close(output.depth_loss_sum, sums[0])
+    assert torch.equal(output.depth_correct, correct)
+    assert (sums[0] - sums[1]).abs().min() > 0.01
+    if kind != "eagle_parallel":  # which adds a regression
+        means = sums[0] / output.depth_count
+        torch.testing.assert_close(output.loss, (means * torch.tensor([5.0, 4, 3, 2, 1])).sum() / 15)
+
+
+@every_masked_kind
+def test_it_starts_as_the_drafter_without(kind: str) -> None:
+    """The same loss and logits, whatever is drawn at random after it too; W1 learns once W2 is no longer zero."""
+    target, found = tiny_target(num_hidden_layers=4), []
+    for rank in (0, RANK):
+        torch.manual_seed(3)
+        drafter = load_drafter_class(kind).from_target(target, {"markov_rank": rank, "keep_ratio": 0.7})
+        batch = random_batch(target, drafter=drafter)
+        logits = drafter.eval().group_logits(batch["input_ids"], batch["features"])
+        loss = drafter.train()(**batch).loss
+        loss.backward()
+        found.append((logits.detach(), loss.detach(), torch.rand(3)))
+    for without, having in zip(*found, strict=True):
+        assert torch.equal(without, having)
+    gradients = {name: p.grad for name, p in drafter.named_parameters() if name.startswith("markov_head.")}
+    assert {name: tuple(p.shape) for name, p in gradients.items() if p is not None} == {
+        "markov_head.markov_w1.weight": (VOCABULARY, RANK), "markov_head.markov_w2.weight": (VOCABULARY, RANK),
+    }  # fmt: skip
+    assert [bool(gradient.abs().sum() > 0) for gradient in gradients.values() if gradient is not None] == [False, True]
+
+
+# ---- at work ----
+
+
+def test_nodes_of_all_depths_in_one_call() -> None:
+    """Every node's logits are its depth's and its own token's row of the table, whether tokens come as a list or not."""
+    drafter = markov_drafter(num_masks=3)
+    decoder, ids = started(drafter)
+    with without_head(drafter):
+        marginals = started(drafter)[0].draft()
+    table = bias_table(drafter)
+    assert isinstance(decoder, MarkovDecoder)
+    torch.testing.assert_close(decoder.begin(), marginals[:1] + table[ids[6]])
+    torch.testing.assert_close(decoder.expand([8, 9], [0, 0]), marginals[1] + table[[8, 9]])
+    mixed = decoder.expand(torch.tensor([4, 5, 6]), [1, 0, 2])
+    torch.testing.assert_close(mixed, torch.stack([marginals[d] + table[x] for x, d in ((4, 2), (5, 1), (6, 2))]))
+    torch.testing.assert_close(decoder.expand([7], [3]), marginals[3:] + table[[7]])
+    with pytest.raises(ValueError, match="a node at depth 4 has no children: 4 depths are drafted"):
+        decoder.expand([7], [6])
+    with pytest.raises(ValueError, match="must be among the 7 nodes there are"):
+        decoder.expand([7], [7])
+    with pytest.raises(ValueError, match="drafting needs a new token"):
+        decoder.begin()
+
+
+@pytest.mark.parametrize("tree", ["chain", "static"])
+def test_q_is_what_was_drawn_from(tree: str) -> None:
+    """Of every node with children: the softmax of its depth's logits and its own token's bias, at the temperature."""
+    drafter, sampling = markov_drafter(num_masks=2, draft_vocab_size=40), Sampling(0.7)
+    paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]] if tree == "static" else None
+    decoder, ids = started(drafter)
+    with without_head(drafter):
+        marginals = started(drafter)[0].draft()
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "paths": paths})
+    drafted = tree_builder(recipe, decoder).propose(ids[6], decoder, sampling, torch.Generator().manual_seed(1))
+    assert drafted.q is not None
+    assert len(drafted) == (8 if tree == "static" else 4)
+    parents = {parent for parent in drafted.parents if parent >= 0}
+    for node in parents:
+        logits = marginals[drafted.depths[node]] + bias_table(drafter)[drafted.tokens[node]]
+        wanted = torch.zeros(VOCABULARY).index_copy(0, drafter.draft_ids, (logits / 0.7).softmax(-1))
+        torch.testing.assert_close(drafted.q[node], wanted)
+    assert not torch.allclose(drafted.q[0], drafted.q[1], atol=1e-3)
+
+
+def among_the_first(log_q: Tensor, branch: int) -> Tensor:
+    """-inf for all but the `branch` likeliest of each row."""
+    return log_q.masked_fill(log_q < log_q.topk(branch).values[..., -1:], -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "branch", "temperature"),
+    [
+        (1, VOCABULARY, 0.0),
+        (9, VOCABULARY, 0.0),
+        (40, VOCABULARY, 0.0),
+        (25, VOCABULARY, 0.6),
+        (9, 2, 0.0),
+        (13, 2, 1.5),
+    ],
+)
+def test_best_first_is_the_best_tree_of_all(nodes: int, branch: int, temperature: float) -> None:
+    """Of the V**3 paths of three tokens and all that they continue, though the layers run once.
+
+    With a branch of 2 of the paths of the two likeliest tokens each: 2, 4 and 8, more than EAGLE-2 would expand.
+    """
+    drafter = markov_drafter(num_masks=2)
+    decoder, ids = started(drafter)
+    with without_head(drafter):
+        marginals = started(drafter)[0].draft()
+    table, heat = bias_table(drafter), temperature or 1.0
+    # [V], [V, V], [V, V, V] of paths
+    log_q = [among_the_first(((marginals[0] + table[ids[6]]) / heat).log_softmax(-1), branch)]
+    for depth in (1, 2):
+        steps = ((marginals[depth] + table) / heat).log_softmax(-1)
+        log_q.append(log_q[-1][..., None] + among_the_first(steps, branch))
+    every = torch.cat([part.flatten() for part in log_q])
+    wanted = []
+    for place in every.topk(nodes).indices.tolist():
+        depth = next(d for d in range(3) if place < sum(VOCABULARY**n for n in range(1, d + 2)))
+        place -= sum(VOCABULARY**n for n in range(1, depth + 1))
+        wanted.append(tuple(place // VOCABULARY**n % VOCABULARY for n in reversed(range(depth + 1))))
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": "best_first", "nodes": nodes, "branch": branch})
+    with mock.patch.object(drafter, "run_layers", side_effect=drafter.run_layers) as layers:
+        tree = tree_builder(recipe, decoder).propose(ids[6], decoder, Sampling(temperature), None)
+    assert layers.call_count == 1
+    assert sorted(paths_in(tree)) == sorted(wanted)
+
+
+def test_theory_counts_one_forward_a_round() -> None:
+    """Leviathan's c, not gamma c: `sequential` is for those whose layers run for every token."""
+    found = {}
+    for kind, options in (("parallel", {}), ("parallel", {"markov_rank": RANK}), ("eagle", {})):
+        decoder: Any = tiny_drafter_of(kind, tiny_target(), **options).decoder(LENGTH)
+        recipe = MethodRecipe.model_validate({"name": "x"})
+        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), Sampling())
+        found[kind, bool(options)] = method.sequential
+    assert found == {("parallel", False): False, ("parallel", True): False, ("eagle", False): True}
