@@ -334,7 +334,7 @@ def _product(hidden: Tensor, weight_vd: Tensor, added: Tensor | None, out: Tenso
 def _add_product(total_vd: Tensor, logits: Tensor, rows: Tensor) -> None:
     """total += logits^T rows."""
     if total_vd.dtype == logits.dtype:
-        total_vd.addmm_(logits.t(), rows)  # no product of the head's size beside the sum
+        torch.addmm(total_vd, logits.t(), rows, out=total_vd)  # no product of the head's size beside the sum
     else:
         total_vd += logits.t() @ rows
 

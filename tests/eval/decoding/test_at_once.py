@@ -3,6 +3,7 @@
 Copies and waits are counted on a ghost of a GPU (`support.ghost_device`), which cannot show what they cost.
 """
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -51,10 +52,11 @@ def drafter_method(
     device: str = "cpu",
     compiles: bool = False,
     lookup: bool = False,
+    **options: Any,
 ) -> tuple[DrafterMethod, tuple[int, ...]]:
     """A drafter's method on this device, and the features that it reads."""
     # Made on the CPU with a target of its own, and told of the one that it drafts for.
-    drafter = tiny_drafter_of(kind, target, **(REDUCED if kind in ("eagle3", "peagle") else {}))
+    drafter = tiny_drafter_of(kind, target, **(REDUCED if kind in ("eagle3", "peagle") else {}), **options)
     if device != "cpu":
         target.to(device)
         drafter = drafter.to(device)
@@ -203,6 +205,32 @@ def test_one_copy_each_way_a_round(kind: str, tree: str, temperature: float) -> 
         # The levels, and the verification; every level but the first is sent, then the tree and what is committed.
         assert 1 < back <= method.decoder.num_depths + 1
         assert 1 < sent <= method.decoder.num_depths + 1
+    else:
+        assert (back, sent) == (1, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES)
+def test_a_markov_head_is_as_other_stepwise_drafters(tree: str, temperature: float) -> None:
+    """One copy each way but for best-first trees, whose levels the host chooses among; and the walk's answers."""
+    sampling, target = Sampling(temperature), tiny_target()
+    answers = []
+    for at_once in (True, False):
+        method, layers = drafter_method("parallel", tree, target, sampling, markov_rank=5)
+        with TargetSession(target, 64, layers) as session:
+            generator = torch.Generator().manual_seed(2)
+            walking = mock.patch.object(DrafterMethod, "propose_on_device", DrafterMethod.propose)
+            with contextlib.nullcontext() if at_once else walking:
+                answers.append(generate(session, method, PROMPT, sampling, 24, (), generator).ids)
+    if temperature == 0:  # sampled answers depend on the order of draws
+        assert answers[0] == answers[1]
+    with ghost_device():
+        target = tiny_target()
+        method, layers = drafter_method("parallel", tree, target, sampling, device="cuda:0", markov_rank=5)
+        back, sent = counted(method, layers, target, temperature)
+    if tree == "best_first":
+        assert 1 < back <= 5 + 1
+        assert 1 < sent <= 5 + 1
     else:
         assert (back, sent) == (1, 1)
 

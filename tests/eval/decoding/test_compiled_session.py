@@ -112,16 +112,17 @@ def test_features_of_each_method() -> None:
 
 @pytest.mark.parametrize("tree", ["chain", "best_first"])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "options"),
     [
-        "parallel",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in drafter_kinds() if kind != "parallel"),
+        ("parallel", {}),
+        ("parallel", {"markov_rank": 5}),
+        *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in drafter_kinds() if kind != "parallel"),
     ],
 )
-def test_compiled_drafters(kind: str, tree: str) -> None:
+def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str) -> None:
     """The same answers and the same accepted lengths as without compilation, and nothing compiled twice."""
     target = tiny_target(num_hidden_layers=4).double()
-    drafter = tiny_drafter_of(kind, target).double()
+    drafter = tiny_drafter_of(kind, target, **options).double()
     recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "nodes": 7, "branch": 3})
     prompts = [[5, 9, 33, 12, 40, 7], [8], [*range(10, 30)]]
     with TargetSession(target, 64, drafter.feature_layers) as session:

@@ -125,7 +125,7 @@ def test_it_starts_as_the_drafter_without(kind: str) -> None:
 
 
 def test_nodes_of_all_depths_in_one_call() -> None:
-    """Every node's logits are its depth's and its own token's row of the table, whether tokens come as a list or not."""
+    """Every node has its depth's logits and its own token's row of the table, whether tokens come as a list or not."""
     drafter = markov_drafter(num_masks=3)
     decoder, ids = started(drafter)
     with without_head(drafter):

@@ -70,7 +70,7 @@ class SignalIn(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("recipes", "step"),
-    [({}, 3), ({}, STEPS), ({"draft_vocab_size": 12}, 5), ({"in_parts": True}, 4)],
+    [({}, 3), ({}, STEPS), ({"draft_vocab_size": 12}, 5), ({"in_parts": True}, 4), ({"markov_rank": 5}, 4)],
     indirect=["recipes"],
 )
 def test_ctrl_c_in_any_step(recipes: tuple[Recipe, Recipe], monkeypatch: pytest.MonkeyPatch, step: int) -> None:

@@ -101,11 +101,14 @@ def test_predicted_memory_is_measured_memory(tmp_path: Path, batch: int, length:
     assert predicted == pytest.approx(measured_peak_bytes(recipe, config, row, tmp_path), rel=0.05)
 
 
-@pytest.mark.parametrize("kind", drafter_kinds())
-def test_every_drafter_is_planned_as_it_is_trained(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, OPTIONS.get(kind, {})) for kind in drafter_kinds()), ("parallel", {"markov_rank": 64})],
+)
+def test_every_drafter_is_planned_as_it_is_trained(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """No formula to keep up to date: a new drafter is under test by existing."""
     config = llama_config()
-    recipe = recipe_of(tmp_path, config, drafter={"kind": kind, "options": OPTIONS.get(kind, {})})
+    recipe = recipe_of(tmp_path, config, drafter={"kind": kind, "options": options})
     row = training_row(96, 64)
     predicted = predicted_step(recipe, row).peak[1].peak_bytes
     assert predicted == pytest.approx(measured_peak_bytes(recipe, config, row, tmp_path), rel=0.05)
@@ -202,6 +205,24 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     assert cost.tokens == 64
     half = predicted_step(recipe_of(tmp_path, train={"bf16": True}), training_row(32, 16))
     assert half.flops()["LM head"] == flops["LM head"]  # though the head is cast then
+
+
+def test_a_markov_head_by_hand(tmp_path: Path) -> None:
+    """Rank 8 of V=512: as many labels as above take three products of [8] and [512], all of them in the forward.
+
+    At the peak there are twice 512 x 8 more numbers of the drafter, as many of gradients, and twice as many of Adam's.
+    """
+    row = training_row(32, 16)
+    without, with_head = (
+        predicted_step(recipe_of(tmp_path, drafter={"options": {"num_masks": 2, "markov_rank": rank}}), row)
+        for rank in (0, 8)
+    )
+    assert with_head.flops()["LM head"] == without.flops()["LM head"]
+    more = with_head.flops()["drafter forward"] - without.flops()["drafter forward"]
+    assert more == 3 * 2 * (8 * 512) * 2 * (16 + 15 + 14)
+    for kind, times in (("drafter", 1), ("gradients", 1), ("optimiser", 2)):
+        bytes_of = [cost.phases["optimiser step"].at_peak_bytes[kind] for cost in (without, with_head)]
+        assert bytes_of[1] - bytes_of[0] == pytest.approx(times * 4 * 2 * 512 * 8, rel=1e-3), kind
 
 
 def test_a_draft_vocabulary_by_hand(tmp_path: Path) -> None:
