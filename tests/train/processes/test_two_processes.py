@@ -89,6 +89,22 @@ def test_half_precision(alone: Recipe, half_alone: Recipe, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
+def test_a_markov_head_is_split_as_the_rest(tmp_path: Path, name: str) -> None:
+    """Its factors are weights that the loss reads itself; both learn, and alike however they are split."""
+    drafter = {"options": {"num_masks": 2, "markov_rank": 5}}
+    train = {**CURVE, "max_steps": 12}
+    alone = tiny_run(tmp_path, "alone", drafter=drafter, train={**train, "per_device_train_batch_size": 6})
+    train_drafter(alone)
+    recipe = tiny_run(tmp_path, name, drafter=drafter, train=train)
+    result = launch(on_two_cpus(name, tmp_path), recipe)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert losses(recipe) == pytest.approx(losses(alone), abs=1e-5)
+    for key, value in weights(alone).items():
+        torch.testing.assert_close(weights(recipe)[key], value, atol=1e-5, rtol=0)
+    assert all(weights(recipe)[f"markov_head.markov_{part}.weight"].abs().sum() > 0 for part in ("w1", "w2"))
+
+
+@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
 @pytest.mark.parametrize(
     ("number", "checkpoint"), [(signal.SIGTERM, 5), (signal.SIGKILL, 4)], ids=["SIGTERM", "SIGKILL"]
 )
