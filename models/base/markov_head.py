@@ -9,7 +9,7 @@ Depth 1 has the bias too, of the newest committed token, as DSpark's blocks have
 (`sample_from_anchor`): one rule for all depths, although the layers have read that token themselves. W1 has all of the
 target's tokens, W2 those that are drafted, under DSpark's names.
 
-W2 starts as zeros, so a drafter starts as it would without the head.
+W1 starts as torch's embeddings do, with standard deviation 1, W2 as zeros: a drafter starts as it would without.
 
 Shapes: V vocabulary, V' drafted tokens, r rank.
 """

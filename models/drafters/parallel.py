@@ -10,6 +10,8 @@ Where we decide what the paper leaves open:
   `hidden` = h_{t-1}, the feature that predicted x_t; `both` = a linear map of the two, each normalised.
 * The loss of depth j+1 is averaged over its own labels, then weighted with lambda_j / sum(lambda).
 
+`markov_rank` is not the paper's: with it drafts depend on the token before (`base/markov_head.py`).
+
 A drafter for serving engines has `inputs: embedding` and `shared_mask: true`, PARD's shape (arXiv 2504.18583).
 
 Shapes: G = K+1 streams, K masks, D hidden, E = D input width of a layer, F features.

@@ -4,6 +4,7 @@ Group-wise training and decoding are those of `masks.py`, the layers EAGLE-3's (
 Row 0 of a group reads [e(x_t); fc(h_{t-1})], h being the residual streams of three layers of the target. [MASK]_1..K
 all read the same [e(mask token); fc(mask_hidden)] and differ only in their position, t+1..t+K. `mask_hidden` [1, F] is
 trained; the mask token's embedding is the target's and stays as it is. `keep_ratio` is the paper's conditional drop.
+`markov_rank` is not in it, nor in vLLM.
 
 Where we differ: the paper's code (vllm-project/speculators, src/speculators/models/peagle/) also trains a copy of the
 embedding table and drops by default, `keep_ratio: 0.7, keep_ratio_min: 0.2` (data.py), where we keep all; depth weights
