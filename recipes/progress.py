@@ -98,7 +98,7 @@ class ProgressLines:
             initial=self.initial,
             bar_format=LINE,
         )
-        print(line, file=sys.stderr, flush=True)
+        print(" ".join(line.split()), file=sys.stderr, flush=True)  # rates come padded
 
 
 def is_quiet() -> bool:

@@ -130,11 +130,13 @@ def _save_atomically(rows_file: Path, final: Path, report: TokenReport) -> None:
 
 def save_rows(rows_file: Path, folder: Path) -> None:
     """The Arrow file as a dataset that `datasets.load_from_disk` maps into memory."""
+    were_shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         datasets.Dataset.from_file(str(rows_file)).save_to_disk(str(folder))
     finally:
-        datasets.enable_progress_bars()
+        if were_shown:  # else something forbids them, and says so
+            datasets.enable_progress_bars()
 
 
 def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:

@@ -4,6 +4,7 @@ It lives in the last subpackage because it calls all the others. A command impor
 read, so that `--help` and a mistyped recipe answer at once.
 """
 
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,7 @@ from draftsmith.eval.commands.terminal.options import JsonPlace, Quiet, WithTerm
 from draftsmith.eval.commands.terminal.output import tell
 from draftsmith.eval.serving.options import LEVELS, ServingOptions, check_engine, read_levels, read_mapping
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
-from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.masking import masked
 from draftsmith.recipes.run_folder import RunFolder, versions
 from draftsmith.recipes.schema import Recipe, check_name
@@ -354,7 +355,8 @@ def _where_to_go_next(*measured: Recipe) -> None:
             console.print(f"Drafter   {folder}", markup=False)
     if recipe.target.model == "embedded":
         console.print("\nNext: `draftsmith run embedded` trains longer on the same target; for your own target copy")
-        console.print("recipes/llama3-8b-parallel.yaml, set target.model, then `draftsmith run yours.yaml`.")
+        shipped = os.path.relpath(find_recipe("llama3-8b-parallel"))  # in a checkout, or where it is installed
+        console.print(f"{shipped}, set target.model, then `draftsmith run yours.yaml`.", markup=False)
 
 
 def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:

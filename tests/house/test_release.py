@@ -4,6 +4,7 @@ import email
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
     (tree / "runs" / "mine").mkdir(parents=True)
     (tree / "runs" / "mine" / "recipe.yaml").write_text("name: mine\n")
     call(*GIT, "tag", "v1.2.3", cwd=tree)
-    said = call(sys.executable, "-m", "build", "--no-isolation", "--outdir", tree.parent / "dist", cwd=tree)
+    build = shlex.join([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tree.parent / "dist")])
+    said = call("sh", "-c", f"{build} 2>&1", cwd=tree)
     assert "WARNING" not in said
     (sdist,), (wheel,) = ((tree.parent / "dist").glob(f"*.{kind}") for kind in ("tar.gz", "whl"))
     return Release(tree, sdist, wheel)
@@ -159,3 +161,8 @@ def test_installed_it_runs_the_quickstart_from_any_folder(release: Release, tmp_
     assert found["eval"]["figures"]["rows"]["chain@0"]["tau"] >= 1
     assert (elsewhere / "runs" / "quickstart" / "report.html").is_file()
     assert [entry.name for entry in elsewhere.iterdir()] == ["runs"]
+    # What it says to copy next is there, wherever it was installed.
+    shown = call(program, "report", "quickstart", *short, cwd=elsewhere)
+    (recipe,) = re.findall(r"^(\S+/llama3-8b-parallel\.yaml), set target\.model", shown, re.MULTILINE)
+    assert (elsewhere / recipe).resolve().is_relative_to(environment)
+    assert (elsewhere / recipe).is_file()
