@@ -10,10 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.registry import MethodSetting, make_method
-from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.published import drafter_place
@@ -89,10 +87,7 @@ def make_arms(
             generator, folder = torch.Generator(target.device), drafter_folder(recipe, method)
             if method.kind == DRAFTER_KIND:
                 decoder = decoders[folder]
-                adaptive = AdaptiveTree() if method.tree == "adaptive" else None
-                builder = tree_builder(method, decoder, adaptive)
-                lookup_nodes = method.nodes if method.lookup else 0
-                drafting = DrafterMethod(method.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
+                drafting = drafter_method(method, decoder, sampling, generator)
                 arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
             else:
                 tokens = folder.parent / "data" / "tokens"

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.round_costs import Curve, RoundCosts
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
@@ -22,7 +21,7 @@ from draftsmith.recipes.schema import MethodRecipe
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)  # drafted nodes
 TIMED_FORWARDS = 30
-DRAFTED_TOKENS = 64  # of the answer whose drafts are timed
+DRAFTED_TOKENS = 64  # at most, of the answer whose drafts are timed
 
 
 def give_costs(session: TargetSession, arms: Sequence[Arm], prompt: list[int]) -> None:
@@ -30,7 +29,7 @@ def give_costs(session: TargetSession, arms: Sequence[Arm], prompt: list[int]) -
 
     Args:
         session: Its cache is overwritten.
-        prompt: Of a usual length; there is room for `DRAFTED_TOKENS` more.
+        prompt: Of a usual length.
     """
     curve: Curve | None = None
     of_decoder: dict[int, RoundCosts] = {}
@@ -47,11 +46,10 @@ def give_costs(session: TargetSession, arms: Sequence[Arm], prompt: list[int]) -
 
 def round_costs(session: TargetSession, decoder: SequenceDecoder, prompt: list[int], curve: Curve) -> RoundCosts:
     """Of one drafter, with the target's curve."""
+    new_tokens = min(DRAFTED_TOKENS, session.max_length_tokens - len(prompt))
     if not isinstance(decoder, StepwiseDecoder) or decoder.num_depths == 1:
-        return RoundCosts(curve, draft_seconds(session, decoder, None, prompt, DRAFTED_TOKENS))
-    shallow, deep = (
-        draft_seconds(session, decoder, depth, prompt, DRAFTED_TOKENS) for depth in (1, decoder.num_depths)
-    )
+        return RoundCosts(curve, draft_seconds(session, decoder, None, prompt, new_tokens))
+    shallow, deep = (draft_seconds(session, decoder, depth, prompt, new_tokens) for depth in (1, decoder.num_depths))
     return RoundCosts(curve, shallow, max(0.0, deep - shallow) / (decoder.num_depths - 1))
 
 
@@ -81,7 +79,5 @@ def draft_seconds(
 ) -> float:
     """Mean seconds of a draft of that depth, over the rounds of one answer."""
     recipe = MethodRecipe(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth)
-    out = generate(
-        session, DrafterMethod("x", decoder, tree_builder(recipe, decoder), Sampling()), prompt, Sampling(), new_tokens
-    )
+    out = generate(session, drafter_method(recipe, decoder, Sampling()), prompt, Sampling(), new_tokens)
     return out.draft_s / max(1, out.rounds)

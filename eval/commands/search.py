@@ -24,8 +24,7 @@ from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.commands.stages import make_drafter, run_distill
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
@@ -164,7 +163,7 @@ def score(trial: Recipe, target: PreTrainedModel, rows: int) -> dict[str, float]
     decoder = drafter.decoder(max(len(ids_s) for ids_s, _, _ in read) + drafter.config.num_depths + 1)
     taus = {}
     for method in _scored_methods(trial):
-        drafting: Method = DrafterMethod(method.name, decoder, tree_builder(method, decoder), Sampling())
+        drafting: Method = drafter_method(method, decoder, Sampling())
         tau = replay(drafting, read).tau
         if tau is None:
             raise UserError("the rows kept out of training hold no answer: raise data.eval_rows_frac")

@@ -33,9 +33,7 @@ from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.round_costs import Curve, RoundCosts, on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.published import is_published
@@ -236,10 +234,10 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 
 
 def _method(recipe: MethodRecipe, decoder: SequenceDecoder, costs: RoundCosts | None = None) -> DrafterMethod:
-    adaptive = AdaptiveTree(costs) if recipe.tree == "adaptive" else None
-    lookup_nodes = recipe.nodes if recipe.lookup else 0
-    builder = tree_builder(recipe, decoder, adaptive)
-    return DrafterMethod(recipe.name, decoder, builder, GREEDY, lookup_nodes=lookup_nodes, adaptive=adaptive)
+    method = drafter_method(recipe, decoder, GREEDY)
+    if method.adaptive is not None:
+        method.adaptive.costs = costs
+    return method
 
 
 def _trace(

@@ -9,13 +9,28 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.builders import DeviceBuilder, TreeBuilder
+from draftsmith.eval.trees.builders import DeviceBuilder, TreeBuilder, tree_builder
 from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.decoding.protocols import OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.recipes.schema import MethodRecipe
+
+
+def drafter_method(
+    recipe: MethodRecipe, decoder: SequenceDecoder, sampling: Sampling, generator: torch.Generator | None = None
+) -> DrafterMethod:
+    """A drafter's method with the tree that a recipe asks for.
+
+    Raises:
+        UserError: The static paths are no tree.
+    """
+    adaptive = AdaptiveTree() if recipe.tree == "adaptive" else None
+    builder = tree_builder(recipe, decoder, adaptive)
+    lookup_nodes = recipe.nodes if recipe.lookup else 0
+    return DrafterMethod(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
 
 
 class DrafterMethod:
