@@ -67,6 +67,7 @@ class ProgressLines:
         self.n: float = initial
         self._clock = clock
         self._began_s = self._said_s = clock()
+        self._said_n: float | None = None
         self._postfix = ""
 
     def update(self, n: float = 1) -> None:
@@ -81,12 +82,13 @@ class ProgressLines:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._say()
+        if self.n != self._said_n:
+            self._say()
 
     def _say(self) -> None:
         from tqdm import tqdm
 
-        self._said_s = self._clock()
+        self._said_s, self._said_n = self._clock(), self.n
         line = tqdm.format_meter(
             self.n,
             self.total,
