@@ -123,7 +123,7 @@ class Drafter(PreTrainedModel):
 
     @classmethod
     def split_obstacle(cls, options: Mapping[str, Any]) -> str | None:
-        """Why its weights cannot be split among processes (FSDP2, ZeRO-3) with these `drafter.options`; None if so."""
+        """Why its weights cannot be split (FSDP2, ZeRO-3) with these `drafter.options`; None if they can."""
         if options.get("in_parts"):
             return "`drafter.options.in_parts` has a drafter's weights whole only while autograd asks for them"
         return None

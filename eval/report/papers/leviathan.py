@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftsmith.eval.report.papers.quoted import Place, table
+from draftsmith.eval.report.papers.quoted import place, table
 from draftsmith.eval.report.theory import expected_tokens, operations_factor
 
 # Table 1's alphas and gammas.
@@ -29,8 +29,8 @@ def ngram_alphas(results: Path, arms: list[tuple[str, str, str, float]]) -> str:
     """
     rows = []
     for target, file, before, temperature in arms:
-        places = [_place(results, file, before + name, temperature) for name in NGRAMS]
-        rows.append([target, f"{temperature:g}", *(place.quoted("timing.alpha") for place in places)])
+        alphas = (place(results, file, before + name, temperature).quoted("timing.alpha") for name in NGRAMS)
+        rows.append([target, f"{temperature:g}", *alphas])
     return table(["target", "T", *NGRAMS], rows, labels=2)
 
 
@@ -42,17 +42,13 @@ def expected_and_measured(results: Path, arms: list[tuple[str, str, str, float]]
     """
     rows = []
     for name, file, method, temperature in arms:
-        place = _place(results, file, method, temperature)
+        found = place(results, file, method, temperature)
         figures = [
-            place.quoted("timing.gamma", "{:d}"),
-            place.quoted("timing.alpha"),
-            place.quoted("timing.c"),
-            place.quoted("timing.speedup_predicted_iid", "{:.2f}x"),
-            place.quoted("timing.speedup_decoding", "{:.2f}x"),
+            found.quoted("timing.gamma", "{:d}"),
+            found.quoted("timing.alpha"),
+            found.quoted("timing.c"),
+            found.quoted("timing.speedup_predicted_iid", "{:.2f}x"),
+            found.quoted("timing.speedup_decoding", "{:.2f}x"),
         ]
         rows.append([name, f"{temperature:g}", *figures])
     return table(["drafter", "T", "gamma", "alpha", "c", "expected", "measured"], rows, labels=2)
-
-
-def _place(results: Path, file: str, method: str, temperature: float) -> Place:
-    return Place(results, file, f"{method}@{temperature:g}")

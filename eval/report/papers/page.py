@@ -10,7 +10,7 @@ import jinja2
 from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram_alphas, operations_and_speed
 from draftsmith.eval.report.papers.parallel_spec import EMBEDDED, SMOLLM2, main_table, number_of_masks
 from draftsmith.eval.report.papers.pictures import draw_rounds
-from draftsmith.eval.report.papers.quoted import Place, ratio, told
+from draftsmith.eval.report.papers.quoted import Place, place, ratio, told
 from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -56,8 +56,7 @@ def write_page(results: Path, page: Path) -> Path:
         page: The Markdown file.
     """
     folder = page.parent / PICTURES
-    places = {name: Place(results, SMOLLM2.file, f"{method}@0") for name, method in ROUNDS.items()}
-    draw_rounds(places, folder / "paper_round.svg")
+    draw_rounds({name: _of_smollm2(results, name) for name in ROUNDS}, folder / "paper_round.svg")
     points = _points(results)
     if points:
         draw_theory(points, folder)
@@ -102,14 +101,14 @@ def page_text(results: Path) -> str:
 
 def _of_smollm2(results: Path, name: str) -> Place:
     """A row of the picture of a round, by its name there."""
-    return Place(results, SMOLLM2.file, f"{ROUNDS[name]}@0")
+    return place(results, SMOLLM2.file, ROUNDS[name], 0.0)
 
 
 def _points(results: Path) -> list[dict[str, Any]]:
     """The rows that stand in the figures of theory: the chains that were timed."""
     found = []
     for name, file, method, temperature in EXPECTED:
-        row = Place(results, file, f"{method}@{temperature:g}").row
+        row = place(results, file, method, temperature).row
         if row and "timing" in row:
             found.append({**row["timing"], "method": name})
     return found

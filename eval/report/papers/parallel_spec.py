@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.eval.report.papers.quoted import NOT_MEASURED, Place, ratio, table, told
+from draftsmith.eval.report.papers.quoted import NOT_MEASURED, Place, place, ratio, table, told
 from draftsmith.recipes.schema import SEED_SUFFIX
 
 # Spec-Bench's tasks in the paper's order; the first is the eight MT-bench categories together.
@@ -69,15 +69,12 @@ def main_table(results: Path, target: Target, temperature: float) -> str:
     tasks = TASKS if target.tasks else {}
     rows: list[list[str]] = []
     for pair in target.pairs:
-        base, flavour = (
-            Place(results, target.file, f"{method}@{temperature:g}") for _, method in (pair.base, pair.flavour)
-        )
-        for (name, method), place in zip((pair.base, pair.flavour), (base, flavour), strict=True):
-            again = method.replace("/", f"{SEED_SUFFIX}1/")
-            rows.append([name, *_figures(place, tasks)])
-            rows.append(
-                [f"{name}, second seed", *_figures(Place(results, target.file, f"{again}@{temperature:g}"), tasks)]
-            )
+        base, flavour = (place(results, target.file, method, temperature) for _, method in (pair.base, pair.flavour))
+        for (name, method), found in zip((pair.base, pair.flavour), (base, flavour), strict=True):
+            rows.append([name, *_figures(found, tasks)])
+            if "/" in method:  # a comparison of several seeds has the recipe's name before the method's
+                again = place(results, target.file, method.replace("/", f"{SEED_SUFFIX}1/"), temperature)
+                rows.append([f"{name}, second seed", *_figures(again, tasks)])
         faster = [told(ratio(flavour, base, f"by_category.{task}.speedup_mean"), _times) for task in tasks]
         overall = told(ratio(flavour, base, "speedup_mean"), _times)
         rows.append(["*flavour over base*", *faster, overall, told(ratio(flavour, base, "tau"), _times), "", ""])
@@ -85,13 +82,13 @@ def main_table(results: Path, target: Target, temperature: float) -> str:
     return table(["drafter, tree of 12", *tasks.values(), "overall", "tau", "draft / step", "95 %"], unique)
 
 
-def _figures(place: Place, tasks: dict[str, str]) -> list[str]:
-    interval = (place.row or {}).get("speedup_interval")
+def _figures(found: Place, tasks: dict[str, str]) -> list[str]:
+    interval = (found.row or {}).get("speedup_interval")
     return [
-        *(place.quoted(f"by_category.{task}.speedup_mean", "{:.2f}x") for task in tasks),
-        place.quoted("speedup_mean", "{:.2f}x"),
-        place.quoted("tau"),
-        place.quoted("timing.cost_ratio"),
+        *(found.quoted(f"by_category.{task}.speedup_mean", "{:.2f}x") for task in tasks),
+        found.quoted("speedup_mean", "{:.2f}x"),
+        found.quoted("tau"),
+        found.quoted("timing.cost_ratio"),
         f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else NOT_MEASURED,
     ]
 

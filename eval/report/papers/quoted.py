@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,7 @@ class Place:
     def row(self) -> dict[str, Any] | None:
         """The arm's figures; None where it was not measured."""
         file = self.folder / f"{self.file}.json"
-        if not file.exists():
-            return None
-        rows: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"]["rows"]
-        return rows.get(self.arm)
+        return _rows(file, file.stat().st_mtime_ns).get(self.arm) if file.exists() else None
 
     def value(self, path: str) -> float | None:
         """A figure of the row, down through its mappings and lists; None where it was not measured."""
@@ -45,6 +42,18 @@ class Place:
         if value is None:
             return NOT_MEASURED
         return f"[{form.format(value)}]({self.folder.name}/{self.file}.json#figures.rows.{self.arm}.{path})"
+
+
+def place(results: Path, file: str, method: str, temperature: float) -> Place:
+    """Where a method's row at a temperature stands."""
+    return Place(results, file, f"{method}@{temperature:g}")
+
+
+@lru_cache(maxsize=16)
+def _rows(file: Path, _written_ns: int) -> dict[str, Any]:
+    """A page asks for a hundred figures of one file."""
+    rows: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"]["rows"]
+    return rows
 
 
 def ratio(above: Place, below: Place, path: str) -> float | None:

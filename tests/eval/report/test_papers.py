@@ -95,6 +95,13 @@ def test_the_main_table_sets_each_flavour_over_what_it_replaces(tmp_path: Path) 
     assert main_table(folder, EMBEDDED, 1.0) == "*Not measured yet.*"
 
 
+def test_one_seed_is_not_told_twice(tmp_path: Path) -> None:
+    """Where only one was trained, methods have no recipe's name before their own."""
+    folder = results(tmp_path, table={"eagle-tree@1": row(1.5, 2.0), "eagle-parallel-tree@1": row(1.8, 1.9)})
+    named = [line[0] for line in cells(main_table(folder, EMBEDDED, 1.0))[2:]]
+    assert named == ["EAGLE", "EAGLE-ParallelSpec", "*flavour over base*"]
+
+
 def test_masks_and_ngrams_and_expectations(tmp_path: Path) -> None:
     folder = results(
         tmp_path,
