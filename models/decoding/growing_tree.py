@@ -57,6 +57,25 @@ class GrowingTree:
         return rows[:, : end - 1], depths
 
 
+def depths_below(parents: list[int], depths: list[int], num_depths: int, of_them: str) -> list[int]:
+    """The depths of W new nodes below `parents`, [W].
+
+    Args:
+        depths: Of the nodes there are.
+        num_depths: Nodes of this depth would have no children.
+        of_them: What says how many depths there are, for the error.
+
+    Raises:
+        ValueError: A parent does not exist, or nothing is drafted so deep.
+    """
+    if not depths or max(parents) >= len(depths):
+        raise ValueError(f"parents {parents} must be among the {len(depths)} nodes there are: begin() first")
+    below = [depths[parent] + 1 for parent in parents]
+    if max(below) >= num_depths:
+        raise ValueError(f"a node at depth {max(below)} has no children: {of_them}")
+    return below
+
+
 def nodes_on(tokens: Tensor | list[int], parents: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and parents of W new nodes on the device, [W] each, in one copy; in none where both recur or are there."""
     if isinstance(tokens, Tensor):

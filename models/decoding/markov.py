@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND
+from draftsmith.models.decoding.growing_tree import depths_below
 from draftsmith.models.decoding.protocols import Compilable, DrafterDecoder
 from draftsmith.models.decoding.transfers import index_on, to_device
 
@@ -57,11 +58,7 @@ class MarkovDecoder:
     @torch.inference_mode()
     def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        if not self._depths or max(parents) >= len(self._depths):
-            raise ValueError(f"parents {parents} must be among the {len(self._depths)} nodes there are: begin() first")
-        depths = [self._depths[parent] + 1 for parent in parents]
-        if max(depths) >= self.num_depths:
-            raise ValueError(f"a node at depth {max(depths)} has no children: {self.num_depths} depths are drafted")
+        depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
         self._depths += depths
         tokens_w = tokens if isinstance(tokens, Tensor) else to_device(tokens, self._device)
         if len(set(depths)) == 1:  # a level of the tree, as trees are grown

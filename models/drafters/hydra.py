@@ -32,7 +32,7 @@ from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.base.options import Attention, DepthWeights
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.cached import CachedDecoder
-from draftsmith.models.decoding.growing_tree import nodes_on
+from draftsmith.models.decoding.growing_tree import depths_below, nodes_on
 from draftsmith.models.decoding.static_layers import padded_rows
 from draftsmith.models.groups.alignment import depth_labels, previous_features
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
@@ -251,11 +251,7 @@ class HydraDecoder:
     @torch.inference_mode()
     def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        if not self._depths or max(parents) >= len(self._depths):
-            raise ValueError(f"parents {parents} must be among the {len(self._depths)} nodes there are: begin() first")
-        depths = [self._depths[parent] + 1 for parent in parents]
-        if max(depths) >= self.num_depths:
-            raise ValueError(f"a node at depth {max(depths)} has no children: there are {self.num_depths} heads")
+        depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")
         tokens_w, _ = nodes_on(tokens, parents, self._drafter.device)
         embedded_wd = self._drafter.embedded(tokens_w)
         rows: Sequence[Tensor]
