@@ -52,9 +52,10 @@ def drafter_method(
     device: str = "cpu",
     compiles: bool = False,
     lookup: bool = False,
+    generator: torch.Generator | None = None,
     **options: Any,
 ) -> tuple[DrafterMethod, tuple[int, ...]]:
-    """A drafter's method on this device, and the features that it reads."""
+    """A drafter's method on this device, which draws from `generator`, and the features that it reads."""
     # Made on the CPU with a target of its own, and told of the one that it drafts for.
     drafter = tiny_drafter_of(kind, target, **(REDUCED if kind in ("eagle3", "peagle") else {}), **options)
     if device != "cpu":
@@ -66,9 +67,11 @@ def drafter_method(
     if compiles:
         decoder.compile(backend="eager")
     recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
-    generator = None if sampling.greedy else torch.Generator().manual_seed(1)
+    draws = generator or torch.Generator().manual_seed(1)
     lookup_nodes = recipe.nodes if lookup else 0
-    method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator, lookup_nodes)
+    method = DrafterMethod(
+        "x", decoder, tree_builder(recipe, decoder), sampling, None if sampling.greedy else draws, lookup_nodes
+    )
     return method, drafter.feature_layers
 
 
@@ -170,22 +173,30 @@ def test_rounds_are_handed_over_as_the_walk_does(tree: str) -> None:
         assert (walked.kept, walked.verdict.next_token) == (at_once.kept, at_once.verdict.next_token)
 
 
-def counted(method: Method, layers: tuple[int, ...], target: Any, temperature: float) -> tuple[float, float]:
-    """Copies from and to the ghost in a round, what is made once and for all being there from the answer before."""
+def counted(
+    method: Method, layers: tuple[int, ...], target: Any, temperature: float, generator: torch.Generator
+) -> tuple[float, float]:
+    """Copies from and to the ghost in a round, what is made once and for all being there from the answer before.
+
+    Both answers are the same, as all chance comes from `generator`, the method's too: another one may need shapes that
+    the first had not.
+    """
     propose = OpenAnswer.propose_on_device
 
     def counting(answer: OpenAnswer, device: torch.device) -> Any:
         GhostDevice.counting = True  # from the first round on
         return propose(answer, device)
 
-    generator = torch.Generator().manual_seed(2)
+    answers: list[AnswerRecord] = []
     with TargetSession(target, 64, layers) as session, mock.patch.object(OpenAnswer, "propose_on_device", counting):
         for _ in range(2):
             GhostDevice.counting = False
             GhostDevice.forget()
             generator.manual_seed(2)
-            answer = generate(session, method, PROMPT, Sampling(temperature), NEW_TOKENS, (), generator)
+            answers.append(generate(session, method, PROMPT, Sampling(temperature), NEW_TOKENS, (), generator))
         GhostDevice.counting = False
+    before, answer = answers
+    assert figures(answer) == figures(before)
     assert answer.rounds >= 3
     # The one wait besides is the answer's, for its own time.
     assert GhostDevice.counts.pop(("back", "synchronize")) == 1
@@ -199,8 +210,9 @@ def test_one_copy_each_way_a_round(kind: str, tree: str, temperature: float) -> 
     """Or one for each level that is drafted with the host's help: only the dynamic trees of stepwise drafters are."""
     with ghost_device():
         target = tiny_target(num_hidden_layers=LAYERS.get(kind, 2))
-        method, layers = drafter_method(kind, tree, target, Sampling(temperature), device="cuda:0")
-        back, sent = counted(method, layers, target, temperature)
+        sampling, generator = Sampling(temperature), torch.Generator()
+        method, layers = drafter_method(kind, tree, target, sampling, device="cuda:0", generator=generator)
+        back, sent = counted(method, layers, target, temperature, generator)
     if tree == "best_first" and isinstance(method.decoder, StepwiseDecoder):
         # The levels, and the verification; every level but the first is sent, then the tree and what is committed.
         assert 1 < back <= method.decoder.num_depths + 1
@@ -225,9 +237,10 @@ def test_a_markov_head_is_as_other_stepwise_drafters(tree: str, temperature: flo
     if temperature == 0:  # sampled answers depend on the order of draws
         assert answers[0] == answers[1]
     with ghost_device():
-        target = tiny_target()
-        method, layers = drafter_method("parallel", tree, target, sampling, device="cuda:0", markov_rank=5)
-        back, sent = counted(method, layers, target, temperature)
+        target, generator = tiny_target(), torch.Generator()
+        options = {"device": "cuda:0", "generator": generator, "markov_rank": 5}
+        method, layers = drafter_method("parallel", tree, target, sampling, **options)
+        back, sent = counted(method, layers, target, temperature, generator)
     if tree == "best_first":
         assert 1 < back <= 5 + 1
         assert 1 < sent <= 5 + 1
@@ -239,19 +252,18 @@ def test_a_markov_head_is_as_other_stepwise_drafters(tree: str, temperature: flo
 def test_lookups_cost_one_more_each_way(temperature: float) -> None:
     """The host makes the tree, of what the drafter found most likely."""
     with ghost_device():
-        target = tiny_target()
-        method, layers = drafter_method(
-            "parallel", "best_first", target, Sampling(temperature), device="cuda:0", lookup=True
-        )
-        assert counted(method, layers, target, temperature) == (2, 2)
+        target, generator = tiny_target(), torch.Generator()
+        options = {"device": "cuda:0", "generator": generator, "lookup": True}
+        method, layers = drafter_method("parallel", "best_first", target, Sampling(temperature), **options)
+        assert counted(method, layers, target, temperature, generator) == (2, 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_copy_each_way_without_drafts(temperature: float) -> None:
     with ghost_device():
-        target = tiny_target().to("cuda:0")
+        target, generator = tiny_target().to("cuda:0"), torch.Generator()
         for method in (Autoregressive(), PromptLookup("lookup", num_tokens=4, partial=True)):
-            assert counted(method, (-1,), target, temperature) == (1, 1)
+            assert counted(method, (-1,), target, temperature, generator) == (1, 1)
 
 
 def test_the_ghost_sees_what_the_walk_costs() -> None:
