@@ -45,8 +45,11 @@ class Place:
 
 
 def place(results: Path, file: str, method: str, temperature: float) -> Place:
-    """Where a method's row at a temperature stands."""
-    return Place(results, file, f"{method}@{temperature:g}")
+    """Where a method's row at a temperature stands: in `file`, or in `file_*`, where a table has several sittings."""
+    arm = f"{method}@{temperature:g}"
+    sittings = [file, *sorted(found.stem for found in results.glob(f"{file}_*.json"))]
+    places = [Place(results, sitting, arm) for sitting in sittings]
+    return next((found for found in places if found.row), places[0])
 
 
 @lru_cache(maxsize=16)

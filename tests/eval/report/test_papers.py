@@ -11,7 +11,7 @@ from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram
 from draftsmith.eval.report.papers.page import page_text, write_page
 from draftsmith.eval.report.papers.parallel_spec import EMBEDDED, SMOLLM2, main_table, number_of_masks
 from draftsmith.eval.report.papers.pictures import draw_rounds, steps
-from draftsmith.eval.report.papers.quoted import Place, ratio, table
+from draftsmith.eval.report.papers.quoted import Place, place, ratio, table
 
 
 def row(speedup: float, tau: float, **timing: Any) -> dict[str, Any]:
@@ -58,6 +58,13 @@ def test_a_ratio_is_of_one_measurement(tmp_path: Path) -> None:
     assert ratio(above, Place(folder, "a", "q@0"), "speedup_mean") == 1.5
     assert ratio(above, Place(folder, "b", "q@0"), "speedup_mean") is None
     assert ratio(above, Place(folder, "a", "r@0"), "speedup_mean") is None
+
+
+def test_a_table_may_have_several_sittings(tmp_path: Path) -> None:
+    folder = results(tmp_path, t={"p@0": row(3.0, 2.0)}, t_b={"p@0": row(2, 2), "p@1": row(2.0, 1.0)}, tea={"p@2": row(1.0, 1.0)})
+    assert place(folder, "t", "p", 0.0).file == "t"
+    assert place(folder, "t", "p", 1.0).quoted("tau") == "[1.00](results/t_b.json#figures.rows.p@1.tau)"
+    assert place(folder, "t", "p", 2.0).quoted("tau") == "-"
 
 
 def test_rows_without_a_figure_are_left_out() -> None:
