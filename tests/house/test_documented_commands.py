@@ -37,7 +37,12 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 # Lists of usages, in words that are placeholders; what they are made from is what the other rules ask.
 SYNOPSES = ("docs/reference/commands.md",)
 COMMANDS = [
