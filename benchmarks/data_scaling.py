@@ -3,10 +3,11 @@
     python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa \\
         --json docs/results/data_scaling.json --picture docs/results/data_scaling.png --store
 
-The first recipe must be distilled (`draftsmith distill`). Its token rows, in one shuffled order, are cut where they
-hold `--tokens` answer tokens; every recipe is trained on every part, as its `train:` says (in epochs: less data are
-fewer steps; `train.max_steps=N` gives all the same), all are measured side by side, and a line over log2 of the tokens
-is fitted (`train/plan/data_scaling.py`). What is trained or measured is not done again by the same command.
+The first recipe must be distilled (`draftsmith distill`), with its features on disk where `data.features.source` is
+`offline` (all layers that any of the recipes reads). Every recipe is trained on every part of its tokens
+(`data.train_answer_tokens`), as its `train:` says (in epochs: less data are fewer steps; `train.max_steps=N` gives all
+the same), all are measured side by side, and a line over log2 of the tokens is fitted (`train/plan/data_scaling.py`).
+What is trained or measured is not done again by the same command.
 
 Beside it: the tau of a chain that accuracies by depth lead one to expect, 1 + a1 + a1 a2 + ..., against the measured
 one. Accuracies are those on rows kept out of training where `data.eval_rows_frac` asks for such, else on training rows;
@@ -21,9 +22,6 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from datasets import Dataset
-
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
 from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.commands.evaluate import evaluate
@@ -33,7 +31,6 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
-from draftsmith.train.batches.collate import ROWS_COLUMN
 from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.stage import train_drafter
@@ -51,25 +48,6 @@ class Training:
     report: TrainReport
 
 
-def nested_parts(tokens: Dataset, sizes: list[int], seed: int, eval_rows_frac: float) -> list[tuple[int, Dataset]]:
-    """(answer tokens to train on, rows): the shortest beginnings of one shuffled order that hold so many.
-
-    The rows that training keeps out stand in every part, before the others, so that all drafters are seen on the same.
-
-    Raises:
-        UserError: There are fewer answer tokens.
-    """
-    to_train, kept_out = split_rows(tokens, eval_rows_frac)
-    out = [] if kept_out is None else [row for (row,) in kept_out[ROWS_COLUMN]]
-    usable = range(len(tokens)) if kept_out is None else [row for (row,) in to_train[ROWS_COLUMN]]
-    order = np.random.default_rng(seed).permutation(np.array(usable))
-    held = np.array(answer_lengths(tokens))[order].cumsum()
-    if max(sizes) > held[-1]:
-        raise UserError(f"option --tokens: {max(sizes):,} are wanted, but the distilled answers hold {held[-1]:,}")
-    last = [int(np.searchsorted(held, size)) for size in sizes]
-    return [(int(held[end]), tokens.select([*out, *order[: end + 1]])) for end in last]
-
-
 def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
     """The recipe under a name of its own, measured with its chain and its first other tree.
 
@@ -84,22 +62,20 @@ def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
             raise UserError(f"recipe {recipe.name} measures no {shape}: add one to its eval.methods")
         methods.append(found.model_copy(update={"name": shape}))
     evaluation = recipe.eval.model_copy(update={"methods": methods, "temperatures": recipe.eval.temperatures[:1]})
-    return recipe.model_copy(update={"name": f"{recipe.name}-{size}", "eval": evaluation})
+    data = recipe.data.model_copy(update={"train_answer_tokens": size})
+    return recipe.model_copy(update={"name": f"{recipe.name}-{size}", "eval": evaluation, "data": data})
 
 
 def train_all(recipes: list[Recipe], sizes: list[int]) -> list[Training]:
     """Every recipe on every part of the first one's tokens; what is trained already is not trained again."""
     tokens = load_tokens(RunFolder(recipes[0]), recipes[0].name)
     trained = []
-    parts = nested_parts(tokens, sizes, recipes[0].seed, recipes[0].data.eval_rows_frac)
-    for size, (answer_tokens, part) in zip(sizes, parts, strict=True):
+    for size in sizes:
+        part, _ = split_rows(tokens, recipes[0].data.eval_rows_frac, size)
+        answer_tokens = sum(answer_lengths(part))
         for recipe in recipes:
             own = recipe_of_part(recipe, size)
-            folder = RunFolder(own).data / "tokens"
-            if not folder.is_dir():
-                partial = folder.with_name("tokens.partial")
-                part.save_to_disk(str(partial))
-                partial.replace(folder)
+            RunFolder(own).read_from(RunFolder(recipes[0]))
             trained.append(Training(own, answer_tokens, train_drafter(own)))
             print(trained[-1].report.sentence(), flush=True)
     return trained

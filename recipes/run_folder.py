@@ -1,5 +1,7 @@
 """`runs/<name>/`: where a run's stages write, with the resolved recipe and where it all came from."""
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import importlib.metadata
@@ -50,6 +52,13 @@ class RunFolder:
         self.drafter = self.root / "drafter"
         self.eval = self.root / "eval"
         self._recipe = recipe
+
+    def read_from(self, other: RunFolder) -> None:
+        """Read another run's conversations, tokens and features, by links; what this run has itself stays."""
+        for link, folder in ((self.data, other.data), (self.features, other.features)):
+            if folder.exists() and not link.exists():
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(folder.resolve(), target_is_directory=True)
 
     def record(self, stage: str, inputs: dict[str, Path] | None = None) -> None:
         """Write the resolved recipe and add this stage to `provenance.json`, both without secrets.

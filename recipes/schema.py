@@ -239,6 +239,12 @@ class DataRecipe(Section):
         description="share of the token rows, by a hash of each, that training leaves out: accuracy by depth and the "
         "tau of a chain are measured on them at the end, and on the way with `train.eval_strategy`",
     )
+    train_answer_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="train on the rows that hold so many answer tokens, by the same hash: a smaller part of the same "
+        "data lies in every larger one. By default all of them",
+    )
     tokenize_processes: int | None = Field(None, ge=1, description="by default one a processor, 8 at most")
 
 

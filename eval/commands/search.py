@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -101,7 +100,7 @@ def search_recipe(recipe: Recipe, budget: SearchBudget) -> Search:
     for number in range(budget.trials):
         values = trial_values(recipe, number)
         trial = trial_recipe(recipe, number, values, budget.steps)
-        _share_data(trial, recipe)
+        RunFolder(trial).read_from(RunFolder(recipe))
         first = first_stage(trial)
         if first is not None:
             make_drafter(first)
@@ -195,15 +194,6 @@ def _scored_methods(recipe: Recipe) -> list[Any]:
     """The trees that the drafter alone decides."""
     own = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.drafter is None)
     return [method for method in own if method.tree != "tuned" and not method.lookup]
-
-
-def _share_data(trial: Recipe, recipe: Recipe) -> None:
-    """All trials read the recipe's own data, and its features if they are on disk."""
-    own, shared = RunFolder(trial), RunFolder(recipe)
-    for link, folder in ((own.data, shared.data), (own.features, shared.features)):
-        if folder.exists() and not link.exists():
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(Path(folder).resolve(), target_is_directory=True)
 
 
 def _van_der_corput(number: int) -> float:

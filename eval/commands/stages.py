@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from draftsmith.data.engines.engine import Engine
 
 # Of the data section, what only training and the tokeniser's speed know of.
-NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "features"}
+NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features"}
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:

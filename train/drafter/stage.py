@@ -77,7 +77,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if offline:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
-    to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac)
+    to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
     _refuse_evaluation_of_nothing(args, to_eval)
     begun_from = start_folder(recipe)
     settings = _settings(recipe, tokens) | start_settings(begun_from)
@@ -217,6 +217,8 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     settings["data (its tokens)"] = tokens_hash(tokens)
     if recipe.data.eval_rows_frac:
         settings["data.eval_rows_frac"] = recipe.data.eval_rows_frac
+    if recipe.data.train_answer_tokens is not None:
+        settings["data.train_answer_tokens"] = recipe.data.train_answer_tokens
     if recipe.data.packing:
         settings["data.packing, rows of"] = recipe.data.max_length_tokens
     return settings

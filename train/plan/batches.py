@@ -48,7 +48,7 @@ def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None 
     tokens = load_tokens(run, recipe.name) if (run.data / "tokens").is_dir() else None
     if tokens is not None and labelled_share is None:
         packed_tokens = length if recipe.data.packing else None
-        tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac)
+        tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
         return _from_dataset(tokens, batch_size, packed_tokens, str(run.data / "tokens"))
     share = 1.0 if labelled_share is None else labelled_share
     how = "assumed: rows of data.max_length_tokens"

@@ -61,7 +61,7 @@ def test_a_ratio_is_of_one_measurement(tmp_path: Path) -> None:
 
 
 def test_a_table_may_have_several_sittings(tmp_path: Path) -> None:
-    folder = results(tmp_path, t={"p@0": row(3.0, 2.0)}, t_b={"p@0": row(2, 2), "p@1": row(2.0, 1.0)}, tea={"p@2": row(1.0, 1.0)})
+    folder = results(tmp_path, t={"p@0": row(3, 2)}, t_b={"p@0": row(2, 2), "p@1": row(2, 1)}, tea={"p@2": row(1, 1)})
     assert place(folder, "t", "p", 0.0).file == "t"
     assert place(folder, "t", "p", 1.0).quoted("tau") == "[1.00](results/t_b.json#figures.rows.p@1.tau)"
     assert place(folder, "t", "p", 2.0).quoted("tau") == "-"

@@ -84,6 +84,30 @@ def test_rows_are_kept_out_by_what_they_are() -> None:
         split_rows(few, 1e-9)
 
 
+@pytest.mark.parametrize("eval_rows_frac", [0.0, 0.4])
+def test_parts_of_the_data_lie_in_each_other(eval_rows_frac: float) -> None:
+    tokens = token_rows((*range(9, 60), 12, 14))
+    labels = [sum(mask) for mask in tokens["loss_mask"]]
+    _, kept = split_rows(tokens, eval_rows_frac)
+    parts = []
+    for size in (8, 30, 90):
+        part, kept_beside_it = split_rows(tokens, eval_rows_frac, size)
+        rows = [row for (row,) in part[ROWS_COLUMN]]
+        assert rows == sorted(rows)
+        assert part["input_ids"] == [tokens["input_ids"][row] for row in rows]
+        assert size <= sum(labels[row] for row in rows) < size + max(labels)
+        if kept is not None:
+            assert kept_beside_it is not None
+            assert kept_beside_it[ROWS_COLUMN] == kept[ROWS_COLUMN]
+            assert not {row for (row,) in kept[ROWS_COLUMN]} & set(rows)
+        parts.append(set(rows))
+    assert parts[0] < parts[1] < parts[2]
+    with pytest.raises(
+        UserError, match=r"`data\.train_answer_tokens`: 50,000 are wanted, but the rows to train on hold"
+    ):
+        split_rows(tokens, eval_rows_frac, 50_000)
+
+
 def test_the_log_tells_where_decoding_will_end(target_folder: Path) -> None:
     recipe = with_rows_kept_out(target_folder, "told", max_steps=40, eval_strategy="steps", eval_steps=20)
     report = train_drafter(recipe)
