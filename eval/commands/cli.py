@@ -302,7 +302,7 @@ def compare(
         check_name(name)
     except ValueError as error:
         raise UserError(f"option --name: {error}, not {name!r}") from None
-    loaded = [load_recipe(file, overrides) for file in files]
+    loaded = named = [load_recipe(file, overrides) for file in files]
     from draftsmith.eval.commands.compare import compare as measure_together
     from draftsmith.eval.commands.compare import expand_variants, with_seeds
 
@@ -312,7 +312,7 @@ def compare(
     words = ["draftsmith", "compare", *recipes, "--name", name]
     words += [] if vary is None else ["--vary", vary]
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
-    rows, measured = measure_together(loaded, name, masked(shlex.join(words)))
+    rows, measured = measure_together(loaded, name, masked(shlex.join(words)), named)
     tell(rows)
     _where_to_go_next(*measured)
 

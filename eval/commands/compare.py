@@ -8,6 +8,7 @@ A drafter that changes its target (Medusa-2) is measured against the changed tar
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,15 @@ def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
     ]
 
 
-def compare(recipes: list[Recipe], name: str, command: str | None = None) -> tuple[list[dict[str, Any]], list[Recipe]]:
+def compare(
+    recipes: list[Recipe], name: str, command: str | None = None, distilled: Sequence[Recipe] = ()
+) -> tuple[list[dict[str, Any]], list[Recipe]]:
     """Distil, train and measure all of them.
 
     Args:
         name: Of the common table's run.
         command: What repeats the comparison, for its report.
+        distilled: Others whose conversations may be there already, such as the recipe that variants are made of.
 
     Returns:
         The rows of all tables, and the recipe of each: the common one first, if there is one.
@@ -86,7 +90,7 @@ def compare(recipes: list[Recipe], name: str, command: str | None = None) -> tup
     together = [recipe for recipe in recipes if not _changes_target(recipe)]
     measured = [joint_recipe(together, name)] if together else []
     for recipe in recipes:
-        reuse_data(recipe, recipes)
+        reuse_data(recipe, [*recipes, *distilled])
         make_drafter(recipe)
     rows = [row for joint in measured for row in run_eval(joint, command)]
     for recipe in recipes:

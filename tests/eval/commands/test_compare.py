@@ -65,6 +65,19 @@ def test_seeds_train_anew_and_measure_the_rest_once() -> None:
     ]  # fmt: skip
 
 
+def test_variants_reuse_what_their_recipe_distilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [f"runs_dir={tmp_path}"]
+    (tmp_path / "quickstart" / "data" / "tokens").mkdir(parents=True)
+    (tmp_path / "quickstart" / "data" / "tokens" / "here").touch()
+    made: list[str] = []
+    monkeypatch.setattr("draftsmith.eval.commands.compare.make_drafter", lambda recipe: made.append(recipe.name))
+    monkeypatch.setattr("draftsmith.eval.commands.compare.run_eval", lambda *_: [])
+    variants = expand_variants("quickstart", overrides, "data.train_answer_tokens=100,200")
+    compare(variants, "parts", distilled=[load_recipe("quickstart", overrides)])
+    assert made == ["quickstart-train_answer_tokens-100", "quickstart-train_answer_tokens-200"]
+    assert all((tmp_path / name / "data" / "tokens" / "here").exists() for name in made)
+
+
 def test_spread_over_seeds_by_hand() -> None:
     """tau 2, 3, 4: mean 3, standard deviation 1."""
     rows = [
