@@ -15,6 +15,7 @@ from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.run_folder import write_atomically
 
 PICTURES = "pictures"  # beside the page
+ANSWER = "paper_answer.svg"
 MASKS = range(1, 7)
 TEMPERATURES = (0.0, 1.0)
 # Of the picture of a round, on SmolLM2.
@@ -94,6 +95,7 @@ def page_text(results: Path) -> str:
         ngrams=ngram_alphas(results, NGRAM_ARMS),
         expected=expected_and_measured(results, EXPECTED),
         pictures=PICTURES,
+        answer=ANSWER if (results.parent / PICTURES / ANSWER).exists() else None,
         figure=figure,
         over=over,
     )

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from support.places import ROOT
 
+from draftsmith.eval.report.page.answers import ShownAnswer, ShownQuestion, ShownRound
+from draftsmith.eval.report.papers.answer import DRAFTED, draw_answer, pieces
 from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram_alphas, operations_and_speed
 from draftsmith.eval.report.papers.page import page_text, write_page
 from draftsmith.eval.report.papers.parallel_spec import EMBEDDED, SMOLLM2, main_table, number_of_masks
@@ -162,6 +165,28 @@ def test_a_page_without_any_result_is_whole(tmp_path: Path) -> None:
     assert text.count("*Not measured yet.*") == 7
     assert "6.86x" in text
     assert not (tmp_path / "pictures").exists()
+
+
+def test_an_answer_shows_who_made_its_tokens(tmp_path: Path) -> None:
+    rounds = [
+        ShownRound(1, " is\nits", 3, [], " & own", 5),
+        ShownRound(2, "", 0, ["x"], " end" + "." * 100, 5),
+    ]
+    answer = ShownAnswer("a/tree", "parallel", "This", rounds)
+    assert pieces(answer) == [("This", False), (" is\nits", True), (" & own", False), (" end" + "." * 100, False)]
+    file = draw_answer(ShownQuestion(1, "qa", "What?", [answer, answer]), tmp_path / "a.svg")
+    drawn = ElementTree.parse(file).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [element.text for element in drawn.iter(f"{space}text")]
+    head = "a/tree: 5 tokens in 2 rounds"
+    block = [head, "This", " is", "its", " & own", " end" + "." * 79, "." * 21]
+    assert texts == block * 2
+    green = [element for element in drawn.iter(f"{space}rect") if element.get("fill") == DRAFTED]
+    assert [float(element.attrib["width"]) for element in green] == [23.4, 23.4] * 2
+    lines = [float(element.attrib["y"]) for element in drawn.iter(f"{space}text")]
+    assert lines[3] - lines[2] == 20.0
+    assert lines == sorted(lines)
+    assert max(lines) < float(drawn.attrib["height"])
 
 
 def test_the_page_says_what_the_files_say() -> None:
