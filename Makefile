@@ -120,7 +120,7 @@ paper: $(READY)
 	cp runs/masks/eval/result.json docs/results/masks.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
-	$(BIN)/python -m draftsmith.eval.report.papers docs runs/smollm2-table
+	$(BIN)/python -m draftsmith.eval.report.papers docs runs/smollm2-table/eval/traced.json
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

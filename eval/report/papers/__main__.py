@@ -1,12 +1,12 @@
-"""`python -m draftsmith.eval.report.papers [docs [run folder]]`: write `docs/paper.md` from `docs/results/`.
+"""`python -m draftsmith.eval.report.papers [docs [eval/traced.json of a run]]`: write `docs/paper.md` from `docs/results/`.
 
-With a measured run's folder, the picture of an answer too: of its first traced question.
+With the second, the picture of an answer too: of the first question that was traced.
 """
 
 import sys
 from pathlib import Path
 
-from draftsmith.eval.kept.measurement import TRACED, Traced
+from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.report.page.answers import shown_answers
 from draftsmith.eval.report.papers.answer import draw_answer
 from draftsmith.eval.report.papers.page import ANSWER, PICTURES, write_page
@@ -15,6 +15,6 @@ from draftsmith.recipes.run_folder import read_json
 if __name__ == "__main__":
     docs = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
     if len(sys.argv) > 2:
-        traced = read_json(Path(sys.argv[2]) / "eval" / TRACED, Traced, "measure the run again")
-        print(draw_answer(shown_answers(traced.answers)[0], docs / PICTURES / ANSWER))
+        traced = read_json(Path(sys.argv[2]), dict[str, list[TracedAnswer]], "measure the run again")
+        print(draw_answer(shown_answers(traced["answers"])[0], docs / PICTURES / ANSWER))
     print(write_page(docs / "results", docs / "paper.md"))
