@@ -1,4 +1,4 @@
-"""`python -m draftsmith.eval.report.papers [docs [eval/traced.json of a run]]`: write `docs/paper.md` from `docs/results/`.
+"""`python -m draftsmith.eval.report.papers [docs [a run's eval/traced.json]]`: write `docs/paper.md` from its results.
 
 With the second, the picture of an answer too: of the first question that was traced.
 """
