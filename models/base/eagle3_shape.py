@@ -2,17 +2,21 @@
 
 g = fc([low; mid; high]), the residual streams of three layers of the target. The first decoder layer is of the target's
 own kind, with q, k and v projections twice as wide: its attention reads [input_layernorm(e(x_t)); hidden_norm(g_{t-1})]
-and is added to the un-normed g_{t-1}; the MLP is as ever. Further layers are plain. Logits come from norm(out); what a
-drafted token is followed with is `out` itself, in place of g.
+and is added to the un-normed g_{t-1}; the MLP is as ever. Further layers are plain. Logits come from norm(out).
+
+With EAGLE-3.1's `fc_norm` (arXiv 2605.09992: an RMSNorm for each hidden state taken from the target) g is
+fc([norm_1(low); norm_2(mid); norm_3(high)]), so that no layer counts for more because its stream is larger.
+`norm_before_fc` is another form of it, of NVIDIA's and speculators' drafters: fc(norm([low; mid; high])). P-EAGLE's
+`mask_hidden` goes through the same norms, as it does in vLLM (v1/spec_decode/llm_base_proposer.py) and speculators.
 
 Shapes: D hidden, E = 2D input width of the first layer, F = 3D features, N rows, V vocabulary.
 """
 
 import copy
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -45,6 +49,16 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
     norm_before_residual: bool = Field(
         False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
     )
+    fc_norm: bool = Field(False, description="norm each layer's features by itself before they are fused, as EAGLE-3.1")
+    norm_before_fc: bool = Field(
+        False, description="norm all features together before they are fused, as speculators' drafters do"
+    )
+
+    @model_validator(mode="after")
+    def _one_norm_of_features(self) -> Self:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("`fc_norm` and `norm_before_fc` both norm the features: set one of them to false")
+        return self
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -110,6 +124,9 @@ class Eagle3Layer(nn.Module):
 class Eagle3Shape(GroupWiseDrafter):
     """Parameters and inputs of both; they differ in how depths follow one another."""
 
+    fc_norm: nn.ModuleList | None
+    input_norm: nn.Module | None
+
     def build_shape(self, config: DrafterConfig, num_layers: int) -> None:
         """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
         self.layers_config = layers_config(config.target_config, num_layers)
@@ -118,8 +135,17 @@ class Eagle3Shape(GroupWiseDrafter):
         first = Eagle3Layer(built.layers[0], spread, config.norm_before_residual)
         self.layers, self.norm = nn.ModuleList([first, *built.layers[1:]]), built.norm
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
+        self.fc_norm = self.input_norm = None
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(self._fresh_norm(hidden_size) for _ in config.feature_layers)
+        if config.norm_before_fc:
+            self.input_norm = self._fresh_norm(self.fc.in_features)
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+
+    def _fresh_norm(self, size: int) -> nn.Module:
+        """Of the target's kind, doing nothing but to norm."""
+        return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -150,8 +176,18 @@ class Eagle3Shape(GroupWiseDrafter):
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., E] from x_t [...] and the features [..., F] that predicted it."""
-        return self.drafted_inputs(input_ids, self.fc(previous_features.to(self.fc.weight.dtype)))
+        return self.token_inputs(input_ids, self.fused(previous_features))
 
-    def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
-        """[..., E] from tokens [...] and, in place of g, what predicted them [..., D]."""
-        return torch.cat([self.attached.embedding(input_ids).to(feedback.dtype), feedback], dim=-1)
+    def fused(self, features: Tensor) -> Tensor:
+        """g [..., D] from the features of all layers [..., F]."""
+        features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            of_layers = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, of_layers, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def token_inputs(self, input_ids: Tensor, predicted_by: Tensor) -> Tensor:
+        """[..., E] from tokens [...] and what predicted them [..., D]: g, or what stands in for it."""
+        return torch.cat([self.attached.embedding(input_ids).to(predicted_by.dtype), predicted_by], dim=-1)

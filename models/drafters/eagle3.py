@@ -6,6 +6,12 @@ group t reads e(x_{t+j}) and the output of step j-1, stands at position t+j, and
 steps 1..j of its own group. That is group attention (`attention.py`) whose stream j is computed after stream j-1,
 so groups, rows, labels and loss are those of `group_wise.py`.
 
+EAGLE-3.1 (arXiv 2605.09992) finds that this output grows from step to step, since nothing norms the residual path that
+runs through all of them, and that attention drifts from the prompt to the drafted tokens. Its two changes are options:
+`norm_output`, with which step j reads norm(output of step j-1), the very states that the head reads ("post-norm"), and
+`fc_norm` (`eagle3_shape.py`). Neither changes what a round costs. Both are as vLLM's keys of these names
+(model_executor/models/llama_eagle3.py), in training and in decoding.
+
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
 loss is a mean of its own and the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
 and 0 at the optimum. With a draft vocabulary the authors' code (SafeAILab/EAGLE, eagle/traineagle3/cnets.py) leaves out
@@ -44,6 +50,9 @@ class Eagle3Config(DrafterConfig):
         )
 
         in_parts: InParts = False
+        norm_output: bool = Field(
+            False, description="a step reads the output of the step before behind the final norm, as EAGLE-3.1"
+        )
 
         @field_validator("draft_depth")
         @classmethod
@@ -70,20 +79,25 @@ class Eagle3Drafter(Eagle3Shape):
         length = rows.shape[2]
         previous_bsf = previous_features(self.features_read(features), position_ids)
         # What the next stream reads beside its tokens: g first, then the outputs of the stream before it.
-        feedback_pd = self.fc(previous_bsf.to(self.fc.weight.dtype)).flatten(0, 1)
+        feedback_pd = self.fused(previous_bsf).flatten(0, 1)
         positions_n, ids_p = self.positions(rows, position_ids), input_ids.flatten()
         memory, outputs, places = EarlierStreams(self.config.attention), [], []
         for j, (place_n, grid) in enumerate(rows.streams()):
             token_n, position_n = rows.token_n[place_n], rows.position_n[place_n]
             # Past the end of the row there is no token to read, nor a label: any will do.
             read_n = token_n + (position_n + j).clamp_max(length - 1) - position_n
-            hidden = self.drafted_inputs(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)
+            read = self.drafted_inputs if j else self.token_inputs
+            hidden = read(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)
             rotary = self.rotary_of(hidden, positions_n[place_n].unsqueeze(0))
             memory.begin_stream(grid)
             outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
             places.append(place_n)
             feedback_pd = outputs[-1].new_zeros(feedback_pd.shape).index_copy(0, token_n, outputs[-1])
         return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
+
+    def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
+        """[..., E] from drafted tokens [...] and the outputs that predicted them [..., D], in place of g."""
+        return self.token_inputs(input_ids, self.norm(feedback) if self.config.norm_output else feedback)
 
     def part_state(self, inputs_ne: Tensor, hidden_nd: Tensor) -> Tensor:
         """The outputs, which the first drafted step reads in place of g."""

@@ -30,9 +30,15 @@ from draftsmith.models.formats.checkpoint import (
 from draftsmith.models.formats.loader_rules import MASK_TOKEN_KEYS, LoaderRules, TensorRule, llama_layer
 from draftsmith.recipes.errors import UserError
 
+# EAGLE-3.1's and their relatives: keys of the options, and of engines' configs.
+NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 FIRST_LAYER = llama_layer("midlayer", "2*H", ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
 FURTHER_LAYERS = llama_layer("layers.{i}", "H", ("input_layernorm", "post_attention_layernorm"), ((1, "layers"),))
 COMMON = (TensorRule("fc.weight", ("H", "A*T")), TensorRule("norm.weight", ("H",)))
+FEATURE_NORMS = (
+    TensorRule("fc_norm.{i}.weight", ("T",), ((0, "A"),), when="fc norm"),
+    TensorRule("input_norm.weight", ("A*T",), when="norm before fc"),
+)
 OWN_HEAD = TensorRule("lm_head.weight", ("W", "H"))
 D2T, T2D = TensorRule("d2t", ("W",), when="reduced"), TensorRule("t2d", ("V",), when="reduced")
 EMBEDDING = TensorRule("embed_tokens.weight", ("V", "H"))
@@ -40,9 +46,10 @@ REDUCED_HEAD = TensorRule("lm_head.weight", ("W", "H"), when="reduced")
 
 VLLM = LoaderRules(
     engine="vLLM 0.32 eagle3",
-    source="model_executor/models/llama_eagle3.py:415-463, qwen3_eagle3.py:398-448",
+    source="model_executor/models/llama_eagle3.py:184-256, 395-470, qwen3_eagle3.py:175-245, 375-450",
     tensors=(
         *COMMON,
+        *FEATURE_NORMS,
         *FIRST_LAYER,
         *FURTHER_LAYERS,
         REDUCED_HEAD,
@@ -57,7 +64,7 @@ SGLANG = LoaderRules(
     engine="SGLang 0.5.23 EAGLE3",
     source="srt/models/llama_eagle3.py: LlamaForCausalLMEagle3",
     # The projections of the first layer have no bias there, whatever the config says, and fc always reads three layers.
-    tensors=(TensorRule("fc.weight", ("H", "3*T")), COMMON[1], *FIRST_LAYER, REDUCED_HEAD, D2T),
+    tensors=(TensorRule("fc.weight", ("H", "3*T")), COMMON[1], *FEATURE_NORMS, *FIRST_LAYER, REDUCED_HEAD, D2T),
     optional=(EMBEDDING, OWN_HEAD, T2D),
     config={
         "tie_word_embeddings": False,
@@ -99,7 +106,8 @@ def refusal_sglang(config: DrafterConfig) -> Refusal | None:
 
 
 def refusal_authors(config: DrafterConfig) -> Refusal | None:
-    return refusal_vllm(config) or _refuse_more_than_llama(config, "SafeAILab/EAGLE's EAGLE-3")
+    authors = "SafeAILab/EAGLE's EAGLE-3"
+    return refusal_vllm(config) or _refuse_more_than_llama(config, authors) or _refuse_norms(config, authors)
 
 
 def _refuse_more_than_llama(config: DrafterConfig, reader: str) -> Refusal | None:
@@ -113,6 +121,13 @@ def _refuse_more_than_llama(config: DrafterConfig, reader: str) -> Refusal | Non
     if len(config.feature_layers) != 3:
         three = "three layers in drafter.options.feature_layers"
         return Refusal(f"{reader} fuses three layers of the target, not {len(config.feature_layers)}", three)
+    return None
+
+
+def _refuse_norms(config: DrafterConfig, reader: str) -> Refusal | None:
+    for key in NORMS:
+        if getattr(config, key, False):
+            return Refusal(f"{reader} knows no {key}", f"drafter.options.{key}=false")
     return None
 
 
@@ -131,6 +146,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
     config["eagle_aux_hidden_state_layer_ids"] = list(drafter.config.feature_layers)
     config["num_aux_hidden_states"] = len(drafter.config.feature_layers)
     config["norm_before_residual"] = drafter.config.norm_before_residual
+    config |= _norms(drafter.config)
     if config["model_type"] == "qwen3":
         config["architectures"] = ["Eagle3Qwen3ForCausalLM"]
     if "mask_hidden" in drafter.state_dict():
@@ -143,6 +159,7 @@ def to_sglang(drafter: Drafter) -> Checkpoint:
     ids = [layer - 1 for layer in drafter.config.feature_layers]
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     config["draft_vocab_size"] = drafter.config.draft_vocab_size  # null: the target's head
+    config |= _norms(drafter.config)
     return Checkpoint(config, _tensors(drafter, config))
 
 
@@ -170,6 +187,11 @@ def _config(drafter: Drafter) -> dict[str, Any]:
     return {**config, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": drafted}
 
 
+def _norms(config: DrafterConfig) -> dict[str, bool]:
+    """As engines name them; all are off where a reader does not find them."""
+    return {key: bool(getattr(config, key, False)) for key in NORMS}
+
+
 def _tensors(drafter: Drafter, config: Mapping[str, Any]) -> dict[str, Tensor]:
     renamed = {
         "midlayer" + name.removeprefix("layers.0") if name.startswith("layers.0.") else name: value
@@ -182,30 +204,21 @@ def _tensors(drafter: Drafter, config: Mapping[str, Any]) -> dict[str, Tensor]:
 
 # ---- theirs to ours ----
 
-# Variants of the layout that our layer does not have: what the key says where it is absent, and what it must say.
-VARIANTS = {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
-
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     """Of any of these layouts.
 
     Raises:
-        UserError: It is a variant that our layer does not have, was made for another target, or does not say which
-            layers of the target it reads.
+        UserError: It was made for another target, or does not say which layers of the target it reads.
     """
     config = checkpoint.config
     refuse_other_layers(config, target_config)
-    nested = config.get("eagle_config") or {}
-    for key, wanted in VARIANTS.items():
-        if bool(nested.get(key, config.get(key, wanted))) != wanted:
-            raise UserError(
-                f"the checkpoint's config says {key}: true, a variant of EAGLE-3's layer that is not among the "
-                "drafters here: import one without it"
-            )
     state = {name.replace("midlayer.", "layers.0.", 1): value for name, value in checkpoint.tensors.items()}
     state = without_zero_biases(state, target_config)
     options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl"}
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
+    nested = config.get("eagle_config") or {}
+    options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
     drafted, vocabulary = config.get("draft_vocab_size"), target_config["vocab_size"]
     if drafted is not None and drafted != vocabulary:
         options["draft_vocab_size"] = drafted
@@ -217,6 +230,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
     if "mask_hidden" not in state:
         return Parameters("eagle3", options, state, borrowed)
+    options.pop("norm_output", None)  # nothing is fed back
     options["mask_token_id"] = next((config[key] for key in MASK_TOKEN_KEYS if config.get(key) is not None), None)
     options["num_layers"] = config["num_hidden_layers"]
     state["mask_hidden"] = state["mask_hidden"].reshape(1, -1)

@@ -118,12 +118,14 @@ def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
 
 def facts(config: Mapping[str, Any]) -> dict[str, bool]:
     """What `TensorRule.when` may ask."""
-    drafted = config.get("draft_vocab_size")
+    drafted, nested = config.get("draft_vocab_size"), config.get("eagle_config") or {}
     return {
         "attention bias": bool(config.get("attention_bias")),
         "mlp bias": bool(config.get("mlp_bias")),
         "q/k norms": config.get("model_type") == "qwen3",
         "reduced": drafted is not None and drafted != config.get("vocab_size"),
+        "fc norm": bool(config.get("fc_norm")),
+        "norm before fc": bool(nested.get("norm_before_fc", config.get("norm_before_fc"))),
         "masks": any(config.get(key) is not None for key in MASK_TOKEN_KEYS),
         "one head": bool(config.get("original_lm_head")),
         "head bias": bool(config.get("medusa_fc_bias")),

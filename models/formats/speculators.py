@@ -1,7 +1,8 @@
 """The speculators library's layout: EAGLE-3's tensors under plain names, and a config that says how to serve them.
 
 vLLM reads it too, the layers' keys from `transformer_layer_config`, where the number of fused layers must stand for it.
-SGLang does not. `norm_before_residual` is always written: its default differs between the shapes and the readers.
+SGLang does not. `norm_before_residual` is always written: its default differs between the shapes and the readers. The
+norms of EAGLE-3.1 stand in both places: vLLM takes P-EAGLE's `fc_norm` from the layers' keys alone.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ RULES = LoaderRules(
     source="transformers_utils/configs/speculators/algos.py:18-95, base.py:62-93",
     tensors=(
         *eagle3.COMMON,
+        *eagle3.FEATURE_NORMS,
         *llama_layer("layers.0", "2*H", ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
         *eagle3.FURTHER_LAYERS,
         eagle3.OWN_HEAD,
@@ -59,6 +61,7 @@ def to_speculators(drafter: Drafter, tokens: int) -> Checkpoint:
         },
         "transformer_layer_config": layers,
         "norm_before_residual": layers.pop("norm_before_residual"),
+        **{key: layers[key] for key in eagle3.NORMS},
         "tie_word_embeddings": False,
         "dtype": layers["dtype"],
         **top,

@@ -31,9 +31,21 @@ class Reference:
         self.tensors = {**dict(drafter.named_parameters()), **dict(drafter.named_buffers())}
         self.embedding = drafter.attached.embedding.weight
         self.target_head = drafter.attached.lm_head.weight
+        self.norm_output = getattr(drafter.config, "norm_output", False)
         self.num_layers = len({name.split(".")[1] for name in self.tensors if name.startswith("layers.")})
 
     def fuse(self, features_f: Tensor) -> Tensor:
+        """[D] of all layers' features, normed together, each for itself, or not at all."""
+        if "input_norm.weight" in self.tensors:
+            features_f = rms_norm(features_f, self.tensors["input_norm.weight"])
+        elif "fc_norm.0.weight" in self.tensors:
+            size = len(self.tensors["fc_norm.0.weight"])
+            features_f = torch.cat(
+                [
+                    rms_norm(part, self.tensors[f"fc_norm.{number}.weight"])
+                    for number, part in enumerate(features_f.split(size))
+                ]
+            )
         return self.tensors["fc.weight"] @ features_f
 
     def row(self, token: int, g_d: Tensor, position: int, memory: Memory) -> Tensor:
@@ -61,6 +73,10 @@ class Reference:
             gate, up = (self.tensors[f"{name}mlp.{part}_proj.weight"] @ normed for part in ("gate", "up"))
             stream = stream + self.tensors[name + "mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
         return stream
+
+    def feedback(self, out_d: Tensor) -> Tensor:
+        """[D] what the next step reads in place of g."""
+        return rms_norm(out_d, self.tensors["norm.weight"]) if self.norm_output else out_d
 
     def logits(self, out_d: Tensor) -> Tensor:
         """[V], or [V'] of a reduced vocabulary."""

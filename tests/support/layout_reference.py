@@ -56,6 +56,16 @@ class LayoutReference:
         fused = self.product("fc", torch.cat([self.embedding[tokens], features_rd], dim=-1))
         return self.layer("layers.0", fused, fused, positions, causal(len(tokens)))
 
+    def eagle3_fused(self, features_rf: Tensor) -> Tensor:
+        """[R, D] of the features of three layers, normed as the tensors say."""
+        if "input_norm.weight" in self.tensors:
+            features_rf = self.norm("input_norm", features_rf)
+        if "fc_norm.0.weight" in self.tensors:
+            low, middle, high = features_rf.chunk(3, dim=-1)
+            normed = self.norm("fc_norm.0", low), self.norm("fc_norm.1", middle), self.norm("fc_norm.2", high)
+            features_rf = torch.cat(normed, dim=-1)
+        return self.product("fc", features_rf)
+
     def eagle3_slots(self, tokens: list[int], g_rd: Tensor, positions: list[int], normed_residual: bool) -> Tensor:
         """[R, D] before the final norm."""
         first = "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else "layers.0"

@@ -18,6 +18,11 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "vllm",
         {"ttt_steps": 3, "draft_vocab_size": 1000, "feature_layers": [0, 3, 6, 7], "first_token": False},
     ),
+    "eagle3.1": (
+        "eagle3",
+        "vllm",
+        {"ttt_steps": 3, "fc_norm": True, "norm_output": True, "feature_layers": [2, 7], "first_token": False},
+    ),
     "peagle": ("peagle", "vllm", {"num_masks": 2, "first_token": False}),
     "peagle-two-layers": (
         "peagle",
@@ -30,6 +35,12 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"ttt_steps": 3, "feature_layers": [2, 7], "first_token": False, "norm_before_residual": True},
     ),
     "speculators-peagle": ("peagle", "speculators", {"num_masks": 2, "draft_vocab_size": 1000, "first_token": False}),
+    "speculators-normed": (
+        "eagle3",
+        "speculators",
+        {"ttt_steps": 3, "norm_before_fc": True, "norm_output": True, "first_token": False},
+    ),
+    "speculators-peagle-normed": ("peagle", "speculators", {"num_masks": 2, "fc_norm": True, "first_token": False}),
     "medusa": ("medusa", "vllm", {"num_heads": 3}),
     "medusa-shared": ("medusa", "vllm", {"num_heads": 3, "lm_heads": "shared", "num_layers": 2}),
     "draft_model": ("draft_model", "vllm", {"draft_depth": 3, "num_layers": 1}),

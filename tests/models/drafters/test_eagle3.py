@@ -33,14 +33,20 @@ def reference_logits(reference: Reference, ids_s: Tensor, features_sf: Tensor, t
         out = reference.row(int(ids_s[i]), g, i, memory)
     logits = [reference.logits(out)]
     for j in range(1, steps):
-        out = reference.row(int(ids_s[t + j]), out, t + j, memory)
+        out = reference.row(int(ids_s[t + j]), reference.feedback(out), t + j, memory)
         logits.append(reference.logits(out))
     return logits
 
 
-@pytest.mark.parametrize("backend", ["folded", "dense"])
-def test_unrolled_training_equals_a_loop(backend: str) -> None:
-    target, drafter = target_and_drafter(attention=backend)
+NEWER: list[dict[str, Any]] = [
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True},
+]  # EAGLE-3.1 and its kin
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, *NEWER])
+def test_unrolled_training_equals_a_loop(options: dict[str, Any]) -> None:
+    target, drafter = target_and_drafter(**options)
     batch = random_batch(target, 1, drafter=drafter)
     ids, features = batch["input_ids"], batch["features"]
     with torch.no_grad():
@@ -51,10 +57,10 @@ def test_unrolled_training_equals_a_loop(backend: str) -> None:
                 torch.testing.assert_close(training[j, t], logits_v, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("reduced", [None, REDUCED])
-def test_the_loss_and_its_gradients_equal_the_loops(reduced: int | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"draft_vocab_size": REDUCED}, *NEWER])
+def test_the_loss_and_its_gradients_equal_the_loops(options: dict[str, Any]) -> None:
     """Depth j+1 at t learns KL(p || q), p being the target's distribution at t+j over the draft vocabulary."""
-    target, drafter = target_and_drafter(draft_vocab_size=reduced)
+    target, drafter = target_and_drafter(**options)
     batch = random_batch(target, drafter=drafter)
     output = drafter.train()(**batch)
     output.loss.backward()
@@ -62,7 +68,7 @@ def test_the_loss_and_its_gradients_equal_the_loops(reduced: int | None) -> None
     drafter.zero_grad()
 
     with torch.no_grad():
-        teacher = target(batch["input_ids"]).logits[..., :reduced]
+        teacher = target(batch["input_ids"]).logits[..., : options.get("draft_vocab_size")]
     losses: list[list[Tensor]] = [[] for _ in range(STEPS)]
     correct = [0] * STEPS
     for ids, features, mask, teacher_sv in zip(
@@ -100,6 +106,28 @@ def test_tensors_are_those_of_vllms_layout() -> None:
         layer + "mlp.down_proj.weight": (32, 48), layer + "input_layernorm.weight": (32,),
         layer + "hidden_norm.weight": (32,), layer + "post_attention_layernorm.weight": (32,),
     }  # fmt: skip
+
+
+def test_the_newer_norms_are_those_of_vllms_layout() -> None:
+    """One for each of three layers, or one over all 96 features; the feedback's is the final one, no tensor more."""
+    plain = target_and_drafter()[1].state_dict().keys()
+    for options, expected in [
+        ({"fc_norm": True}, {f"fc_norm.{layer}.weight": (32,) for layer in range(3)}),
+        ({"norm_before_fc": True}, {"input_norm.weight": (96,)}),
+        ({"norm_output": True}, {}),
+    ]:
+        state = target_and_drafter(**options)[1].state_dict()
+        assert {name: tuple(value.shape) for name, value in state.items() if name not in plain} == expected
+
+
+def test_with_norm_output_what_is_fed_back_does_not_grow() -> None:
+    """The paper's reason for it: an output twice as large changes the next step, or nothing at all."""
+    for options, grows in (({}, True), ({"norm_output": True}, False)):
+        _, drafter = target_and_drafter(**options)
+        out, ids = torch.randn(1, 32, dtype=torch.float64), torch.tensor([5])
+        with torch.no_grad():
+            once, doubled = (drafter.drafted_inputs(ids, scale * out) for scale in (1.0, 2.0))
+        assert ((once - doubled).abs().max() > 1e-3) == grows
 
 
 def test_biases_and_qk_norms_are_kept() -> None:

@@ -58,6 +58,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "eagle3": [
         {"draft_vocab_size": 40, "feature_layers": [0, 3]},
         {"first_token": False, "norm_before_residual": True},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True, "norm_output": True, "draft_vocab_size": 40},
     ],
     "hydra": [
         {"prefix_attention": True, "draft_vocab_size": 40},
@@ -85,6 +87,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"num_layers": 2},
         {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce"},
         {"markov_rank": 5, "draft_vocab_size": 40},
+        {"fc_norm": True, "num_layers": 2},
     ],
 }
 # Two of three tokens, 40 in all, are in the data.

@@ -36,6 +36,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"feature_layers": []}, "ascending"),
     ("eagle3", {"feature_layers": 3}, "feature_layers`: input should be a valid list, not 3"),
     ("eagle3", {"ttt_steps": 0}, "ttt_steps`: input should be greater than or equal to 1, not 0"),
+    ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "`fc_norm` and `norm_before_fc` both norm the features"),
+    ("peagle", {"norm_output": True}, "unknown key `drafter.options.norm_output`"),
     ("eagle3", {"draft_depth": 0}, "draft_depth`: input should be greater than or equal to 1, not 0"),
     ("eagle3", {"num_masks": 2}, "unknown key `drafter.options.num_masks`"),
     ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size`: must be at most the target's vocabulary of 61 .*, not 62"),

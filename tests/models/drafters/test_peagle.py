@@ -24,10 +24,10 @@ def target_and_drafter(**options: Any) -> tuple[PreTrainedModel, PEagleDrafter]:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("backend", ["folded", "dense"])
-def test_groups_equal_whole_sequences(num_layers: int, backend: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"fc_norm": True}, {"norm_before_fc": True}])
+def test_groups_equal_whole_sequences(num_layers: int, options: dict[str, Any]) -> None:
     """Group t is what vLLM runs: the true tokens up to x_t, then K rows of the mask token, in plain causal order."""
-    target, drafter = target_and_drafter(num_layers=num_layers, attention=backend)
+    target, drafter = target_and_drafter(num_layers=num_layers, **options)
     batch = random_batch(target, 1, drafter=drafter)
     ids, features = batch["input_ids"][0], batch["features"][0]
     with torch.no_grad():

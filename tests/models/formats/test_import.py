@@ -45,12 +45,15 @@ VLLM = {
     **LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCABULARY,
     "eagle_aux_hidden_state_layer_ids": [0, 2, 3], "num_aux_hidden_states": 3,
 }  # fmt: skip
+EAGLE31 = {**VLLM, "fc_norm": True, "norm_output": True}
 PEAGLE = {**VLLM, "pard_token": 7}
+PEAGLE_NORMED = {**PEAGLE, "fc_norm": True}
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": DRAFTED,
     "transformer_layer_config": LAYERS, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": "x/y"}},
 }  # fmt: skip
+SPECULATORS_NORMED = {**SPECULATORS, "norm_before_fc": True, "norm_output": True, "fc_norm": False}
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
 HYDRA = {
     "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
@@ -60,8 +63,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], LoaderRules, str, str]] = {
     "eagle": (EAGLE_AUTHORS, eagle.AUTHORS, "pytorch_model.bin", "eagle"),
     "specforge": (SPECFORGE, eagle3.AUTHORS, "model.safetensors", "eagle"),
     "vllm": (VLLM, eagle3.VLLM, "model.safetensors", "vllm"),
+    "eagle3.1": (EAGLE31, eagle3.VLLM, "model.safetensors", "vllm"),
     "peagle": (PEAGLE, eagle3.VLLM, "model.safetensors", "vllm"),
+    "peagle-normed": (PEAGLE_NORMED, eagle3.VLLM, "model.safetensors", "vllm"),
     "speculators": (SPECULATORS, speculators.RULES, "model.safetensors", "speculators"),
+    "speculators-normed": (SPECULATORS_NORMED, speculators.RULES, "model.safetensors", "speculators"),
     "hydra": (HYDRA, hydra.RULES, "hydra_lm_head.pt", "hydra"),
     "medusa": (MEDUSA, medusa.FASTER_DECODING, "medusa_lm_head.pt", "medusa"),
 }
@@ -149,29 +155,40 @@ def test_eagle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "layers", "normed"),
-    [("specforge", (1, 2, 3), False), ("vllm", (0, 2, 3), False), ("speculators", (1, 2, 3), True)],
+    [
+        ("specforge", (1, 2, 3), False),
+        ("vllm", (0, 2, 3), False),
+        ("eagle3.1", (0, 2, 3), False),
+        ("speculators", (1, 2, 3), True),
+        ("speculators-normed", (1, 2, 3), True),
+    ],
 )
 def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, tmp_path: Path) -> None:
-    """SpecForge numbers the layers that it reads one lower; speculators adds the attention to the normed feature."""
+    """SpecForge numbers the layers that it reads one lower; speculators adds the attention to the normed feature.
+
+    With `norm_output` the next slot reads the state behind the final norm.
+    """
     drafter, tensors = imported(tmp_path, layout)
     assert drafter.feature_layers == layers
     theirs, (decoder, features) = reference(tensors), started(drafter)
-    tokens, g = IDS[0, 1 : NEWEST + 1].tolist(), theirs.product("fc", features[:NEWEST])
+    tokens, g = IDS[0, 1 : NEWEST + 1].tolist(), theirs.eagle3_fused(features[:NEWEST])
     expected = []
     for depth in range(3):
         out = theirs.eagle3_slots(tokens, g, list(range(len(tokens))), normed)[-1]
         expected.append(theirs.eagle3_logits(out))
-        tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, out[None]])
+        read = theirs.norm("norm", out) if LAYOUTS[layout][0].get("norm_output") else out
+        tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, read[None]])
     torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
     if "d2t" in tensors:
         assert drafter.columns.tokens([0, 1, 19]) == [1, 4, 58]
 
 
-def test_peagle(tmp_path: Path) -> None:
-    drafter, tensors = imported(tmp_path, "peagle")
+@pytest.mark.parametrize("layout", ["peagle", "peagle-normed"])
+def test_peagle(layout: str, tmp_path: Path) -> None:
+    drafter, tensors = imported(tmp_path, layout)
     theirs, (decoder, features) = reference(tensors), started(drafter)
     tokens = [*IDS[0, 1 : NEWEST + 1].tolist(), 7, 7]
-    g = theirs.product("fc", torch.cat([features[:NEWEST], tensors["mask_hidden"], tensors["mask_hidden"]]))
+    g = theirs.eagle3_fused(torch.cat([features[:NEWEST], tensors["mask_hidden"], tensors["mask_hidden"]]))
     out = theirs.eagle3_slots(tokens, g, list(range(len(tokens))), False)
     torch.testing.assert_close(drafted(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
 
@@ -243,7 +260,8 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ),
         ("vllm", lambda c, t: c.update(intermediate_size=64), "intermediate_size is 64 where"),
         ("vllm", lambda c, t: c.update(vocab_size=99), "vocab_size is 99 where the target has 61"),
-        ("vllm", lambda c, t: c.update(norm_output=True), "config says norm_output: true, a variant"),
+        ("vllm", lambda c, t: c.update(fc_norm=True), "fc_norm.0.weight, fc_norm.1.weight, .* missing"),
+        ("vllm", lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "both norm the features"),
         ("vllm", lambda c, t: c.pop("eagle_aux_hidden_state_layer_ids"), "names no eagle_aux_hidden_state_layer_ids"),
         ("vllm", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight missing"),
         ("vllm", lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight not in a"),

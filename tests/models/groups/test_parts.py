@@ -32,6 +32,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("peagle", {"draft_vocab_size": 40, "num_layers": 2, "first_token": False}),
     ("eagle3", {"draft_vocab_size": 40}),
     ("eagle3", {"first_token": False, "norm_before_residual": True}),
+    ("eagle3", {"fc_norm": True, "norm_output": True}),
 ]
 LENGTHS = (9, 30, 4, 1, 7, 22)
 
