@@ -1,0 +1,61 @@
+"""How wide tables and rules are: as the terminal, or, where there is none, as they need."""
+
+import sys
+
+import pytest
+from rich.table import Table
+from support.terminal import in_terminal
+
+from draftsmith.eval.commands.terminal.console import PlainConsole, heading
+
+NAME = "a-method-whose-name-is-longer-than-a-terminal-is-wide-" + "with-many-options-" * 5
+PRINT_IT = f"""
+from rich.table import Table
+from draftsmith.eval.commands.terminal.console import PlainConsole
+table = Table("method", "tau", show_header=False)
+table.add_row({NAME!r}, "3.21")
+PlainConsole(soft_wrap=False).print(table)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_width_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def table() -> Table:
+    shown = Table("method", "tau", box=None)
+    shown.add_column("definition", overflow="fold")
+    shown.add_row(NAME, "3.21", "x" * 300)
+    return shown
+
+
+@pytest.mark.parametrize("soft_wrap", [True, False])
+def test_a_table_in_a_file_is_as_wide_as_it_needs(soft_wrap: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    PlainConsole(soft_wrap).print(table())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [["method", "tau", "definition"], [NAME, "3.21", "x" * 300]]
+    assert len(lines[1]) == len(NAME) + len("3.21") + 300 + 3 * 2  # a space on both sides of each column
+
+
+def test_columns_are_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    PlainConsole(soft_wrap=False).print(table())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert max(map(len, lines)) == 60
+
+
+def test_in_a_terminal_it_is_folded() -> None:
+    shown = in_terminal([sys.executable, "-c", PRINT_IT], TERM="xterm", NO_COLOR="1").decode()
+    assert NAME not in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "3.21" in shown
+
+
+def test_a_rule_in_a_file_is_no_wider_than_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    heading("train", "a [recipe]")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert len(line) == 80
+    assert " train  a [recipe] " in line
