@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.end_ids import answer_end_ids
-from draftsmith.eval.bench.costs import round_costs, verify_curve
+from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
+from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -89,11 +89,7 @@ class SpeculativeDecoder:
         Raises:
             UserError: Prompt and answer are longer than `max_length_tokens`.
         """
-        method = self.method
-        if isinstance(method, DrafterMethod) and method.adaptive is not None and method.adaptive.costs is None:
-            # Measured with the first prompt, once.
-            curve = verify_curve(self.session, prompt_ids)
-            method.adaptive.costs = round_costs(self.session, method.decoder, prompt_ids, curve)
+        MeasuredCosts(self.session, prompt_ids).give(self.method)  # with the first prompt, once
         return generate(
             self.session,
             self.method,

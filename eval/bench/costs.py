@@ -8,11 +8,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.round_costs import Curve, RoundCosts
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
@@ -25,23 +28,46 @@ DRAFTED_TOKENS = 64  # at most, of the answer whose drafts are timed
 
 
 def give_costs(session: TargetSession, arms: Sequence[Arm], prompt: list[int]) -> None:
-    """Measure what the adaptive arms weigh tokens against, for those that do not know it yet.
+    """Measure what the adaptive arms weigh tokens against, for those that do not know it yet: see `MeasuredCosts`."""
+    measured = MeasuredCosts(session, prompt)
+    for arm in arms:
+        if asking(arm.method) is not None:
+            session.read_layers(arm.feature_layers)
+            measured.give(arm.method)
+
+
+def asking(method: Method) -> AdaptiveTree | None:
+    """What cuts its trees by costs that it does not know yet, if anything does."""
+    adaptive = method.adaptive if isinstance(method, DrafterMethod) else None
+    return None if adaptive is None or adaptive.costs is not None else adaptive
+
+
+class MeasuredCosts:
+    """Costs of rounds in a session, measured when they are first asked for.
 
     Args:
         session: Its cache is overwritten.
         prompt: Of a usual length.
     """
-    curve: Curve | None = None
-    of_decoder: dict[int, RoundCosts] = {}
-    for arm in arms:
-        method = arm.method
-        if not isinstance(method, DrafterMethod) or method.adaptive is None or method.adaptive.costs is not None:
-            continue
-        session.read_layers(arm.feature_layers)
-        curve = curve or verify_curve(session, prompt)
-        if id(method.decoder) not in of_decoder:
-            of_decoder[id(method.decoder)] = round_costs(session, method.decoder, prompt, curve)
-        method.adaptive.costs = of_decoder[id(method.decoder)]
+
+    def __init__(self, session: TargetSession, prompt: list[int]) -> None:
+        self._session, self._prompt = session, prompt
+        self._of_decoder: dict[int, RoundCosts] = {}
+
+    @cached_property
+    def curve(self) -> Curve:
+        """Of verification."""
+        return verify_curve(self._session, self._prompt)
+
+    def give(self, method: Method) -> None:
+        """Tell a method, if it asks; the session reads its drafter's layers."""
+        adaptive = asking(method)
+        if adaptive is None or not isinstance(method, DrafterMethod):
+            return
+        decoder = method.decoder
+        if id(decoder) not in self._of_decoder:
+            self._of_decoder[id(decoder)] = round_costs(self._session, decoder, self._prompt, self.curve)
+        adaptive.costs = self._of_decoder[id(decoder)]
 
 
 def round_costs(session: TargetSession, decoder: SequenceDecoder, prompt: list[int], curve: Curve) -> RoundCosts:

@@ -28,13 +28,13 @@ from rich.table import Table
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import drafter_folder, load_models
-from draftsmith.eval.bench.costs import SIZES, draft_seconds, round_costs, verify_curve
+from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.trees.round_costs import Curve, RoundCosts, on_curve
+from draftsmith.eval.trees.round_costs import Curve, on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.published import is_published
 from draftsmith.models.decoding.protocols import SequenceDecoder
@@ -203,16 +203,16 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
         trace, chain_trace, lookup_trace = (
-            _trace(session, _method(traced, decoder), prompts, new_tokens, end_ids)
+            _trace(session, drafter_method(traced, decoder, GREEDY), prompts, new_tokens, end_ids)
             for traced in (large, MethodRecipe(name="chain"), looking)
         )
         if not any(trace):
             raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
         depths = list(range(1, deepest + 1))
-        curve = verify_curve(session, prompts[0])
+        costs = MeasuredCosts(session, prompts[0])
         draft_s = {depth: draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
-        promised = candidates(trace, chain_trace, lookup_trace, depths, curve, draft_s)
+        promised = candidates(trace, chain_trace, lookup_trace, depths, costs.curve, draft_s)
         finalists = [default]
         for candidate in promised:
             known = [shape_of(method) for method in finalists]
@@ -222,22 +222,14 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         adaptive = adaptive.model_copy(update={"lookup": promised[0].method.lookup})
         if shape_of(adaptive) not in [shape_of(method) for method in finalists]:
             finalists.append(adaptive)
-        costs = round_costs(session, decoder, prompts[0], curve)
         measured = _measure(session, decoder, finalists, prompts, new_tokens, end_ids, turns, costs)
     chosen = max(measured, key=lambda pair: pair[1])[0]
     kept = default.drafter is None or not is_published(default.drafter)
-    tuned = Tuned(default, chosen, measured, promised, curve, kept)
+    tuned = Tuned(default, chosen, measured, promised, costs.curve, kept)
     if kept:
         write_tuned(folder, chosen)
     write_atomically(RunFolder(recipe).eval / "tuned.json", json.dumps(tuned.as_json(), indent=2) + "\n")
     return tuned
-
-
-def _method(recipe: MethodRecipe, decoder: SequenceDecoder, costs: RoundCosts | None = None) -> DrafterMethod:
-    method = drafter_method(recipe, decoder, GREEDY)
-    if method.adaptive is not None:
-        method.adaptive.costs = costs
-    return method
 
 
 def _trace(
@@ -267,10 +259,12 @@ def _measure(
     new_tokens: int,
     end_ids: frozenset[int],
     turns: int,
-    costs: RoundCosts,
+    costs: MeasuredCosts,
 ) -> list[tuple[MethodRecipe, float]]:
     """Median tokens per second of each, question by question in turns, the prefill left out."""
-    methods = [_method(finalist, decoder, costs) for finalist in finalists]
+    methods = [drafter_method(finalist, decoder, GREEDY) for finalist in finalists]
+    for method in methods:
+        costs.give(method)
     speeds: list[list[float]] = [[] for _ in methods]
     with progress_bar(turns + 1, "measure", "turn") as progress:
         for turn in range(turns + 1):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 
 from draftsmith.eval.trees.round_costs import RoundCosts
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.tree import DraftTree
 
 BINS = 8  # the k-th: confidence from 2**-k down to 2**-(k+1), the last one all below
 FIRST_ROUNDS = 16  # whose trees stay whole: a drafter may be better than it says
@@ -53,7 +53,7 @@ class AdaptiveTree:
         # The sort is stable and no child is more confident than its parent, so parents come first.
         order = sorted(range(1, len(tree)), key=confidence.__getitem__, reverse=True)
         size = len(order) if self.whole else self._best_size([confidence[node] for node in order])
-        self._tree = _part(tree, sorted([0, *order[:size]]))
+        self._tree = tree.cut_to(sorted([0, *order[:size]]))
         return self._tree
 
     def _best_size(self, log_confidence: list[float]) -> int:
@@ -104,13 +104,3 @@ class AdaptiveTree:
 
 def _bin(log_confidence: float) -> int:
     return min(BINS - 1, int(-log_confidence / math.log(2)))
-
-
-def _part(tree: DraftTree, kept: list[int]) -> DraftTree:
-    """kept: ascending, with every node's parent."""
-    if len(kept) == len(tree):
-        return tree
-    assert tree.log_confidence is not None
-    place = {-1: -1} | {node: index for index, node in enumerate(kept)}
-    shape = TreeShape.of(tuple(place[tree.parents[node]] for node in kept))
-    return DraftTree([tree.tokens[node] for node in kept], shape, log_confidence=[tree.log_confidence[n] for n in kept])

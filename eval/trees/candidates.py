@@ -151,10 +151,4 @@ def drafted_nodes(tree: DraftTree) -> list[int]:
 
 def without_blanks(tree: DraftTree) -> DraftTree:
     """Without the nodes whose token is -1 (there were fewer tokens to draft than siblings), and all below them."""
-    if -1 not in tree.tokens:
-        return tree
-    kept = drafted_nodes(tree)
-    new_index = {-1: -1} | {node: index for index, node in enumerate(kept)}
-    parents = [new_index[tree.parents[node]] for node in kept]
-    q = None if tree.q is None else tree.q[kept]
-    return DraftTree([tree.tokens[node] for node in kept], TreeShape.of(tuple(parents)), q)
+    return tree.cut_to(drafted_nodes(tree))

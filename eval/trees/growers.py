@@ -228,8 +228,7 @@ class BestFirstGrower:
 def _tree_of(drafted: list[int], tokens: list[int], parents: list[int], costs: list[float]) -> DraftTree:
     """The root and the candidates `drafted`, in the order of arrival: level by level, so that shapes recur."""
     kept = [0, *sorted(drafted)]
-    new_index = {-1: -1} | {node: index for index, node in enumerate(kept)}
-    shape = TreeShape.of(tuple(new_index[parents[node]] for node in kept))
+    shape = TreeShape.of_nodes(kept, parents)
     return DraftTree([tokens[node] for node in kept], shape, log_confidence=[-costs[node] for node in kept])
 
 

@@ -8,6 +8,7 @@ Shapes: N tree nodes (root included), V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -51,6 +52,15 @@ class TreeShape:
     def chain(num_drafted: int) -> TreeShape:
         """Root and `num_drafted` tokens one after the other."""
         return TreeShape.of(tuple(range(-1, num_drafted)))
+
+    @staticmethod
+    def of_nodes(nodes: Sequence[int], parents: Sequence[int], num_candidates: int | None = None) -> TreeShape:
+        """Of some of a tree's nodes, ascending, with the parents of all; the others are those of the whole tree."""
+        new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
+        kept = tuple(new_index[parents[node]] for node in nodes)
+        if num_candidates is None:
+            return TreeShape.of(kept)
+        return TreeShape.of(kept, sum(node < num_candidates for node in nodes))
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -138,16 +148,19 @@ class DraftTree:
         """The same tree without the nodes deeper than `max_depth`: tokens that could not be kept anyway."""
         if self.shape.max_depth <= max_depth:
             return self
-        kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
-        new_index = {node: index for index, node in enumerate(kept)}
-        parents = tuple(new_index.get(self.parents[node], -1) for node in kept)
-        first_other = self.shape.num_candidates
-        candidates = None if first_other is None else sum(node < first_other for node in kept)
-        tokens, shape = [self.tokens[node] for node in kept], TreeShape.of(parents, candidates)
-        confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in kept]
+        return self.cut_to([node for node, depth in enumerate(self.depths) if depth <= max_depth])
+
+    def cut_to(self, nodes: list[int]) -> DraftTree:
+        """The same tree of these nodes alone: ascending, with the parents of all."""
+        if len(nodes) == len(self):
+            return self
+        tokens = [self.tokens[node] for node in nodes]
+        shape = TreeShape.of_nodes(nodes, self.parents, self.shape.num_candidates)
+        confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in nodes]
         if self.draws is None:
-            return DraftTree(tokens, shape, None if self.q is None else self.q[kept], confidence)
-        draws = [[(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in kept]
+            return DraftTree(tokens, shape, None if self.q is None else self.q[nodes], confidence)
+        new_index = {node: index for index, node in enumerate(nodes)}
+        draws = [[(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in nodes]
         return DraftTree(tokens, shape, self.q, confidence, draws)
 
 

@@ -44,6 +44,16 @@ def tiny_chat_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double().eval()
 
 
+def smallest_llama(seed: int, vocab_size: int, **changes: Any) -> LlamaForCausalLM:
+    """In float64, for what makes many answers: 16 features."""
+    values: dict[str, Any] = {
+        "vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.4,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**values, **changes})).double().eval()
+
+
 def tiny_drafter_of(kind: str, target: PreTrainedModel, **options: Any) -> Drafter:
     """A drafter away from its initial values, where mistakes could hide behind ones and zeros."""
     torch.manual_seed(11)

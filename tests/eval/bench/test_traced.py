@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from support.records import made_up
 from support.scripted import Scripted, V
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.tiny_models import smallest_llama
 
 from draftsmith.eval.bench.traced import TextOfTokens, Trace, TracedAnswer, best_of_each_kind
 from draftsmith.eval.decoding.loop import generate
@@ -33,17 +32,7 @@ class Bytes:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[TargetSession]:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=48,
-        initializer_range=0.4,
-    )
-    with TargetSession(LlamaForCausalLM(config).double().eval(), 48) as session:
+    with TargetSession(smallest_llama(1, V, max_position_embeddings=48), 48) as session:
         yield session
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from support.scripted import Scripted, V
+from support.tiny_models import smallest_llama
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from draftsmith.eval.decoding.answer import TIMELINE_ROUNDS, AnswerRecord
 from draftsmith.eval.decoding.loop import Round, generate
@@ -36,17 +37,7 @@ PROMPT = [1, 2, 3]
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=48,
-        initializer_range=0.4,
-    )
-    return LlamaForCausalLM(config).double().eval()
+    return smallest_llama(1, V, max_position_embeddings=48)
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from support.scripted import Scripted
+from support.tiny_models import smallest_llama
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.batch_loop import generate_batch
@@ -104,17 +105,7 @@ def test_special_tokens_are_no_text() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-    )
-    return LlamaForCausalLM(config).double().eval()
+    return smallest_llama(1, V)
 
 
 PIECES = ["a", "bc", "d\n", "e", "f", "gh", "i", "\nj", "k", "l", "m"]
@@ -190,17 +181,7 @@ def test_rows_of_a_batch_are_cut_where_each_would_be_alone(target: LlamaForCausa
 def test_transformers_stops_at_the_same_token() -> None:
     """`generate(stop_strings=...)`, which looks for them in another way: over the vocabulary's pieces."""
     tokenizer = byte_level()
-    torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-    )
-    target = LlamaForCausalLM(config).double().eval()
+    target = smallest_llama(2, len(tokenizer), initializer_range=0.5)
     prompt = tokenizer.encode("Hello there", add_special_tokens=False)
     with TargetSession(target, 56) as session:
         answer = generate(session, Autoregressive(), prompt, GREEDY, 32).ids
