@@ -51,7 +51,7 @@ class LowRankLogits(NamedTuple):
 
 
 class HeadLoss(NamedTuple):
-    """What the head makes of N rows. Only `loss` carries a gradient."""
+    """What the head makes of N rows. Only `loss` carries a gradient; without weights `losses_n` alone does."""
 
     loss: Tensor  # [] weighted sum
     losses_n: Tensor  # [N] of the chosen loss
@@ -63,7 +63,7 @@ def head_loss(
     hidden_nd: Tensor,
     head: nn.Module,
     labels_n: Tensor,
-    weights_n: Tensor,
+    weights_n: Tensor | None,
     loss: str = "ce",
     teacher_nd: Tensor | None = None,
     teacher_head: nn.Module | None = None,
@@ -79,7 +79,8 @@ def head_loss(
         hidden_nd: [N, D].
         head: A linear layer [V, D] whose bias, if any, is frozen.
         labels_n: [N] rows of the head.
-        weights_n: [N] weight of each row in the sum.
+        weights_n: [N] weight of each row in the sum. None: whoever calls it will know them once it has seen the rows'
+            losses, and sums these. The gradient of a head that is trained then takes a product more.
         loss: A key of `LOSSES`.
         teacher_nd: [N, D] the target's final features that predict these labels, for `TEACHER_LOSSES`.
         teacher_head: The target's head, a linear layer [T, D]; `head` by default.
@@ -113,6 +114,7 @@ def depth_loss(
     teacher_columns: Tensor | None = None,
     counts_g: Tensor | None = None,
     low_rank: LowRankLogits | None = None,
+    summed: bool = True,
 ) -> DrafterOutput:
     """A drafter's training loss: the mean over each depth's rows, these weighted with `depth_weights_g`.
 
@@ -123,6 +125,7 @@ def depth_loss(
         depth_weights_g: [G], sum 1. A depth without rows adds nothing.
         counts_g: [G] what each depth's sum is divided by, where the rows are part of a larger batch: its rows, of which
             those with an ignored label are none. The rows here by default.
+        summed: Whether there is a loss; otherwise `losses_n` carry the gradient, for weights that depend on the rows.
 
     The others are those of `head_loss`.
     """
@@ -133,9 +136,12 @@ def depth_loss(
     rows_g = zeros_g.index_add(0, depth_n, counts_n) if counts_g is None else counts_g.to(weight_g.dtype)
     weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n
     labels_n = labels_n.clamp(min=0)
-    result = head_loss(hidden_nd, head, labels_n, weights_n, loss, teacher_nd, teacher_head, teacher_columns, low_rank)
+    given = weights_n if summed else None
+    result = head_loss(hidden_nd, head, labels_n, given, loss, teacher_nd, teacher_head, teacher_columns, low_rank)
     return DrafterOutput(
-        loss=result.loss,
+        loss=result.loss if summed else None,
+        losses_n=None if summed else result.losses_n * counts_n,
+        cross_entropy_n=result.cross_entropy_n.masked_fill(known_n == 0, float("inf")),
         depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
         depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
         depth_count=torch.zeros_like(weight_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
@@ -276,7 +282,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         bias_v: Tensor | None,
         labels_n: Tensor,
-        weights_n: Tensor,
+        weights_n: Tensor | None,
         loss: str,
         teacher: _Teacher | None,
         dtype: torch.dtype,
@@ -288,19 +294,30 @@ class _HeadLoss(torch.autograd.Function):
             _Term(rows_nd.detach(), weight_vd.detach())
             for rows_nd, weight_vd in zip(factors[::2], factors[1::2], strict=True)
         ]
+        ctx.summed = weights_n is not None
+        if weights_n is None:
+            weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(factors[0].dtype))
         rows = _Rows(terms, bias_v, labels_n, weights_n, loss, teacher, dtype)
-        keeps = [wants and not _lies_beside(weight) for wants, weight in zip(wanted[1::2], factors[1::2], strict=True)]
+        keeps = [
+            wants and ctx.summed and not _lies_beside(weight)
+            for wants, weight in zip(wanted[1::2], factors[1::2], strict=True)
+        ]
         taken = rows.take(list(zip(wanted[::2], keeps, strict=True)))
         ctx.save_for_backward(weights_n, *taken.row_grads)
         ctx.weight_grads, ctx.rows = taken.weight_grads, rows if any(wanted[1::2]) else None
         ctx.wanted, ctx.dtypes = wanted, [factor.dtype for factor in factors]
-        ctx.mark_non_differentiable(*taken[:3])
-        return (taken.losses_n * weights_n).sum(), taken.losses_n, taken.correct_n, taken.cross_entropy_n
+        loss_sum = (taken.losses_n * weights_n).sum()
+        ctx.mark_non_differentiable(taken.losses_n if ctx.summed else loss_sum, taken.correct_n, taken.cross_entropy_n)
+        return loss_sum, taken.losses_n, taken.correct_n, taken.cross_entropy_n
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
         weights_n, *row_grads = ctx.saved_tensors
+        if not ctx.summed:
+            weights_n, scale = grad_outputs[1], torch.ones_like(scale)
+            if ctx.rows is not None:
+                ctx.rows.weights_n = weights_n
         weight_grads, ctx.weight_grads = ctx.weight_grads, [None] * len(row_grads)  # asked twice: computed again
         missing = [wants and grad is None for wants, grad in zip(ctx.wanted[1::2], weight_grads, strict=True)]
         if any(missing):

@@ -1,11 +1,35 @@
-"""How much each depth counts in a drafter's loss, and when: `depth_weights` and `depth_ramp` of `drafter.options`.
+"""How much each depth counts in a drafter's loss, and when: `depth_weights`, `depth_ramp` and `dpace_alpha`.
 
 With equal weights from the first step on, the easy part of the deep depths (their marginals) drowns the hard part of
 the first one (copying), which forms late. With a ramp training begins with depth 1 alone and lets the others in one
 after the other. It is a function of progress alone, so a run that goes on from a checkpoint goes on in it.
+
+D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810) weighs every row by what it is worth to the drafted
+length of its own group. With q_i the drafter's probability of the label at depth i, sum_m prod_{i<=m} q_i is the length
+that is expected to be accepted, and its gradient is that of sum_j w_j log q_j with
+
+    w_j = sum_{m>=j} prod_{i<=m} q_i      (eq. 8; q_i there is (1 - alpha) q_i + alpha, eq. 7; w_j carries no gradient)
+
+so that the loss of a group is sum_j w_j * (-log q_j) (eq. 9). A depth counts as far as those above it are right, and
+for all that lie below it; deeper ones come in by themselves. Over groups it is a mean: the weights are not divided by
+their sum, which would take the expected length out of it again (the paper's author in sgl-project/SpecForge, issue
+828). The paper's alpha is 0.5.
+
+Where we decide: w_j weighs the row's loss whatever that is (`loss: kl`, `lk_alpha`, with EAGLE's regression), as the
+paper's own variant with soft labels does for KL; a token outside the draft vocabulary has q = 0; a row that a
+conditional drop leaves out ends its group.
+
+Shapes: N labelled rows, P groups, one a token of the batch, G depths.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.losses import DrafterOutput, one_for_none
 
 
 def depth_shares(weights: Sequence[float], ramp_frac: float = 0.0, progress_frac: float = 1.0) -> list[float]:
@@ -21,3 +45,63 @@ def depth_shares(weights: Sequence[float], ramp_frac: float = 0.0, progress_frac
     s = 1.0 if progress_frac >= ramp_frac else progress_frac / ramp_frac
     ramped = [weight * s**j for j, weight in enumerate(weights)]
     return [weight / sum(ramped) for weight in ramped]
+
+
+class DpaceWeights:
+    """D-PACE's weights of a step's rows, which come all at once, or depth 1 of all groups first and deeper rows after.
+
+    Args:
+        alpha: The smoothing, in (0, 1]; with 1 the weights are G, G-1, ... 1.
+        num_groups: P.
+        num_depths: G.
+    """
+
+    def __init__(self, alpha: float, num_groups: int, num_depths: int) -> None:
+        self._alpha, self._shape = alpha, (num_groups, num_depths)
+        self._first_p: Tensor | None = None  # smoothed confidence at depth 1, where that came alone
+        self._below_p: Tensor | None = None  # the weight of depth 2
+
+    def smoothed(self, cross_entropy_n: Tensor) -> Tensor:
+        """(1 - alpha) q + alpha of each row."""
+        return (1.0 - self._alpha) * (-cross_entropy_n.detach()).exp() + self._alpha
+
+    def of(self, cross_entropy_n: Tensor, group_n: Tensor, depth_n: Tensor) -> Tensor:
+        """[N] w of rows of whole groups.
+
+        Args:
+            cross_entropy_n: -log q of the label.
+            group_n: Number of each row's group, from 0.
+            depth_n: Depth of each row, from 0. A group's depths have no gaps.
+        """
+        place_n, size = group_n * self._shape[1] + depth_n, self._shape[0] * self._shape[1]
+        confidence_n = self.smoothed(cross_entropy_n)
+        factors_pg = confidence_n.new_ones(size).index_copy(0, place_n, confidence_n).view(self._shape)
+        there_pg = confidence_n.new_zeros(size).index_fill(0, place_n, 1.0).view(self._shape)
+        reached_pg = factors_pg.cumprod(1) * there_pg
+        return reached_pg.flip(1).cumsum(1).flip(1).flatten().index_select(0, place_n)
+
+    def begin(self, cross_entropy_n: Tensor, group_n: Tensor) -> None:
+        """Depth 1 of all groups; `deeper` rows follow, then `first`."""
+        confidence_n = self.smoothed(cross_entropy_n)
+        self._first_p = confidence_n.new_zeros(self._shape[0]).index_copy(0, group_n, confidence_n)
+        self._below_p = torch.zeros_like(self._first_p)
+
+    def deeper(self, cross_entropy_n: Tensor, group_n: Tensor, depth_n: Tensor) -> Tensor:
+        """[N] w of all rows but the first ones of some groups."""
+        first_p, below_p = cast(Tensor, self._first_p), cast(Tensor, self._below_p)
+        # A product with depth 1's factor is all that they miss.
+        weights_n = self.of(cross_entropy_n, group_n, depth_n) * first_p.index_select(0, group_n)
+        below_p.index_add_(0, group_n, weights_n * (depth_n == 1))
+        return weights_n
+
+    def first(self, group_n: Tensor) -> Tensor:
+        """[N] w of depth 1: w_1 = q_1 + w_2."""
+        first_p, below_p = cast(Tensor, self._first_p), cast(Tensor, self._below_p)
+        return (first_p + below_p).index_select(0, group_n)
+
+
+def weighed(output: DrafterOutput, weights_n: Tensor, num_groups: Tensor) -> DrafterOutput:
+    """The loss of rows that came without a sum: theirs, weighted, over the number [] of groups with a label."""
+    losses_n = cast(Tensor, output.losses_n)
+    loss = (losses_n * weights_n).sum() / one_for_none(num_groups.to(losses_n.dtype))
+    return replace(output, loss=loss, losses_n=None)

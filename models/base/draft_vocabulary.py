@@ -153,11 +153,12 @@ class DraftVocabulary(Drafter):
         counts_g: Tensor | None = None,
         head: nn.Linear | None = None,
         low_rank: LowRankLogits | None = None,
+        summed: bool = True,
     ) -> DrafterOutput:
         """`depth_loss` of `config.loss`, through the draft head or a given one of `own_heads`.
 
-        Rows of final-normed hidden states, labels of the target; `counts_g` and `low_rank` as there. A label outside
-        carries no `ce`; other losses have a teacher, who says what is likely inside.
+        Rows of final-normed hidden states, labels of the target; `counts_g`, `low_rank` and `summed` as there. A label
+        outside carries no `ce`; other losses have a teacher, who says what is likely inside.
         """
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         own = bool(self.own_heads)
@@ -173,6 +174,7 @@ class DraftVocabulary(Drafter):
             teacher_columns=self.draft_ids if own else None,
             counts_g=counts_g,
             low_rank=low_rank,
+            summed=summed,
         )
 
     def over_all_tokens(self, logits: Tensor) -> Tensor:

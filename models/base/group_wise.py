@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from draftsmith.models.base.depth_weights import DpaceWeights, weighed
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.in_parts import Batch, loss_in_parts
@@ -87,7 +88,15 @@ class GroupWiseDrafter(DraftVocabulary):
         labels_m = labels_bgs.flatten()[index_m]
         previous_m = input_ids.flatten()[rows.token_n[labelled_m] + depth_m]
         labelled_md = hidden_nd.index_select(0, labelled_m)
-        output = self.label_loss(labelled_md, depth_m, labels_m, teacher_md, label_counts, previous_m)
+        given = (labelled_md, depth_m, labels_m, teacher_md, label_counts, previous_m)
+        alpha = self.config.options.dpace
+        if alpha is None:
+            output = self.label_loss(*given)
+        else:
+            output, group_m = self.label_loss(*given, summed=False), rows.token_n[labelled_m]
+            weights = DpaceWeights(alpha, input_ids.numel(), self.config.num_depths)
+            weights_m = weights.of(cast(Tensor, output.cross_entropy_n), group_m, depth_m)
+            output = weighed(output, weights_m, (depth_m == 0).sum() if label_counts is None else label_counts[0, 0])
         correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
         correct[index_m] = cast(Tensor, output.correct_n)
         output.correct_bgs = correct.view(labels_bgs.shape)
@@ -118,15 +127,18 @@ class GroupWiseDrafter(DraftVocabulary):
         teacher_nd: Tensor | None,
         counts_2g: Tensor | None = None,
         previous_n: Tensor | None = None,
+        summed: bool = True,
     ) -> DrafterOutput:
         """The loss of N labelled rows: their last hidden states, depth indices, labels and the target's features.
 
         `counts_2g`: the batch's `label_counts`, of which these rows may be a part. `previous_n`: the tokens before the
-        labels.
+        labels. `summed`: whether there is a sum, or `losses_n` alone (D-PACE).
         """
         counts_g, bias = None if counts_2g is None else counts_2g[1], self.token_bias(previous_n)
         normed_nd, shares = self.norm(hidden_nd), self.depth_shares
-        return self.loss_of_rows(normed_nd, depth_n, labels_n, teacher_nd, shares, counts_g, low_rank=bias)
+        return self.loss_of_rows(
+            normed_nd, depth_n, labels_n, teacher_nd, shares, counts_g, low_rank=bias, summed=summed
+        )
 
     def token_bias(self, previous_n: Tensor | None) -> LowRankLogits | None:
         """What the tokens before the labels add to the rows' logits [N, V']; None: nothing."""

@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.base.depth_weights import DpaceWeights, weighed
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.options import DepthOptions, DraftVocabSize, Loss
@@ -87,7 +88,8 @@ class HeadsDrafter(DraftVocabulary):
                 states [N, D].
             counts_2g: The whole batch's `label_counts`.
         """
-        results = []
+        results, groups = list[DrafterOutput](), list[Tensor]()
+        alpha = self.config.options.dpace
         correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
         labels, features_pd = labels_bgs.flatten(), features.flatten(0, 1)
         for j, (weight, place_n) in enumerate(zip(self.depth_shares, rows.labelled_streams(), strict=True)):
@@ -99,10 +101,27 @@ class HeadsDrafter(DraftVocabulary):
             only_depth_n = torch.zeros_like(labels_n)
             head = self.draft_head(j)
             counts_1 = None if counts_2g is None else counts_2g[1, j : j + 1]
-            results.append(self.loss_of_rows(hidden_nd, only_depth_n, labels_n, teacher_nd, [weight], counts_1, head))
+            given = (hidden_nd, only_depth_n, labels_n, teacher_nd, [weight], counts_1, head)
+            results.append(self.loss_of_rows(*given, summed=alpha is None))
+            groups.append(token_n)
             correct[index_n] = cast(Tensor, results[-1].correct_n)
+        if alpha is not None:
+            results = self._weighed(results, groups, alpha, labels_bgs, counts_2g)
         loss_g, *sums = (
             torch.stack([result[key].squeeze() for result in results])
             for key in ("loss", "depth_loss_sum", "depth_correct", "depth_count")
         )
         return DrafterOutput(loss_g.sum(), *sums, correct_bgs=correct.view(labels_bgs.shape))
+
+    @staticmethod
+    def _weighed(
+        results: list[DrafterOutput], groups: list[Tensor], alpha: float, labels_bgs: Tensor, counts_2g: Tensor | None
+    ) -> list[DrafterOutput]:
+        """Losses of all depths by D-PACE, given the depths' rows and the groups that these are of."""
+        batch, num_depths, length = labels_bgs.shape
+        sizes = [len(group_n) for group_n in groups]
+        depth_n = torch.cat([torch.full_like(group_n, depth) for depth, group_n in enumerate(groups)])
+        cross_entropy_n = torch.cat([cast(Tensor, result.cross_entropy_n) for result in results])
+        weights_n = DpaceWeights(alpha, batch * length, num_depths).of(cross_entropy_n, torch.cat(groups), depth_n)
+        total = depth_n.new_tensor(sizes[0]) if counts_2g is None else counts_2g[0, 0]
+        return [weighed(*pair, total) for pair in zip(results, weights_n.split(sizes), strict=True)]

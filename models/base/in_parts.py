@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.base.depth_weights import DpaceWeights, weighed
 from draftsmith.models.groups.alignment import IGNORED_LABEL, document_starts, previous_features
 from draftsmith.models.groups.parts import Part, PartAttention, PartRows, RealStream, parts_of
 from draftsmith.models.groups.rows import GroupRows
@@ -59,6 +60,7 @@ class PartwiseDrafter(Protocol):
         teacher_nd: Tensor | None,
         counts_2g: Tensor | None = None,
         previous_n: Tensor | None = None,
+        summed: bool = True,
     ) -> DrafterOutput: ...
 
 
@@ -106,7 +108,7 @@ def loss_in_parts(
     hidden_nd = drafter.run_layers(inputs_ne.unsqueeze(0), rotary, cached_attention=attention)[0]
     labelled_nd = hidden_nd.index_select(0, real.labelled_m)
     token_m = real.token_n[real.labelled_m]
-    first = masks.loss(labelled_nd, torch.zeros_like(token_m), token_m)
+    first = masks.first(labelled_nd, token_m)
 
     state_ne = drafter.part_state(inputs_ne, hidden_nd)
     shared = [state_ne, *(part for keys_values in attention.keys_values for part in keys_values)]
@@ -114,13 +116,14 @@ def loss_in_parts(
     asked = torch.is_grad_enabled()
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad and asked]
     deeper = _InParts.apply(masks.part_loss, masks.parts, masks.scale, len(shared), *shared, *trained)
+    loss = masks.first_loss(first, token_m)
     correct = torch.zeros_like(labels_bgs, dtype=torch.bool).transpose(0, 1).flatten(1)  # [G, P]
     for depth_n, token_n, correct_n in masks.found:
         correct[depth_n, token_n] = correct_n
     sums = (sum(cast(Tensor, output[key]) for output in masks.outputs) for key in _SUMS)
     batch_size, _, length = labels_bgs.shape
     correct_bgs = correct.unflatten(1, (batch_size, length)).transpose(0, 1)
-    return DrafterOutput(cast(Tensor, first.loss) + deeper, *sums, correct_bgs=correct_bgs)
+    return DrafterOutput(loss + deeper, *sums, correct_bgs=correct_bgs)
 
 
 _SUMS = ("depth_loss_sum", "depth_correct", "depth_count")
@@ -157,6 +160,21 @@ class _Masks:
         self.scale = float(max(1, sum(map(sum, counts)))) if half else 1.0
         self.outputs: list[DrafterOutput] = []
         self.found: list[tuple[Tensor, Tensor, Tensor]] = []
+        alpha, num_tokens = drafter.config.options.dpace, labels_bgs.shape[0] * labels_bgs.shape[2]
+        self._dpace = None if alpha is None else DpaceWeights(alpha, num_tokens, labels_bgs.shape[1])
+
+    def first(self, hidden_nd: Tensor, token_n: Tensor) -> DrafterOutput:
+        """Of depth 1, for `first_loss`."""
+        output = self.rows(hidden_nd, torch.zeros_like(token_n), token_n)
+        if self._dpace is not None:
+            self._dpace.begin(cast(Tensor, output.cross_entropy_n), token_n)
+        return output
+
+    def first_loss(self, output: DrafterOutput, token_n: Tensor) -> Tensor:
+        """[] once all parts have been taken."""
+        if self._dpace is not None:
+            output = weighed(output, self._dpace.first(token_n), self._counts_2g[0, 0])
+        return cast(Tensor, output.loss)
 
     def part_loss(self, part: Part, shared: tuple[Tensor, ...]) -> Tensor:
         """[] of a part's masks, from stream 0's state and the keys and values of each layer."""
@@ -177,10 +195,14 @@ class _Masks:
             attention=PartAttention(part, list(zip(flat[::2], flat[1::2], strict=True)), drafter.config.attention),
         )
         hidden_nd = drafter.part_hidden(rows, state_ne, self._batch.input_ids.flatten())
-        return cast(Tensor, self.loss(hidden_nd, stream_n, token_n).loss)
+        output = self.rows(hidden_nd, stream_n, token_n)
+        if self._dpace is not None:
+            weights_n = self._dpace.deeper(cast(Tensor, output.cross_entropy_n), token_n, stream_n)
+            output = weighed(output, weights_n, self._counts_2g[0, 0])
+        return cast(Tensor, output.loss)
 
-    def loss(self, hidden_nd: Tensor, depth_n: Tensor, token_n: Tensor) -> DrafterOutput:
-        """Of labelled rows; its sums are kept."""
+    def rows(self, hidden_nd: Tensor, depth_n: Tensor, token_n: Tensor) -> DrafterOutput:
+        """Of labelled rows, their loss not summed yet with D-PACE; its sums are kept."""
         batch = self._batch
         length = batch.labels_bgs.shape[2]
         labels_n = batch.labels_bgs[token_n // length, depth_n, token_n % length]
@@ -188,7 +210,9 @@ class _Masks:
         if batch.teacher_features is not None:
             teacher_nd = batch.teacher_features.flatten(0, 1).index_select(0, token_n + depth_n)
         previous_n = batch.input_ids.flatten()[token_n + depth_n]
-        output = self._drafter.label_loss(hidden_nd, depth_n, labels_n, teacher_nd, self._counts_2g, previous_n)
+        given = (hidden_nd, depth_n, labels_n, teacher_nd, self._counts_2g, previous_n)
+        label_loss = self._drafter.label_loss
+        output = label_loss(*given) if self._dpace is None else label_loss(*given, summed=False)
         self.outputs.append(output)
         self.found.append((depth_n, token_n, cast(Tensor, output.correct_n)))
         return output

@@ -116,6 +116,11 @@ class DrafterOptions(Section):
         """Share of each depth in the loss, sum 1, when so much of the training is done."""
         return [1.0]
 
+    @property
+    def dpace(self) -> float | None:
+        """D-PACE's alpha; None: rows are weighed by their depth alone."""
+        return None
+
 
 class DepthOptions(DrafterOptions):
     """Of kinds that train several depths; they say how many."""
@@ -128,10 +133,28 @@ class DepthOptions(DrafterOptions):
         description="share of the training in which depth 2, 3, ... come in; 0: all from the first step",
     )
 
+    dpace_alpha: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
+        "smoothed with this alpha (the paper's is 0.5); see `models/base/depth_weights.py`",
+    )
+
+    @property
+    def dpace(self) -> float | None:
+        return self.dpace_alpha
+
     def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
         given = self.depth_weights
         weights = given if isinstance(given, list) else [given**j for j in range(self.num_depths)]
         return depth_shares(weights, self.depth_ramp, progress_frac)
+
+    @model_validator(mode="after")
+    def _one_way_of_coming_in(self) -> Self:
+        if self.dpace_alpha is not None and self.depth_ramp > 0:
+            raise ValueError("`dpace_alpha` lets deeper depths in by itself: leave `depth_ramp` at 0 with it")
+        return self
 
     @model_validator(mode="after")
     def _one_weight_a_depth(self) -> Self:

@@ -95,6 +95,7 @@ class EagleLayer(GroupWiseDrafter):
         teacher_nd: Tensor | None,
         counts_2g: Tensor | None = None,
         previous_n: Tensor | None = None,
+        summed: bool = True,
     ) -> DrafterOutput:
         """EAGLE's loss of N labelled rows, averaged over each depth's, the depths weighted with `depth_weights`."""
         if teacher_nd is None:
@@ -103,7 +104,11 @@ class EagleLayer(GroupWiseDrafter):
         weight_g = numbers_beside(feature_loss_n, self.depth_shares)
         read_g = None if counts_2g is None else counts_2g[1]
         bias = self.token_bias(previous_n)
-        output = self.loss_of_rows(hidden_nd, depth_n, labels_n, teacher_nd, weight_g, read_g, low_rank=bias)
+        given = (hidden_nd, depth_n, labels_n, teacher_nd, weight_g, read_g)
+        output = self.loss_of_rows(*given, low_rank=bias, summed=summed)
+        if not summed:
+            output.losses_n = feature_loss_n + self.config.class_weight * cast(Tensor, output.losses_n)
+            return output
         count_g = cast(Tensor, output.depth_count) if counts_2g is None else counts_2g[0]
         feature_loss = (feature_loss_n * (weight_g / one_for_none(count_g))[depth_n]).sum()
         output.loss = feature_loss + self.config.class_weight * output.loss

@@ -1,11 +1,17 @@
 """How much each depth counts, and when: by hand."""
 
+import itertools
+import math
+
 import pytest
 import torch
-from support.tiny_models import tiny_target
+from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
 
-from draftsmith.models.base.depth_weights import depth_shares
+from draftsmith.models.base.depth_weights import DpaceWeights, depth_shares
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.groups.alignment import depth_labels
+from draftsmith.models.losses import smooth_l1
 from draftsmith.recipes.errors import UserError
 
 
@@ -60,3 +66,96 @@ def test_a_wrong_ramp_is_named() -> None:
     target = tiny_target(num_hidden_layers=4)
     with pytest.raises(UserError, match=r"key `drafter\.options\.depth_ramp`: .*less than or equal to 1, not 2"):
         load_drafter_class("parallel").from_target(target, {"depth_ramp": 2})
+
+
+# ---- D-PACE: q = 0.5, 0.25, 0.5 smoothed with alpha = 0.5 are 0.75, 0.625, 0.75; their products 0.75, 0.46875,
+# 0.3515625, and what is left of these from each depth on is below ----
+
+CONFIDENCES = torch.tensor([0.5, 0.25, 0.5], dtype=torch.float64)
+BY_HAND = [1.5703125, 0.8203125, 0.3515625]
+
+
+def test_dpace_by_hand() -> None:
+    """A whole group, one cut after two depths, one of a single depth, and rows in any order."""
+    group_n, depth_n = torch.tensor([4, 0, 4, 2, 0, 4]), torch.tensor([2, 0, 0, 0, 1, 1])
+    weights_n = DpaceWeights(0.5, 5, 3).of(-CONFIDENCES[depth_n].log(), group_n, depth_n)
+    assert weights_n.tolist() == pytest.approx([BY_HAND[2], 1.21875, BY_HAND[0], 0.75, 0.46875, BY_HAND[1]], abs=1e-12)
+
+
+def test_dpace_in_two_pieces_is_the_same() -> None:
+    """Depth 1 of three groups, then the deeper rows of two of them in two calls; the third has none."""
+    weights = DpaceWeights(0.5, 9, 3)
+    weights.begin(-CONFIDENCES[[0, 0, 0]].log(), torch.tensor([3, 7, 8]))
+    deeper = -CONFIDENCES[1:].log(), torch.tensor([1, 2])
+    assert weights.deeper(deeper[0], torch.tensor([3, 3]), deeper[1]).tolist() == pytest.approx(BY_HAND[1:])
+    assert weights.deeper(deeper[0][:1], torch.tensor([8]), deeper[1][:1]).tolist() == pytest.approx([0.46875])
+    assert weights.first(torch.tensor([3, 7, 8])).tolist() == pytest.approx([BY_HAND[0], 0.75, 1.21875])
+
+
+def test_dpaces_extremes() -> None:
+    """Sure of everything, or smoothed away: G, G-1, ...; a label that cannot be drafted passes alpha on."""
+    group_n, depth_n = torch.zeros(3, dtype=torch.long), torch.arange(3)
+    nats = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([5.0, 1.0, 9.0]), torch.tensor([0.0, math.inf, 0.0])
+    cases = zip((0.2, 1.0, 0.25), nats, ([3, 2, 1], [3, 2, 1], [1.5, 0.5, 0.25]), strict=True)
+    for alpha, nats_n, expected in cases:
+        assert DpaceWeights(alpha, 1, 3).of(nats_n, group_n, depth_n).tolist() == expected
+
+
+def dpace_loss(logits_bgsv: Tensor, labels_bgs: Tensor, alpha: float, others_bgs: Tensor | None = None) -> Tensor:
+    """Eq. 7 to 9 one group after the other, over the number of groups; weights are held.
+
+    Args:
+        others_bgs: Added to the cross entropy of each row.
+    """
+    total, groups = logits_bgsv.new_zeros(()), 0
+    for b, t in itertools.product(range(labels_bgs.shape[0]), range(labels_bgs.shape[2])):
+        labels = [label for label in labels_bgs[b, :, t].tolist() if label >= 0]
+        nats = [-logits_bgsv[b, j, t].log_softmax(-1)[label] for j, label in enumerate(labels)]
+        q = [(1 - alpha) * math.exp(-row.item()) + alpha for row in nats]
+        products = [math.prod(q[: m + 1]) for m in range(len(q))]
+        groups += bool(labels)
+        for j, row in enumerate(nats):
+            row_loss = row if row.isfinite() else torch.zeros_like(row)
+            row_loss = row_loss if others_bgs is None else row_loss + others_bgs[b, j, t]
+            total = total + sum(products[j:]) * row_loss
+    return total / groups
+
+
+@pytest.mark.parametrize("reduced", [None, 40])
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_every_kind_with_depths_trains_by_dpace(kind: str, reduced: int | None) -> None:
+    """Loss and gradients are the paper's, for the cross entropy of every kind, and EAGLE's regression beside it."""
+    if "dpace_alpha" not in load_drafter_class(kind).config_class.Options.model_fields:
+        return
+    target = tiny_target(num_hidden_layers=4).double()
+    given = {"class_weight": 1.0, "feature_noise": 0.0} if kind == "eagle_parallel" else {}
+    drafter = tiny_drafter_of(kind, target, loss="ce", dpace_alpha=0.3, draft_vocab_size=reduced, **given)
+    drafter.training_step = 0  # Medusa-2's heads alone
+    batch = random_batch(target, drafter=drafter)
+    ids, labels = batch["input_ids"], depth_labels(batch["input_ids"], batch["loss_mask"], drafter.config.num_depths)
+
+    def gradients(loss: Tensor) -> dict[str, Tensor]:
+        drafter.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+
+    output = drafter(**batch)
+    found, others = gradients(output.loss), None
+    if kind == "eagle_parallel":
+        ahead = torch.arange(labels.shape[1])[:, None] + torch.arange(labels.shape[2])
+        teacher = batch["teacher_features"][:, ahead.clamp_max(labels.shape[2] - 1)]
+        others = smooth_l1(drafter.stream_hidden(ids, batch["features"]), teacher)
+    expected = dpace_loss(drafter.group_logits(ids, batch["features"]), labels, 0.3, others)
+    expected = expected * getattr(drafter.config, "heads_weight", 1.0)
+    torch.testing.assert_close(output.loss.double(), expected, atol=1e-6, rtol=1e-6)
+    wanted = gradients(expected)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_dpace_has_no_ramp() -> None:
+    with pytest.raises(UserError, match="`dpace_alpha` lets deeper depths in by itself: leave `depth_ramp` at 0"):
+        load_drafter_class("parallel").from_target(tiny_target(), {"dpace_alpha": 0.5, "depth_ramp": 0.3})
+    with pytest.raises(UserError, match="dpace_alpha`: input should be greater than 0, not 0"):
+        load_drafter_class("medusa").from_target(tiny_target(), {"dpace_alpha": 0})

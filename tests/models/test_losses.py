@@ -163,12 +163,13 @@ class Setting:
         self.head.weight.requires_grad_(trained)
         self.head.bias.requires_grad_(False)
         self.labels_n = torch.randint(V, (N,), generator=generator)
-        self.weights_n = normal(N).abs()
+        self.weights_n: Tensor | None = normal(N).abs()
         self.columns = torch.randperm(T, generator=generator)[:V] if reduced else None
 
     def run(self, loss: str, rows: slice = slice(None)) -> through_head.HeadLoss:
+        weights_n = None if self.weights_n is None else self.weights_n[rows]
         return head_loss(
-            self.hidden_nd[rows], self.head, self.labels_n[rows], self.weights_n[rows], loss, self.teacher_nd[rows],
+            self.hidden_nd[rows], self.head, self.labels_n[rows], weights_n, loss, self.teacher_nd[rows],
             self.teacher_head, self.columns,
         )  # fmt: skip
 
@@ -202,6 +203,23 @@ def test_head_loss_equals_plain_autograd(name: str, chunk: int, reduced: bool, m
     assert result.correct_n.tolist() == (logits.argmax(-1) == setting.labels_n).tolist()
     torch.testing.assert_close(setting.grads(2.5 * result.loss), setting.grads(2.5 * expected))
     assert [part.requires_grad for part in result] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_may_come_later(name: str, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients of hidden states and head, of chunks that were dropped before anybody knew the weights."""
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
+    setting = Setting(trained=trained)
+    now, weights_n = setting.run(name), setting.weights_n
+    expected = setting.grads(2.5 * now.loss)
+    setting.weights_n = None
+    later = setting.run(name)
+    assert [part.requires_grad for part in later] == [False, True, False, False]
+    torch.testing.assert_close(later.losses_n.detach(), now.losses_n)
+    found = setting.grads(2.5 * (later.losses_n * weights_n).sum())
+    assert (found[1] is not None) == trained
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"lk_lambda"}))
@@ -306,7 +324,8 @@ def test_dtypes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ce", "lk_lambda"])
 @pytest.mark.parametrize("master", [True, False])
-def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool) -> None:
+@pytest.mark.parametrize("later", [True, False])
+def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool, later: bool) -> None:
     """A mean over a million labels, scaled as a GradScaler does: no gradient is zero that is not zero in fp32."""
     setting, scale = Setting(reduced=False), 65536.0
     hidden_nd, teacher_nd = setting.hidden_nd.detach().half(), setting.teacher_nd.half()
@@ -316,7 +335,9 @@ def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool) -> No
         head.load_state_dict(setting.head.half().state_dict())
         head.bias.requires_grad_(False)
         hidden = hidden.clone().requires_grad_()
-        loss = head_loss(hidden, head, setting.labels_n, weights_n, name, teacher_nd.to(hidden.dtype)).loss
+        given = None if later else weights_n
+        result = head_loss(hidden, head, setting.labels_n, given, name, teacher_nd.to(hidden.dtype))
+        loss = (result.losses_n * weights_n).sum() if later else result.loss
         return torch.autograd.grad(scale * loss, (hidden, head.weight))
 
     expected = grads(hidden_nd.float(), nn.Linear(D, V))
@@ -484,6 +505,19 @@ def test_depth_loss(name: str) -> None:
         assert result.depth_correct[depth] == correct_n[mine].sum()
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(setting.grads(result.loss), setting.grads(expected))
+
+
+def test_depth_loss_without_a_sum() -> None:
+    """An unknown label has no cross entropy, and no `ce` either; its rows are counted all the same."""
+    setting, depth_n = Setting(reduced=False), torch.tensor([0, 1, 0, 0, 0, 1, 1])
+    setting.labels_n[1] = -100
+    result: Any = depth_loss(setting.hidden_nd, depth_n, setting.labels_n, setting.head, [0.5, 0.5], summed=False)
+    assert result.loss is None
+    assert result.depth_count.tolist() == [4, 3]
+    assert result.cross_entropy_n.isinf().tolist() == [row == 1 for row in range(N)]
+    assert result.losses_n.tolist() == [
+        0.0 if row == 1 else nats for row, nats in enumerate(result.cross_entropy_n.tolist())
+    ]
 
 
 def test_depth_loss_without_rows() -> None:

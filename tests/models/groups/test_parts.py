@@ -33,6 +33,9 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"draft_vocab_size": 40}),
     ("eagle3", {"first_token": False, "norm_before_residual": True}),
     ("eagle3", {"fc_norm": True, "norm_output": True}),
+    ("eagle3", {"dpace_alpha": 0.5, "first_token": False}),
+    ("parallel", {"dpace_alpha": 0.3, "keep_ratio": 0.7, "draft_vocab_size": 40, "loss": "ce"}),
+    ("eagle_parallel", {"dpace_alpha": 0.5, "keep_ratio": 0.7}),
 ]
 LENGTHS = (9, 30, 4, 1, 7, 22)
 
