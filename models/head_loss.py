@@ -141,7 +141,7 @@ def depth_loss(
     return DrafterOutput(
         loss=result.loss if summed else None,
         losses_n=None if summed else result.losses_n * counts_n,
-        cross_entropy_n=result.cross_entropy_n.masked_fill(known_n == 0, float("inf")),
+        cross_entropy_n=None if summed else result.cross_entropy_n.masked_fill(known_n == 0, float("inf")),
         depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
         depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
         depth_count=torch.zeros_like(weight_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),

@@ -41,8 +41,9 @@ class DrafterOutput(ModelOutput):
     depth_count: Tensor | None = None  # [G] labels
     correct_bgs: Tensor | None = None  # [B, G, S] bool: the argmax is the label of this group and depth
     correct_n: Tensor | None = None  # [N] the same of the rows whose loss it is
-    cross_entropy_n: Tensor | None = None  # [N] of these rows in nats; infinite for a token that no drafted one can be
-    losses_n: Tensor | None = None  # [N] in place of `loss`, where their weights are still to come
+    # In place of `loss`, where the rows' weights are still to come:
+    losses_n: Tensor | None = None  # [N]
+    cross_entropy_n: Tensor | None = None  # [N] in nats; infinite for labels that cannot be drafted
 
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----

@@ -104,4 +104,4 @@ def weighed(output: DrafterOutput, weights_n: Tensor, num_groups: Tensor) -> Dra
     """The loss of rows that came without a sum: theirs, weighted, over the number [] of groups with a label."""
     losses_n = cast(Tensor, output.losses_n)
     loss = (losses_n * weights_n).sum() / one_for_none(num_groups.to(losses_n.dtype))
-    return replace(output, loss=loss, losses_n=None)
+    return replace(output, loss=loss, losses_n=None, cross_entropy_n=None)
