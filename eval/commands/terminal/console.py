@@ -25,7 +25,7 @@ class PlainConsole(Console):
         """Where there is no terminal, rich is told that there are no box characters; the text itself stays as it is."""
         return super().encoding if self.is_terminal else "ascii"
 
-    @property
+    @property  # type: ignore[misc]  # nobody sets it
     def size(self) -> ConsoleDimensions:
         size = super().size
         limited = self.is_terminal or self.is_jupyter or self._environ.get("COLUMNS", "").isdigit()
