@@ -118,6 +118,7 @@ paper: $(READY)
 	$(MAKE) smollm2-table SEEDS=2
 	cp runs/table/eval/result.json docs/results/table.json
 	cp runs/masks/eval/result.json docs/results/masks.json
+	cp runs/answers/eval/result.json docs/results/answers.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
 	$(BIN)/python -m draftsmith.eval.report.papers docs runs/smollm2-table/eval/traced.json
