@@ -36,7 +36,7 @@ from draftsmith.eval.trees.candidates import (
 from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.path_pool import path_pool
-from draftsmith.eval.trees.sampling import Sampling, largest, raced
+from draftsmith.eval.trees.sampling import Sampling, drawn, largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import DrafterDecoder, OneForward, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
@@ -119,8 +119,8 @@ class ChainBuilder(MarginalBuilder):
         if sampling.greedy:
             return DraftTree([root_token, *columns.tokens(largest(logits).tolist())], shape)
         q = sampling.probabilities(logits)
-        drawn = columns.tokens(torch.multinomial(q, 1, generator=generator)[:, 0].tolist())
-        return DraftTree([root_token, *drawn], shape, _q_of_children(columns.widened(q, 0.0), shape))
+        tokens = columns.tokens(drawn(q, generator).tolist())
+        return DraftTree([root_token, *tokens], shape, _q_of_children(columns.widened(q, 0.0), shape))
 
     def build_on_device(
         self,
@@ -132,7 +132,7 @@ class ChainBuilder(MarginalBuilder):
     ) -> DeviceTree:
         logits = logits[: self._max_depth]
         q = None if sampling.greedy else sampling.probabilities(logits)
-        drafted = largest(logits) if q is None else raced(q, generator)
+        drafted = largest(logits) if q is None else drawn(q, generator)
         tokens = torch.cat([root, columns.tokens_of(drafted)])
         return DeviceTree.shaped(tokens, TreeShape.chain(len(logits)), None if q is None else columns.widened(q, 0.0))
 

@@ -28,7 +28,7 @@ from draftsmith.eval.trees.candidates import (
     without_blanks,
 )
 from draftsmith.eval.trees.device_tree import DeviceTree
-from draftsmith.eval.trees.sampling import Sampling, draw, largest, raced
+from draftsmith.eval.trees.sampling import Sampling, draw, drawn, largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.decoding.transfers import index_on
@@ -73,7 +73,7 @@ class ChainGrower:
                 chosen = largest(logits)
             else:
                 q_rows.append(sampling.probabilities(logits))
-                chosen = raced(q_rows[-1], generator)
+                chosen = drawn(q_rows[-1], generator)
             tokens.append(columns.tokens_of(chosen))
         q = None if sampling.greedy else columns.widened(torch.cat(q_rows), 0.0)
         return DeviceTree.shaped(torch.cat(tokens), TreeShape.chain(num_depths), q)

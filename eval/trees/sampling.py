@@ -59,14 +59,23 @@ def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     return probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
 
 
-def raced(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """[...] one token from each distribution [..., V]; the host waits for nothing, as it does for `multinomial`."""
-    return largest(race(probabilities, generator))
+def drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """[...] one token from each distribution [..., V], by one uniform number in its cumulative sum; no host waits.
+
+    torch's `multinomial` draws a number for each token: ten times as long on a CPU, 2 ms for a vocabulary of 49,152.
+    In fp64, where the sums of probabilities of 1e-8 do not vanish beside 1.
+    """
+    cumulated = probabilities.cumsum(-1, dtype=torch.float64)
+    mass = cumulated[..., -1:]
+    place = torch.rand(mass.shape, dtype=torch.float64, device=mass.device, generator=generator) * mass
+    # Below the mass whatever is rounded, so that a token that has a probability is found; without mass it is the last.
+    place = torch.minimum(place, torch.nextafter(mass, torch.zeros_like(mass)))
+    return torch.searchsorted(cumulated, place, right=True)[..., 0].clamp_max(probabilities.shape[-1] - 1)
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
     """One token from a distribution [V]."""
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    return int(drawn(probabilities, generator))
 
 
 def first_token(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:

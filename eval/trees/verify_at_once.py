@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftsmith.eval.trees.candidates import drafted_nodes, without_blanks
 from draftsmith.eval.trees.device_tree import DeviceTree
-from draftsmith.eval.trees.sampling import Sampling, largest, raced
+from draftsmith.eval.trees.sampling import Sampling, drawn, largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict, verify_greedy
 from draftsmith.models.decoding.transfers import to_host
@@ -75,14 +75,14 @@ def decide(
         return None, largest(logits)
     p_nv = sampling.probabilities(logits)
     if tree.q is None or tree.families is None:
-        return None, raced(p_nv, generator)
+        return None, drawn(p_nv, generator)
     accept_ic, p_nv = acceptance(tree, p_nv)
     uniform_ic = torch.rand(accept_ic.shape, generator=generator, device=p_nv.device, dtype=p_nv.dtype)
     hit_ic = uniform_ic < accept_ic
     child_i = tree.families.children.gather(-1, hit_ic.int().argmax(-1, keepdim=True))[:, 0]
     accepted = torch.full_like(tree.tokens, -1)
     accepted.index_copy_(0, tree.families.nodes, child_i.masked_fill(~hit_ic.any(-1), -1))
-    return accepted, torch.where(accepted >= 0, tree.tokens[accepted.clamp_min(0)], raced(p_nv, generator))
+    return accepted, torch.where(accepted >= 0, tree.tokens[accepted.clamp_min(0)], drawn(p_nv, generator))
 
 
 def acceptance(tree: DeviceTree, p_nv: Tensor) -> tuple[Tensor, Tensor]:
