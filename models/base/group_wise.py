@@ -53,8 +53,12 @@ class GroupWiseDrafter(DraftVocabulary):
         return self.config.loss in TEACHER_LOSSES
 
     def attach(self, target: PreTrainedModel) -> Self:
-        self._rotary = Rotary(target, self.layers_config)
+        self._rotary = self.make_rotary(target)
         return super().attach(target)
+
+    def make_rotary(self, target: PreTrainedModel) -> Rotary:
+        """What turns its queries and keys."""
+        return Rotary.of_target(target, self.layers_config)
 
     @property
     def reads_first_token(self) -> bool:
@@ -77,10 +81,12 @@ class GroupWiseDrafter(DraftVocabulary):
         if getattr(self.config, "in_parts", False) and self.config.num_depths > 1:
             batch = Batch(input_ids, self.features_read(features), labels_bgs, position_ids, teacher_features)
             return loss_in_parts(self, batch, present_bgs, label_counts)
-        rows = GroupRows.of(present_bgs, labels_bgs, position_ids, self.reads_first_token)
+        rows = self.rows_of(present_bgs, labels_bgs, position_ids)
         hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
         labelled_m = rows.labelled_m
-        index_m, depth_m = rows.index_n[labelled_m], rows.stream_n[labelled_m]
+        depth_m = rows.stream_n[labelled_m] - self.first_stream
+        index_m = rows.batch_n[labelled_m] * labels_bgs.shape[1] + depth_m
+        index_m = index_m * labels_bgs.shape[2] + rows.position_n[labelled_m]
         teacher_md = None
         if teacher_features is not None:
             # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
@@ -102,9 +108,18 @@ class GroupWiseDrafter(DraftVocabulary):
         output.correct_bgs = correct.view(labels_bgs.shape)
         return output
 
+    @property
+    def first_stream(self) -> int:
+        """The stream whose rows predict depth 1; there may be G and more of them."""
+        return 0
+
     def present(self, labels_bgs: Tensor) -> Tensor:
-        """[B, G, S] bool: the rows to compute, those with a label and what they attend to."""
+        """[B, G, S] bool, of all streams: the rows to compute, those with a label and what they attend to."""
         return GroupRows.present(labels_bgs)
+
+    def rows_of(self, present_bgs: Tensor, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
+        """The rows that are `present`, and which of them carry a label."""
+        return GroupRows.of(present_bgs, labels_bgs, position_ids, self.reads_first_token)
 
     def features_read(self, features: Tensor) -> Tensor:
         """[B, S, F] what a training step reads of the target's features."""
@@ -174,13 +189,13 @@ class GroupWiseDrafter(DraftVocabulary):
         raise NotImplementedError
 
     def stream_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[B, G, S, D] of all streams, before the final norm; zeros where there is no row."""
+        """[B, G, S, D] of all depths, before the final norm; zeros where there is no row."""
         batch, length = input_ids.shape
-        shape = (batch, self.config.num_depths, length)
+        shape = (batch, self.first_stream + self.config.num_depths, length)
         rows = GroupRows.full(shape, input_ids.device, position_ids, self.reads_first_token)
         hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
         grid = hidden_nd.new_zeros(batch * shape[1] * length, hidden_nd.shape[-1])
-        return grid.index_copy(0, rows.index_n, hidden_nd).unflatten(0, shape)
+        return grid.index_copy(0, rows.index_n, hidden_nd).unflatten(0, shape)[:, self.first_stream :]
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(self.stream_hidden(input_ids, features, position_ids)))

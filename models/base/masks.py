@@ -1,34 +1,27 @@
 """Group-wise drafters whose depths come from one forward: K trainable [MASK]s follow the newest token.
 
-With `markov_rank` the drafts of a depth depend on the token before all the same (`markov_head.py`).
-
-Shapes: B batch, S sequence, G = K+1 streams, K masks, N present rows, E input width of a layer, D hidden, V vocabulary,
-V' of them drafted.
+Shapes: B batch, S sequence, G = K+1 streams, K masks, N present rows, E input width of a layer, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import DrafterConfig
-from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
-from draftsmith.models.base.markov_head import MarkovHead
-from draftsmith.models.base.options import DepthOptions, InParts
+from draftsmith.models.base.one_forward import OneForwardDrafter, OneForwardOptions
+from draftsmith.models.base.options import InParts
 from draftsmith.models.decoding.batch import BatchParallelDecoder
 from draftsmith.models.decoding.cached import ParallelDecoder
-from draftsmith.models.decoding.markov import MarkovDecoder
-from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder
 from draftsmith.models.groups.parts import PartRows
 from draftsmith.models.groups.rows import GroupRows, kept_shares
-from draftsmith.models.head_loss import LowRankLogits
 from draftsmith.models.losses import numbers_beside
 
 
-class MaskOptions(GroupWiseOptions, DepthOptions):
+class MaskOptions(OneForwardOptions):
     """Of all kinds with masks."""
 
     num_masks: int = Field(4, ge=0, description="K; a round drafts K+1 tokens")
@@ -37,30 +30,14 @@ class MaskOptions(GroupWiseOptions, DepthOptions):
     )
     keep_ratio_min: float = Field(0.0, ge=0, le=1, description="but at no smaller share of them than this")
     in_parts: InParts = False
-    markov_rank: int = Field(
-        0,
-        ge=0,
-        description="rank of a Markov head, by which a depth's drafts depend on the token before (DSpark; 256 for a "
-        "target of 8B), at the price of a product of this width for each drafted token; 0: none. Not in the papers of "
-        "these kinds, and no engine serves them with it",
-    )
 
     @property
     def num_depths(self) -> int:
         return self.num_masks + 1
 
 
-class MaskedDrafter(GroupWiseDrafter):
+class MaskedDrafter(OneForwardDrafter):
     """A kind says what its masks read, and whether the newest token's input is added to it."""
-
-    markov_head: MarkovHead | None
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__(config)
-        self.markov_head = None
-        if config.markov_rank:
-            vocabulary = config.target_config["vocab_size"]
-            self.markov_head = MarkovHead(vocabulary, config.draft_vocab_size or vocabulary, config.markov_rank)
 
     @property
     def mask_residual(self) -> bool:
@@ -98,44 +75,13 @@ class MaskedDrafter(GroupWiseDrafter):
         rotary = self.rotary_of(hidden, part.position_n.unsqueeze(0))
         return self.run_layers(hidden, rotary, cached_attention=part.attention)[0]
 
-    # ---- the token before ----
-
-    def token_bias(self, previous_n: Tensor | None) -> LowRankLogits | None:
-        if self.markov_head is None:
-            return None
-        if previous_n is None:
-            raise ValueError("a Markov head reads the tokens before the labels: pass previous_n")
-        return self.markov_head.factors(previous_n)
-
-    @property
-    def draft_vocabulary_rows(self) -> set[str]:
-        return set() if self.markov_head is None else {"markov_head.markov_w2.weight"}
-
-    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        logits_bgsv = super().group_logits(input_ids, features, position_ids)
-        if self.markov_head is None:
-            return logits_bgsv
-        num_depths, length = logits_bgsv.shape[1:3]
-        # Behind the last token there is none: groups that would read it repeat the last, and mean nothing.
-        ahead_g, place_s = (torch.arange(count, device=input_ids.device) for count in (num_depths, length))
-        place_gs = (ahead_g[:, None] + place_s).clamp(max=length - 1)
-        bias = self.markov_head(input_ids[:, place_gs])
-        return logits_bgsv + self.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
-
     # ---- decoding ----
 
-    def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
-        return self._with_markov_head(ParallelDecoder(self, max_length_tokens))
+    def one_forward_decoder(self, max_length_tokens: int) -> DrafterDecoder:
+        return ParallelDecoder(self, max_length_tokens)
 
-    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
-        rows = BatchParallelDecoder(self, max_length_tokens, batch_size).rows
-        return [self._with_markov_head(row) for row in rows]
-
-    def _with_markov_head(self, decoder: DrafterDecoder) -> DrafterDecoder | StepwiseDecoder:
-        head = self.markov_head
-        if head is None:
-            return decoder
-        return MarkovDecoder(decoder, lambda tokens: head(tokens).float(), self.config.num_depths, self.device)
+    def one_forward_rows(self, max_length_tokens: int, batch_size: int) -> Sequence[DrafterDecoder]:
+        return BatchParallelDecoder(self, max_length_tokens, batch_size).rows
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
@@ -153,3 +99,23 @@ def draw_near_mean_embedding(masks_kd: Tensor, target: PreTrainedModel) -> None:
     """Fill with normal values around the target's mean embedding, as wide as all its embeddings lie apart."""
     embedding_vd = embeddings_of(target).to(masks_kd.dtype)
     masks_kd.normal_(0.0, embedding_vd.std().item()).add_(embedding_vd.mean(0))
+
+
+def _mask_token(token: int | None, info: ValidationInfo) -> int:
+    last = (info.context or {}).get("vocab_size", 1) - 1
+    if token is None:
+        return rarest_token(info.context or {})
+    if not 0 <= token <= last:
+        raise ValueError(f"must be a token id from 0 to {last}")
+    return token
+
+
+# By default None, validated.
+MaskTokenId = Annotated[
+    int | None,
+    AfterValidator(_mask_token),
+    Field(
+        description="the token that every [MASK] reads, best one that no text has; by default the target's padding "
+        "token, or the last one of its vocabulary"
+    ),
+]

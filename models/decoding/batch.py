@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
 
 from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS, first_rows
 from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, BatchAttention
@@ -86,8 +87,6 @@ class BatchParallelDecoder(BatchDecoder):
         self._cache = BatchAttention(drafter.layers_config, batch_size, capacity, self._device, drafter.dtype)
         self._pending: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(batch_size)]
         self._offsets = [0] * batch_size
-        rope = getattr(drafter.layers_config, "rope_parameters", None) or {}
-        self._rotates_alike = rope.get("rope_type", "default") in STATIC_ROPE_TYPES
 
     def start(self, row: int, prompt_ids: Tensor, features: Tensor, position_offset: int) -> None:
         super().start(row, prompt_ids, features, position_offset)
@@ -109,11 +108,8 @@ class BatchParallelDecoder(BatchDecoder):
                     f"{length} tokens, but batch_decoders(max_length_tokens={self._max_length_tokens}): make it larger"
                 )
             self._pending[row] = []
-        # Where a rotation depends on the longest position, every row drafts by itself, as it would alone.
-        small = [i for i in range(len(due)) if self._rotates_alike and len(ids[i]) <= SMALL_STEP_TOKENS]
-        steps = [[i] for i in range(len(due)) if i not in small] + ([small] if small else [])
         drafted: dict[int, Tensor] = {}
-        for step in steps:
+        for step in forwards_of(self._drafter.layers_config, list(map(len, ids))):
             logits_agv = self._forward([due[i] for i in step], [ids[i] for i in step], [features[i] for i in step])
             drafted |= {due[i]: logits_gv for i, logits_gv in zip(step, logits_agv, strict=True)}
         return drafted
@@ -140,3 +136,12 @@ class BatchParallelDecoder(BatchDecoder):
             self._cache.lengths[row] += count
         drafting = torch.arange(masks + 1, device=self._device) + (count_a1 - 1)
         return self._drafter.logits_of(hidden_ard[each, drafting]).float()
+
+
+def forwards_of(layers_config: PreTrainedConfig, counts: list[int]) -> list[list[int]]:
+    """Which rows, by their place, have a forward together, given how many new tokens each has."""
+    rope = getattr(layers_config, "rope_parameters", None) or {}
+    # Where a rotation depends on the longest position, every row drafts by itself, as it would alone.
+    rotates_alike = rope.get("rope_type", "default") in STATIC_ROPE_TYPES
+    small = [i for i, count in enumerate(counts) if rotates_alike and count <= SMALL_STEP_TOKENS]
+    return [[i] for i in range(len(counts)) if i not in small] + ([small] if small else [])

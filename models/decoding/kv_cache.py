@@ -48,6 +48,7 @@ class CachedAttention:
             band.triu_(capacity + 1 - (-remainder % ALIGNMENT))
         self._bands = bands
         self._mask: Tensor | None = None
+        self._open = False  # whether a step without a mask sees everything
         self._places: Tensor | None = None
 
     def hold_still(self) -> None:
@@ -65,11 +66,23 @@ class CachedAttention:
         """The step is done."""
         self._places = self._mask = None
 
-    def begin_step(self, num_rows: int) -> None:
-        """Prepare the causal mask that all layers of this step share."""
+    def store(self, layer_index: int, k_bhrd: Tensor, v_bhrd: Tensor) -> None:
+        """Put keys and values [1, Hkv, R, Dh] behind the `length` that are there."""
+        self._keys_values[layer_index, :, :, :, self.length : self.length + k_bhrd.shape[2]] = torch.stack(
+            [k_bhrd, v_bhrd]
+        )
+
+    def store_at(self, layer_index: int, places: Tensor, k_bhrd: Tensor, v_bhrd: Tensor) -> None:
+        """Put keys and values [1, Hkv, R, Dh] at `places`; for compiled forwards."""
+        for room, new in zip(self._keys_values[layer_index], (k_bhrd, v_bhrd), strict=True):
+            room.index_copy_(2, places, new)
+
+    def begin_step(self, num_rows: int, causal: bool = True) -> None:
+        """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
         self._begin = self.length
         end = self.length + num_rows
-        if self.length == 0:
+        self._open = not causal
+        if self.length == 0 or not causal:
             self._mask = None
             return
         bands = self._bands
@@ -86,7 +99,7 @@ class CachedAttention:
         The last R of the M nodes are the step's own; all real tokens are seen by every node.
         """
         num_rows, num_nodes = ancestors.shape
-        self._begin = self.length + num_nodes - num_rows
+        self._begin, self._open = self.length + num_nodes - num_rows, False
         keys_values = self._keys_values
         mask = open_mask(num_rows, self.length + num_nodes, dtype=keys_values.dtype, device=keys_values.device)
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
@@ -101,9 +114,8 @@ class CachedAttention:
             values[:, :, begin:end] = v_bhrd
         else:
             end = self.capacity
-            keys.index_copy_(2, self._places, k_bhrd)
-            values.index_copy_(2, self._places, v_bhrd)
-        if self._mask is None:
+            self.store_at(layer_index, self._places, k_bhrd, v_bhrd)
+        if self._mask is None and not self._open:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
             )
@@ -132,8 +144,11 @@ class BatchAttention:
         self.lengths = [0] * batch_size
         self._columns = torch.arange(capacity, device=device)
 
-    def begin_step(self, rows: list[int], num_new: int) -> Tensor:
-        """Prepare a step of R tokens in each of A different, ascending rows; their places [A, R] in their sequences."""
+    def begin_step(self, rows: list[int], num_new: int, causal: bool = True) -> Tensor:
+        """Prepare a step of R tokens in each of A different, ascending rows; their places [A, R] in their sequences.
+
+        Without `causal` the new tokens of a row see each other.
+        """
         lengths = [self.lengths[row] for row in rows]
         starts = torch.tensor(lengths, device=self._columns.device)
         self._places = starts[:, None] + self._columns[:num_new]
@@ -142,19 +157,22 @@ class BatchAttention:
         together = rows[-1] - rows[0] + 1 == len(rows)
         self._read: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else self._row_ids
         self._end = max(lengths) + num_new
-        hidden = self._columns[: self._end] > self._places[..., None]
+        hidden = self._columns[: self._end] > (self._places if causal else self._places[:, -1:])[..., None]
         # The query heads that share a key head stand one after the other as its rows.
         shape = (len(rows), self._repeats, num_new, self._end)
         mask = open_mask(*shape, dtype=self._keys_values.dtype, device=starts.device)
         self._mask = mask.masked_fill_(hidden[:, None], float("-inf")).flatten(1, 2)[:, None]
         return self._places
 
+    def store(self, layer_index: int, k_bhrd: Tensor, v_bhrd: Tensor) -> None:
+        """Put keys and values [A, Hkv, R, Dh] where the step's tokens are."""
+        for room, new in zip(self._keys_values[layer_index], (k_bhrd, v_bhrd), strict=True):
+            room[self._row_ids[:, None], :, self._places] = new.transpose(1, 2)
+
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[A, R, H, Dh] for queries [A, H, R, Dh]; stores the new keys and values [A, Hkv, R, Dh]."""
-        keys_values = self._keys_values[layer_index]
-        for room, new in zip(keys_values, (k_bhrd, v_bhrd), strict=True):
-            room[self._row_ids[:, None], :, self._places] = new.transpose(1, 2)
-        keys, values = keys_values[:, self._read, :, : self._end]
+        self.store(layer_index, k_bhrd, v_bhrd)
+        keys, values = self._keys_values[layer_index][:, self._read, :, : self._end]
         q_grouped = q_bhrd.unflatten(1, (-1, self._repeats)).flatten(2, 3)
         out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
         return out.unflatten(2, (self._repeats, -1)).flatten(1, 2).transpose(1, 2)

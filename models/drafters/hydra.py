@@ -96,7 +96,7 @@ class PrefixAttention(nn.Module):
         return next(self.parameters()).dtype
 
     def attach(self, target: PreTrainedModel) -> None:
-        self._rotary = Rotary(target, self.layers_config)
+        self._rotary = Rotary.of_target(target, self.layers_config)
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, N, Dh] at positions [1, N]."""

@@ -13,25 +13,14 @@ are 0.8**j, not all equal. What dropping and equal weights cost on the embedded 
 Shapes: K masks, D hidden, E = 2D input width of the first layer, F features.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeOptions
-from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, rarest_token
+from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, MaskTokenId
 from draftsmith.models.base.options import NumLayers
-
-
-def _mask_token(token: int | None, info: ValidationInfo) -> int:
-    last = (info.context or {}).get("vocab_size", 1) - 1
-    if token is None:
-        return rarest_token(info.context or {})
-    if not 0 <= token <= last:
-        raise ValueError(f"must be a token id from 0 to {last}")
-    return token
 
 
 class PEagleConfig(DrafterConfig):
@@ -41,12 +30,7 @@ class PEagleConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         num_layers: NumLayers = 1
-        mask_token_id: Annotated[int | None, AfterValidator(_mask_token)] = Field(
-            None,
-            validate_default=True,
-            description="the token that every [MASK] reads, best one that no text has; by default the target's padding "
-            "token, or the last one of its vocabulary",
-        )
+        mask_token_id: MaskTokenId = Field(None, validate_default=True)
 
 
 class PEagleDrafter(Eagle3Shape, MaskedDrafter):

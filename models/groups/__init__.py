@@ -2,5 +2,6 @@
 
 Read `alignment` (which label belongs to which row), `attention` (the mathematics, three backends) and `causal` (the
 kernels below it), `rows` (which rows are computed, and where they lie) and `documents` (of packed rows), `layers`
-(decoder layers of the target's kind that attend so). May import `recipes` and the files of `models`.
+(decoder layers that attend so), `context` (blocks of rows before a context). May import `recipes` and the files of
+`models`.
 """

@@ -4,7 +4,10 @@ The sequence is held as G = K+1 *streams* of length S: stream 0 the real tokens,
 position t is the real token x_t; streams 1..K at t are the masks of its group. A query of stream j at t attends to
 
     (a) the stream-0 keys at positions <= t, which is the same causal attention for every stream, and
-    (b) the keys of streams 1..j at its own position t.
+    (b) the keys of streams 1..j at its own position t; or, where groups are not `causal`, of all of 1..K.
+
+ParallelSpec's masks are the first kind of (b): each of them could be drafted without those behind it. DFlash's blocks
+(arXiv 2602.06036) are the second: a block's rows are denoised together, so every one sees every other.
 
 Queries may be those of the last streams only, where the streams are computed one after the other because each reads
 what the one before it gave (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all streams so far.
@@ -60,8 +63,9 @@ def group_attention(
     scale: float | None = None,
     documents: Documents | None = None,
     past: Past | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Attention of every stream to the real past and to the earlier masks of its own group.
+    """Attention of every stream to the real past and to the masks of its own group, the earlier ones or all.
 
     Args:
         q_bhqsd: [B, H, Q, S, Dh] of the last Q streams, already rotated.
@@ -71,6 +75,7 @@ def group_attention(
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Of which the S positions consist, if of several that do not see each other.
         past: What lies before them, if they are a part of a longer sequence.
+        causal: Whether a mask sees none of its own group behind it.
 
     Returns:
         [B, H, Q, S, Dh].
@@ -83,31 +88,31 @@ def group_attention(
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
         seen = (None, None, 0) if past is None else (past.k_bhpd, past.v_bhpd, past.num_queries)
-        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, *seen)
+        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, *seen, causal)
     if backend == "dense":
-        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, past)
+        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, past, causal)
     if backend == "flex":
         if past is not None:
             raise UserError(
                 "attention backend `flex` takes all masks at once: use drafter.options.attention=folded, or leave out "
                 "drafter.options.in_parts"
             )
-        return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents)
+        return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
     raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
 
 
-def group_mask(num_streams: int, length: int, device: torch.device | str = "cpu") -> Tensor:
+def group_mask(num_streams: int, length: int, device: torch.device | str = "cpu", causal: bool = True) -> Tensor:
     """[G*S, G*S] booleans, True where the query (row) may see the key (column); index = stream * S + position."""
     index = torch.arange(num_streams * length, device=device)
-    return _may_see(index[:, None], index[None, :], length)
+    return _may_see(index[:, None], index[None, :], length, causal)
 
 
-def _may_see(query: Tensor, key: Tensor, length: int) -> Tensor:
+def _may_see(query: Tensor, key: Tensor, length: int, causal: bool) -> Tensor:
     query_stream, query_position = query // length, query % length
     key_stream, key_position = key // length, key % length
     real_past = (key_stream == 0) & (key_position <= query_position)
-    own_group = (key_stream >= 1) & (key_stream <= query_stream) & (key_position == query_position)
-    return real_past | own_group
+    is_seen = (key_stream <= query_stream) if causal else (query_stream >= 1)
+    return real_past | ((key_stream >= 1) & is_seen & (key_position == query_position))
 
 
 def _dense(
@@ -117,10 +122,11 @@ def _dense(
     scale: float,
     documents: Documents | None = None,
     past: Past | None = None,
+    causal: bool = True,
 ) -> Tensor:
     query_streams, length = q_bhqsd.shape[2:4]
     num_streams = k_bhgsd.shape[2]
-    mask = group_mask(num_streams, length, q_bhqsd.device)
+    mask = group_mask(num_streams, length, q_bhqsd.device, causal)
     if documents is not None:
         number_gs = documents.numbers(length).repeat(num_streams)
         mask &= number_gs[:, None] == number_gs
@@ -135,7 +141,12 @@ def _dense(
 
 
 def _flex(
-    q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float, documents: Documents | None = None
+    q_bhqsd: Tensor,
+    k_bhgsd: Tensor,
+    v_bhgsd: Tensor,
+    scale: float,
+    documents: Documents | None = None,
+    causal: bool = True,
 ) -> Tensor:
     if q_bhqsd.device.type != "cuda":
         raise UserError(
@@ -143,7 +154,7 @@ def _flex(
             "there): use drafter.options.attention=folded"
         )
     query_streams, length = q_bhqsd.shape[2:4]
-    shape = (query_streams, k_bhgsd.shape[2], length, q_bhqsd.device)
+    shape = (query_streams, k_bhgsd.shape[2], length, q_bhqsd.device, causal)
     if documents is None:
         block_mask = _flex_block_mask(*shape)
     else:
@@ -167,19 +178,24 @@ def _compiled_flex_attention() -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _flex_block_mask(query_streams: int, num_streams: int, length: int, device: torch.device) -> Any:
-    return _make_flex_block_mask(query_streams, num_streams, length, device)
+def _flex_block_mask(query_streams: int, num_streams: int, length: int, device: torch.device, causal: bool) -> Any:
+    return _make_flex_block_mask(query_streams, num_streams, length, device, causal)
 
 
 def _make_flex_block_mask(
-    query_streams: int, num_streams: int, length: int, device: torch.device, document_s: Tensor | None = None
+    query_streams: int,
+    num_streams: int,
+    length: int,
+    device: torch.device,
+    causal: bool,
+    document_s: Tensor | None = None,
 ) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     first_query = (num_streams - query_streams) * length
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = _may_see(query + first_query, key, length)
+        seen = _may_see(query + first_query, key, length, causal)
         return seen if document_s is None else seen & (document_s[query % length] == document_s[key % length])
 
     return create_block_mask(mask_mod, None, None, query_streams * length, num_streams * length, device=device)
@@ -199,6 +215,7 @@ class _FoldedGroupAttention(torch.autograd.Function):
         past_k_bhpd: Tensor | None = None,
         past_v_bhpd: Tensor | None = None,
         past_queries: int = 0,
+        causal: bool = True,
     ) -> Tensor:
         query_streams, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
         # The streams of one query head are neighbours on the head axis: grouped-query heads of one key head.
@@ -212,9 +229,10 @@ class _FoldedGroupAttention(torch.autograd.Function):
             masks = slice(-min(query_streams, num_masks), None)
             q, out, lse = (part.unflatten(1, (-1, query_streams)) for part in (q_folded, out_folded, lse_folded))
             with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
-                _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale)
+                _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale, causal)
         ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, past_k_bhpd, past_v_bhpd, *saved)
         ctx.scale, ctx.query_streams, ctx.documents, ctx.seen = scale, query_streams, documents, seen
+        ctx.causal = causal
         return out_folded.unflatten(1, (-1, query_streams))
 
     @staticmethod
@@ -245,7 +263,7 @@ class _FoldedGroupAttention(torch.autograd.Function):
             grad_q_folded[:, :, seen] += grad_q_seen
         grad_q = grad_q_folded.unflatten(1, (-1, query_streams))
         if num_masks == 0:
-            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, *of_past, None
+            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, *of_past, None, None
         grad_k, grad_v = torch.empty_like(k_bhgsd), torch.empty_like(v_bhgsd)
         grad_k[:, :, 0], grad_v[:, :, 0] = grad_k0_bhsd, grad_v0_bhsd
         masks = slice(-min(query_streams, num_masks), None)
@@ -255,9 +273,9 @@ class _FoldedGroupAttention(torch.autograd.Function):
         grad_out = grad_out_bhqsd[:, :, masks]
         with torch.autocast(q.device.type, enabled=False):
             grad_q[:, :, masks] += _own_group_backward(
-                grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, grad_k[:, :, 1:], grad_v[:, :, 1:]
+                grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, ctx.causal, grad_k[:, :, 1:], grad_v[:, :, 1:]
             )
-        return grad_q, grad_k, grad_v, None, None, *of_past, None
+        return grad_q, grad_k, grad_v, None, None, *of_past, None, None
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -278,8 +296,10 @@ def _from_rows(rows: Tensor, num_queries: int) -> Tensor:
     return rows.unflatten(3, (-1, num_queries)).movedim(2, 4).flatten(1, 2)
 
 
-def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float) -> Tensor:
-    """[B, Hkv, S, R*M, K] scores of the last M masks; mask j sees masks 1..j, the rest is -inf."""
+def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float, causal: bool) -> Tensor:
+    """[B, Hkv, S, R*M, K] scores of the last M masks; if causal, mask j sees masks 1..j, and the rest is -inf."""
+    if not causal:
+        return (q_rows @ k_bhskd.mT).mul_(scale)
     num_masks = k_bhskd.shape[3]
     hidden = torch.ones(num_queries, num_masks, dtype=torch.bool, device=q_rows.device)
     hidden = hidden.triu(1 + num_masks - num_queries)
@@ -288,14 +308,20 @@ def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float)
 
 
 def _merge_own_group(
-    out_bhmsd: Tensor, lse_bhms: Tensor, q_bhmsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, scale: float
+    out_bhmsd: Tensor,
+    lse_bhms: Tensor,
+    q_bhmsd: Tensor,
+    k_bhgsd: Tensor,
+    v_bhgsd: Tensor,
+    scale: float,
+    causal: bool,
 ) -> None:
     """Add part (b) to the output and log-sum-exp of part (a), in place."""
     num_kv_heads, num_queries = k_bhgsd.shape[1], q_bhmsd.shape[2]
     dtype = lse_bhms.dtype  # at least fp32
     q_rows = _rows(q_bhmsd, num_kv_heads).to(dtype)
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
-    scores = _own_scores(q_rows, k_bhskd, num_queries, scale)
+    scores = _own_scores(q_rows, k_bhskd, num_queries, scale, causal)
     merged_bhms = torch.logaddexp(lse_bhms, _from_rows(scores.logsumexp(-1), num_queries))
     p_rows = scores.sub_(_rows_of_positions(merged_bhms, num_kv_heads)).exp_()
     out_bhmsd.mul_((lse_bhms - merged_bhms).exp_().unsqueeze(-1))
@@ -316,6 +342,7 @@ def _own_group_backward(
     out_bhmsd: Tensor,
     lse_bhms: Tensor,
     scale: float,
+    causal: bool,
     grad_k_bhksd: Tensor,
     grad_v_bhksd: Tensor,
 ) -> Tensor:
@@ -325,7 +352,7 @@ def _own_group_backward(
     q_rows, grad_out_rows, out_rows = (_rows(x, num_kv_heads).to(dtype) for x in (q_bhmsd, grad_out_bhmsd, out_bhmsd))
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
     lse_rows = _rows_of_positions(lse_bhms, num_kv_heads)
-    p_rows = _own_scores(q_rows, k_bhskd, num_queries, scale).sub_(lse_rows).exp_()
+    p_rows = _own_scores(q_rows, k_bhskd, num_queries, scale, causal).sub_(lse_rows).exp_()
     # dS = P * (dP - rowsum(dO * O)), with the merged O
     grad_p_rows = grad_out_rows @ v_bhskd.mT
     grad_scores = grad_p_rows.sub_(torch.linalg.vecdot(grad_out_rows, out_rows).unsqueeze(-1))

@@ -12,7 +12,7 @@ size.
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,44 @@ def layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedC
     return config
 
 
+def qwen3_layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedConfig:
+    """This many layers of Qwen 3's kind (q/k norms, no biases, SiLU), as wide as the target's and with its RoPE.
+
+    RoPE that turns a part of a head's dimensions only, which Qwen 3 has not, becomes plain RoPE of the same base.
+
+    Raises:
+        UserError: The architecture is not supported; lists those that are.
+    """
+    source = layers_config(target_config, num_layers)
+    rope = dict(getattr(source, "rope_parameters", None) or {})
+    partial = rope.pop("partial_rotary_factor", 1.0) != 1.0
+    if partial or rope.get("rope_type", "default") == "longrope":
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}
+    heads = source.num_attention_heads
+    config = AutoConfig.for_model(
+        "qwen3",
+        hidden_size=source.hidden_size,
+        intermediate_size=source.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(source, "num_key_value_heads", None) or heads,
+        head_dim=getattr(source, "head_dim", None) or source.hidden_size // heads,
+        rms_norm_eps=getattr(source, "rms_norm_eps", 1e-6),
+        rope_parameters=rope or None,
+        max_position_embeddings=source.max_position_embeddings,
+        initializer_range=getattr(source, "initializer_range", 0.02),
+        num_hidden_layers=num_layers,
+        vocab_size=1,
+        attention_bias=False,
+        hidden_act="silu",
+        use_sliding_window=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    config._attn_implementation = ATTENTION_NAME
+    return config
+
+
 def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
     """New layers from `layers_config`, initialised as transformers initialises that architecture."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
@@ -75,8 +113,13 @@ class Rotary:
     No module: RoPE has no weights. One for each drafter, as some kinds remember the longest position.
     """
 
-    def __init__(self, target: PreTrainedModel, config: PreTrainedConfig) -> None:
-        self.module = type(target.base_model.rotary_emb)(config=config).to(target.device)
+    def __init__(self, module_class: Any, config: PreTrainedConfig, device: torch.device) -> None:
+        self.module = module_class(config=config).to(device)
+
+    @classmethod
+    def of_target(cls, target: PreTrainedModel, config: PreTrainedConfig) -> Self:
+        """With the module that the target itself uses."""
+        return cls(type(target.base_model.rotary_emb), config, target.device)
 
     def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, N, Dh] at positions [1, N], on the device and in the dtype of `hidden`."""

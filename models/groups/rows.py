@@ -60,12 +60,13 @@ class Grid:
         rows = grid.permute(0, 2, 3, 1, 4).flatten(0, 2)
         return (rows if self.in_order else rows.index_select(0, self.index_n)).unsqueeze(0)
 
-    def of_one_stream(self, place_n: Tensor) -> Grid:
-        """Of these rows, all of one stream, on a grid of that stream alone."""
+    def of_streams(self, place_n: Tensor, first: int, count: int) -> Grid:
+        """Of these rows, all of `count` streams from `first` on, on a grid of those streams alone."""
         batch, num_streams, length = self.shape
         index_n = self.index_n[place_n]
-        index_n = index_n // (num_streams * length) * length + index_n % length
-        return Grid((batch, 1, length), index_n, documents=self.documents)
+        of_batch_n = index_n // (num_streams * length)
+        index_n = index_n - (of_batch_n * (num_streams - count) + first) * length
+        return Grid((batch, count, length), index_n, documents=self.documents)
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,12 @@ class GroupRows:
         position_ids: Tensor | None,
         first_token: bool,
         in_documents: bool = False,
+        whole_groups: bool = False,
     ) -> GroupRows:
         """Of `present` [B, G, S], from which the rows of first tokens are taken if these have none.
 
         in_documents: Let the sequences of a batch, too, lie one behind the other; with position ids only.
+        whole_groups: A group has rows in all streams but the first, or none: where no group has, one is there.
         """
         batch, num_streams, length = present_bgs.shape
         starts_bs = None if position_ids is None else document_starts(position_ids.expand(batch, length))
@@ -165,8 +168,10 @@ class GroupRows:
         counts = torch.cat(asked).tolist()
         counts_g, num_labelled = counts[:num_streams], counts[num_streams]
         index_n = present_bgs.flatten().nonzero_static(size=sum(counts_g)).squeeze(1)
-        if len(index_n) == 0:  # transformers' layers do not run on no row at all
-            index_n, counts_g = index_n.new_full((1,), int(not first_token)), [1, *counts_g[1:]]
+        if sum(counts_g[int(whole_groups) :]) == 0:  # transformers' layers do not run on no row at all
+            there = num_streams if whole_groups else 1
+            index_n = torch.arange(there, device=index_n.device) * length + int(not first_token)
+            counts_g = [1] * there + counts_g[there:]
         labelled_m = labelled_bgs.flatten()[index_n].nonzero_static(size=num_labelled).squeeze(1)
         shape = (batch, num_streams, length)
         if starts_bs is not None and (in_documents or counts[num_streams + 1] > batch):
@@ -196,7 +201,17 @@ class GroupRows:
     def streams(self) -> list[tuple[Tensor, Grid]]:
         """Of each stream that has rows: their places among the N, and where they lie on a grid of its own."""
         places = self.stream_n.argsort(stable=True).split(self.counts_g)
-        return [(place_n, self.grid.of_one_stream(place_n)) for place_n in places if len(place_n)]
+        return [(place_n, self.grid.of_streams(place_n, j, 1)) for j, place_n in enumerate(places) if len(place_n)]
+
+    def first_and_others(self) -> tuple[tuple[Tensor, Grid], tuple[Tensor, Grid]]:
+        """Of stream 0, and of all others together: their places among the N, and where they lie on grids of their own.
+
+        There must be rows of both.
+        """
+        first = self.counts_g[0]
+        place_n = self.stream_n.argsort(stable=True)
+        others = self.grid.of_streams(place_n[first:], 1, self.shape[1] - 1)
+        return (place_n[:first], self.grid.of_streams(place_n[:first], 0, 1)), (place_n[first:], others)
 
     def labelled_streams(self) -> list[Tensor]:
         """Of each stream: the places of its labelled rows among the N. Of masks all are."""

@@ -1,0 +1,157 @@
+"""Decoding with blocks before a context of features (`base/blocks.py`): their keys and values are kept, nothing else.
+
+What the target says of committed tokens is made into keys and values of each layer and put behind those that are there;
+then one forward over the rows of a block drafts all depths. A block's own keys and values lie behind the context's: the
+next round overwrites them.
+
+Shapes: G depths, P prompt, n features that are new, R = block_size rows, A rows of a batch in a call, F features, D
+hidden, V columns of the logits.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftsmith.models.compiling import BACKEND, compiled
+from draftsmith.models.decoding.batch import BatchDecoder, forwards_of
+from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS, CachedDecoder
+from draftsmith.models.decoding.kv_cache import BatchAttention
+from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, padded_rows
+
+
+class BlockDecoder(CachedDecoder):
+    """See the module's docstring and `protocols.DrafterDecoder`.
+
+    Args:
+        drafter: As `BlockDrafter`.
+        max_length_tokens: Committed tokens that fit, the prompt included.
+    """
+
+    def __init__(self, drafter: Any, max_length_tokens: int) -> None:
+        super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.block_size)
+        self.columns = drafter.columns
+        self._masks_kd, self._causal = drafter.mask_inputs().detach(), drafter.config.causal
+        self._first_row = drafter.first_stream - 1
+        self._run: Any = None
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Compile what a round runs, before the first sequence; prompts are read as before."""
+        # Behind the features that are new stands padding, which the block overwrites as far as it reaches.
+        self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
+        self._cache.hold_still()
+        self._columns = torch.arange(self._cache.capacity, device=self._device)
+        drafter, cache, first_row = self._drafter, self._cache, self._first_row
+
+        def run(features: Tensor, block: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+            new = len(features)
+            context = drafter.context_of(features).unsqueeze(0)
+            for index, (k, v) in enumerate(drafter.context_keys_values(context, (cos[:, :new], sin[:, :new]))):
+                cache.store_at(index, places[:new], k, v)
+            cache.begin_static_step(places[new:], mask)
+            hidden = drafter.run_layers(block, (cos[:, new:], sin[:, new:]), cached_attention=cache)
+            cache.end_static_step()
+            return drafter.logits_of(hidden[0, first_row:]).float()
+
+        self._run = compiled(run, self._device, f"drafter {type(drafter).__name__}", backend)
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        self._cache.length = 0
+        self._pending, self._position_offset = [(prompt_ids, features[:-1])], position_offset
+        self._rotary_table = self._make_rotary_table()
+
+    @torch.inference_mode()
+    def draft(self) -> Tensor:
+        """fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
+        ids, features = self._take_pending()
+        block = torch.cat([self._drafter.embedded(ids[-1:]), self._masks_kd]).unsqueeze(0)
+        if self._run is not None and len(features) <= LONGEST_STATIC_ROWS:
+            return self._static_logits(features, block)
+        new, rows, begin = len(features), block.shape[1], self._cache.length
+        cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
+        if new:
+            context = self._drafter.context_of(features).unsqueeze(0)
+            keys_values = self._drafter.context_keys_values(context, (cos[:, :new], sin[:, :new]))
+            for index, (k, v) in enumerate(keys_values):
+                self._cache.store(index, k, v)
+            self._cache.length += new
+        self._cache.begin_step(rows, self._causal)
+        rotary = cos[:, new:], sin[:, new:]
+        hidden = self._drafter.run_layers(block, rotary, cached_attention=self._cache)
+        return self._drafter.logits_of(hidden[0, self._first_row :]).float()
+
+    def _static_logits(self, features: Tensor, block: Tensor) -> Tensor:
+        new, rows, begin = len(features), block.shape[1], self._cache.length
+        padded = padded_rows(max(new, 1))
+        self._cache.length = end = begin + new
+        places = torch.cat([self._columns[begin : begin + padded], self._columns[end : end + rows]])
+        last_r = places[padded:] if self._causal else places[-1:]
+        hidden = (self._columns > last_r[:, None]).expand(rows, -1)
+        mask = torch.zeros(hidden.shape, dtype=block.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
+        rotary = [part.clone() for part in self._rotary_of(block, places)]
+        logits = self._run(F.pad(features, (0, 0, 0, padded - new)), block, *rotary, places, mask)
+        # Kept over the next call, which on CUDA may reuse its memory.
+        return logits.clone() if self._device.type == "cuda" else logits
+
+
+class BatchBlockDecoder(BatchDecoder):
+    """`BlockDecoder` for several rows. Rows that read a prompt do so by themselves, as in `BatchParallelDecoder`."""
+
+    def __init__(self, drafter: Any, max_length_tokens: int, batch_size: int) -> None:
+        super().__init__(batch_size, drafter.columns)
+        self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
+        self._masks_kd, self._causal = drafter.mask_inputs().detach(), drafter.config.causal
+        self._first_row = drafter.first_stream - 1
+        capacity = max_length_tokens + drafter.config.block_size + SMALL_STEP_TOKENS
+        self._cache = BatchAttention(drafter.layers_config, batch_size, capacity, self._device, drafter.dtype)
+        self._newest: dict[int, Tensor] = {}
+        self._pending: list[list[Tensor]] = [[] for _ in range(batch_size)]
+        self._offsets = [0] * batch_size
+
+    def start(self, row: int, prompt_ids: Tensor, features: Tensor, position_offset: int) -> None:
+        super().start(row, prompt_ids, features, position_offset)
+        self._cache.lengths[row], self._offsets[row] = 0, position_offset
+        self._newest[row], self._pending[row] = prompt_ids[-1:], [features[:-1]]
+
+    def observe(self, row: int, committed_ids: Tensor, features: Tensor) -> None:
+        super().observe(row, committed_ids, features)
+        if len(committed_ids):
+            self._newest[row] = committed_ids[-1:]
+            self._pending[row].append(features)
+
+    def _draft(self, due: list[int]) -> dict[int, Tensor]:
+        new = {row: torch.cat(self._pending[row]) for row in due}
+        for row, features in new.items():
+            length = self._cache.lengths[row] + len(features) + 1
+            if length > self._max_length_tokens:
+                raise ValueError(
+                    f"{length} tokens, but batch_decoders(max_length_tokens={self._max_length_tokens}): make it larger"
+                )
+            self._pending[row] = [features[:0]]
+        drafted: dict[int, Tensor] = {}
+        for step in forwards_of(self._drafter.layers_config, [len(new[row]) for row in due]):
+            rows = [due[i] for i in step]
+            drafted |= dict(zip(rows, self._forward(rows, [new[row] for row in rows]), strict=True))
+        return drafted
+
+    def _forward(self, rows: list[int], features: list[Tensor]) -> Tensor:
+        """[A, G, V] of these rows."""
+        drafter, cache = self._drafter, self._cache
+        offset_a1 = torch.tensor([self._offsets[row] for row in rows], device=self._device)[:, None]
+        ids_a1 = torch.stack([self._newest[row] for row in rows])
+        block = torch.cat([drafter.embedded(ids_a1), self._masks_kd.expand(len(rows), -1, -1)], dim=1)
+        most = max(map(len, features))
+        if most:
+            places_an = cache.begin_step(rows, most)
+            context = drafter.context_of(pad_sequence(features, True))
+            rotary = drafter.rotary_of(context, places_an + offset_a1)
+            for index, (k, v) in enumerate(drafter.context_keys_values(context, rotary)):
+                cache.store(index, k, v)
+        for row, of_row in zip(rows, features, strict=True):
+            cache.lengths[row] += len(of_row)
+        rotary = drafter.rotary_of(block, cache.begin_step(rows, block.shape[1], self._causal) + offset_a1)
+        hidden = drafter.run_layers(block, rotary, cached_attention=cache)
+        return drafter.logits_of(hidden[:, self._first_row :]).float()
