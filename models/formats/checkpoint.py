@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, layers_config
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, LayersConfig, layers_config
 from draftsmith.recipes.errors import UserError
 
 # Layers that Llama's classes run: Mistral's and Qwen 2's differ from Llama's in sliding windows, which drafters do not
@@ -60,9 +60,9 @@ class Refusal:
         return f"{self.why}: train with {self.recipe_line}"
 
 
-def layer_values(config: DrafterConfig, num_layers: int) -> dict[str, Any]:
-    """Config keys of the drafter's decoder layers, in Llama's names."""
-    source = layers_config(config.target_config, num_layers)
+def layer_values(config: DrafterConfig, num_layers: int, layers: LayersConfig = layers_config) -> dict[str, Any]:
+    """Config keys of the drafter's decoder layers, in Llama's names. layers: What they are made as."""
+    source = layers(config.target_config, num_layers)
     values = {key: getattr(source, key, None) for key in LAYER_KEYS}
     values["head_dim"] = values["head_dim"] or source.hidden_size // source.num_attention_heads
     values["attention_bias"] = source.model_type == "qwen2" or bool(getattr(source, "attention_bias", False))
@@ -70,9 +70,11 @@ def layer_values(config: DrafterConfig, num_layers: int) -> dict[str, Any]:
     return values
 
 
-def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str, Any]:
+def llama_config(
+    config: DrafterConfig, num_layers: int, dtype: str, layers: LayersConfig = layers_config
+) -> dict[str, Any]:
     """`config.json` of `num_layers` layers of the drafter's kind, with the target's vocabulary and no tied head."""
-    values = layer_values(config, num_layers)
+    values = layer_values(config, num_layers, layers)
     rope = dict(values["rope_parameters"] or {})
     scaled = rope.get("rope_type", "default") != "default"
     return {
@@ -119,13 +121,19 @@ def dtype_name(drafter: Drafter) -> str:
     return str(drafter.dtype).removeprefix("torch.")
 
 
-def config_differences(config: Mapping[str, Any], target_config: Mapping[str, Any], exactly: bool) -> list[str]:
+def config_differences(
+    config: Mapping[str, Any],
+    target_config: Mapping[str, Any],
+    exactly: bool,
+    layers: LayersConfig = layers_config,
+) -> list[str]:
     """Where a config, as transformers reads it, says something else of its layers than the target's does.
 
     Args:
         exactly: Also keys that no output of ours depends on: the number of positions, the initial values' range.
+        layers: What our layers for such a target are made as.
     """
-    ours = layers_config(dict(target_config), 1)
+    ours = layers(dict(target_config), 1)
     model_type = config.get("model_type")
     values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
     theirs = AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
@@ -144,12 +152,14 @@ def config_differences(config: Mapping[str, Any], target_config: Mapping[str, An
     return found
 
 
-def refuse_other_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
+def refuse_other_layers(
+    config: Mapping[str, Any], target_config: Mapping[str, Any], layers: LayersConfig = layers_config
+) -> None:
     """
     Raises:
         UserError: The layers of a foreign config are not of the target's shape, the only one that our drafters have.
     """
-    differences = config_differences(config, target_config, exactly=False)
+    differences = config_differences(config, target_config, exactly=False, layers=layers)
     if differences:
         raise UserError(
             f"the checkpoint's {differences[0]}: drafters here have layers of the target's shape, so import one "

@@ -30,7 +30,7 @@ EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a lat
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 # Options that say nothing of the weights: a loss, and whether a single mask is called shared.
 UNCOMPARED = ("loss", "shared_mask")
-NAMED_METHODS = ("eagle", "eagle3")
+NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
 
 
 @dataclass
@@ -134,7 +134,8 @@ def check_written(folder: Path, drafter: Drafter, way: Way) -> None:
         shapes = {name: tuple(value.shape) for name, value in read.tensors.items()}
         wrong = way.rules.complaints(read.config, shapes)
     if "num_attention_heads" in read.config:
-        wrong += [f"config: {sentence}" for sentence in config_differences(read.config, target_config, exactly=True)]
+        differences = config_differences(read.config, target_config, exactly=True, layers=way.layers)
+        wrong += [f"config: {sentence}" for sentence in differences]
     wrong = wrong or _read_back_wrong(way.read(read, target_config), drafter)
     if wrong:
         raise RuntimeError(f"the export is not what it should be: {'; '.join(wrong)}")

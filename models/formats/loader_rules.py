@@ -5,7 +5,7 @@ and nothing is accepted. So every export is held against these rules, which were
 nothing with the code that writes a layout.
 
 Dimensions: H hidden, T the target's hidden size, A layers of the target that are fused, I of the MLP, Q and KV heads
-times head size, Dh head size, V vocabulary, W drafted tokens.
+times head size, Dh head size, V vocabulary, W drafted tokens, R rank of a Markov head.
 """
 
 import itertools
@@ -98,7 +98,9 @@ def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
     head_size = config.get("head_dim") or hidden // heads
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     blocks = config.get("medusa_num_layers") or config.get("hydra_num_layers") or 1
-    ids = ids or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or [0, 0, 0]
+    ids = ids or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = ids or (config.get("dflash_config") or {}).get("target_layer_ids") or [0, 0, 0]
+    rank = config.get("markov_rank") or 0
     return {
         "H": hidden,
         "T": config.get("target_hidden_size") or hidden,
@@ -111,6 +113,8 @@ def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
         "W": config.get("draft_vocab_size") or config.get("vocab_size", 0),
         "layers": config.get("num_hidden_layers", 1),
         "heads": config.get("num_heads") or config.get("medusa_num_heads") or config.get("hydra_num_heads") or 0,
+        "R": rank,
+        "H+R": hidden + rank,
         "blocks": blocks,
         "behind blocks": blocks + 1,
     }

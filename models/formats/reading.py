@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
-from draftsmith.models.formats import causal_lm, eagle, eagle3, hydra, medusa
+from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, hydra, medusa
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters
 from draftsmith.models.formats.speculators import flattened
 from draftsmith.models.weights import some_of, weights_sha256
@@ -162,6 +162,8 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappin
         return "Medusa", medusa.parameters
     if "hydra_mlp.0.0.linear.weight" in names:
         return "Hydra", hydra.parameters
+    if fused is not None and "hidden_norm.weight" in names and "layers.0.self_attn.q_norm.weight" in names:
+        return "DFlash", dflash.parameters
     if fused is not None and ("midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names):
         return "EAGLE-3", eagle3.parameters
     if fused is not None and fused.shape[1] == 2 * fused.shape[0]:
@@ -170,7 +172,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappin
         return "transformers", causal_lm.parameters
     raise UserError(
         f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
-        "Medusa, Hydra, or a causal language model with the target's embedding"
+        "DFlash, Medusa, Hydra, or a causal language model with the target's embedding"
     )
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.formats import causal_lm, eagle, eagle3, hydra, medusa, speculators
+from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, hydra, medusa, speculators
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, Refusal
 from draftsmith.models.formats.loader_rules import LoaderRules
+from draftsmith.models.groups.layers import LayersConfig, layers_config, qwen3_layers_config
 from draftsmith.recipes.schema import TargetRecipe
 
 FORMATS = {
@@ -37,6 +38,8 @@ class Way:
         method: What the engine calls it; empty where there is no server.
         parallel: Whether all depths come from one forward.
         needs_target: Whether tensors of the target go into the folder.
+        in_blocks: Whether its config says how many tokens are drafted, always all of them.
+        layers: What its layers are made as.
     """
 
     rules: LoaderRules | None
@@ -46,6 +49,8 @@ class Way:
     method: str = ""
     parallel: bool = False
     needs_target: bool = False
+    in_blocks: bool = False
+    layers: LayersConfig = layers_config
 
 
 def _to_speculators(drafter: Drafter) -> Checkpoint:
@@ -94,6 +99,14 @@ WAYS: dict[tuple[str, str], Way] = {
         medusa.FASTER_DECODING, medusa.refusal_faster_decoding, medusa.to_faster_decoding, medusa.parameters
     ),
     ("hydra", "hydra"): Way(hydra.RULES, hydra.refusal, hydra.to_hydra, hydra.parameters),
+    ("dflash", "vllm"): Way(
+        dflash.VLLM, dflash.refusal_vllm, dflash.to_dflash, dflash.parameters, "dflash", in_blocks=True,
+        layers=qwen3_layers_config,
+    ),
+    ("dflash", "sglang"): Way(
+        dflash.SGLANG, dflash.refusal_sglang, dflash.to_dflash, dflash.parameters, "DFLASH", in_blocks=True,
+        layers=qwen3_layers_config,
+    ),
 }  # fmt: skip
 
 # Of these, what real vLLM loads and accepts in `tests/models/formats/test_vllm_serves.py`.
@@ -115,20 +128,24 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("parallel", "sglang"): Refusal("SGLang has no PARD", "drafter.kind=eagle3"),
     **{
         (kind, "eagle"): Refusal("the authors' code has EAGLE and EAGLE-3 only", "drafter.kind=eagle3")
-        for kind in ("peagle", "medusa", "hydra", "draft_model", "parallel")
+        for kind in ("peagle", "medusa", "hydra", "draft_model", "parallel", "dflash")
     },
     **{
         (kind, "speculators"): Refusal("of our kinds the library has EAGLE-3 and P-EAGLE", "drafter.kind=eagle3")
         for kind in ("eagle", "medusa", "hydra", "draft_model", "parallel")
     },
+    ("dflash", "speculators"): Refusal(
+        "the library's own form of this layout is not written here, though vLLM and SGLang read DFlash's",
+        "drafter.kind=peagle",
+    ),
     **{
         (kind, "medusa"): Refusal("this is the layout of Medusa's heads", "drafter.kind=medusa")
-        for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel")
+        for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel", "dflash")
     },
 }
 REFUSED |= {
     (kind, "hydra"): Refusal("this is the layout of Hydra's heads", "drafter.kind=hydra")
-    for kind in ("peagle", "eagle", "eagle3", "medusa", "draft_model", "parallel")
+    for kind in ("peagle", "eagle", "eagle3", "medusa", "draft_model", "parallel", "dflash")
 }
 
 
@@ -184,6 +201,8 @@ def serving_command(
     if to == "sglang":
         words = ["python", "-m", "sglang.launch_server", "--model-path", target, *loading]
         words += ["--speculative-algorithm", way.method, "--speculative-draft-model-path", folder]
-        words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
-        return shlex.join([*words, "--speculative-num-draft-tokens", str(tokens + 1)])
+        if not way.in_blocks:
+            words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+            words += ["--speculative-num-draft-tokens", str(tokens + 1)]
+        return shlex.join(words)
     return None

@@ -11,6 +11,7 @@ size.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -37,6 +38,10 @@ class TargetLayers:
 
     layers: nn.ModuleList
     norm: nn.Module
+
+
+# From a target's config and a number of layers to the config that they are made of.
+LayersConfig = Callable[[dict[str, Any], int], PreTrainedConfig]
 
 
 def layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedConfig:

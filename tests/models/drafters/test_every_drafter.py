@@ -43,6 +43,11 @@ from draftsmith.train.features.write import shard_features
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "dflash": [
+        {"sample_from_anchor": True, "causal": True, "loss": "kl", "block_size": 4},
+        {"draft_vocab_size": 40, "feature_layers": [0, 3], "num_layers": 1, "mask_token_id": 7, "attention": "dense"},
+        {"markov_rank": 5, "anchor_ratio": 0.9, "init": "random"},
+    ],
     "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}, {"draft_vocab_size": 40}],
     "eagle": [
         {"loss": "lk_lambda", "attention": "dense"},

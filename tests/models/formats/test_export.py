@@ -64,6 +64,11 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle", "eagle", "mistral", {}),
     ("medusa", "medusa", "llama", {"num_layers": 2}),
     ("hydra", "hydra", "llama", {"embedding_norm": False, "num_layers": 2}),
+    ("dflash", "vllm", "llama", {"feature_layers": [1, 3], "mask_token_id": 5, "causal": True}),
+    ("dflash", "vllm", "qwen2", {"num_layers": 2, "block_size": 4}),
+    ("dflash", "vllm", "qwen3", {}),
+    ("dflash", "vllm", "phi3", {}),
+    ("dflash", "sglang", "llama", {}),
     ("hydra", "hydra", "qwen3", {"embedding_norm": False, "num_heads": 3}),
 ]
 INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
@@ -95,6 +100,11 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("medusa", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
     ("medusa", "medusa", "llama", {"lm_heads": "shared"}, "an LM head", "lm_heads=separate"),
     ("hydra", "hydra", "llama", {}, "embeddings as they are", "embedding_norm=false"),
+    ("dflash", "vllm", "llama", {"draft_vocab_size": 20}, "a draft vocabulary would need", "draft_vocab_size=null"),
+    ("dflash", "vllm", "llama", {"markov_rank": 5}, "DFlash has no Markov head", "drafter.kind=dspark"),
+    ("dflash", "vllm", "llama", {"sample_from_anchor": True}, "DFlash's masks", "sample_from_anchor=false"),
+    ("dflash", "vllm", "gemma", {}, "scales embeddings", "drafter.kind=draft_model"),
+    ("dflash", "sglang", "llama", {"causal": True}, "every row sees every row", "causal=false"),
     ("hydra", "hydra", "llama", {"prefix_attention": True}, "prefix attention", "prefix_attention=false"),
     ("draft_model", "vllm", "llama", {"draft_vocab_size": 20}, "all of it", "draft_vocab_size=null"),
 ]

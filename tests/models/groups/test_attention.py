@@ -39,17 +39,21 @@ def test_mask_by_hand() -> None:
         [1, 1, 0, 1, 0, 1],
     ]
     assert group_mask(3, 2).int().tolist() == expected
+    blocks = [row[:2] + ([0, 0, 0, 0] if place < 2 else [1, 0, 1, 0]) for place, row in enumerate(expected)]
+    blocks[3][2:], blocks[5][2:] = [0, 1, 0, 1], [0, 1, 0, 1]
+    assert group_mask(3, 2, causal=False).int().tolist() == blocks
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_folded_equals_dense(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_folded_equals_dense(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool, causal: bool) -> None:
     tolerance = TOLERANCES[dtype]
     results = []
     for backend in ("folded", "dense"):
         qkv = random_qkv(shape, dtype, contiguous)
-        out = group_attention(*qkv, backend=backend, scale=0.3)
+        out = group_attention(*qkv, backend=backend, scale=0.3, causal=causal)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
         (out * weight).sum().backward()
         results.append([out.detach(), *(part.grad for part in qkv)])
@@ -89,14 +93,15 @@ def test_autocast_rounds_no_product_of_the_own_group(dtype: torch.dtype, bound: 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
 @pytest.mark.parametrize(("shape", "query_streams"), [(SHAPES[1], 1), (SHAPES[1], 4), (SHAPES[2], 2), (SHAPES[4], 1)])
+@pytest.mark.parametrize("causal", [True, False])
 def test_queries_of_the_last_streams_are_a_slice_of_all(
-    backend: str, shape: tuple[int, ...], query_streams: int
+    backend: str, shape: tuple[int, ...], query_streams: int, causal: bool
 ) -> None:
     """Values, and the gradients of a loss on those streams, equal the dense call's with all queries."""
     results = []
     for last, name in ((shape[3], "dense"), (query_streams, backend)):
         q, k, v = random_qkv(shape, torch.float64)
-        out = group_attention(q[:, :, -last:], k, v, backend=name, scale=0.3)[:, :, -query_streams:]
+        out = group_attention(q[:, :, -last:], k, v, backend=name, scale=0.3, causal=causal)[:, :, -query_streams:]
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         (out * weight).sum().backward()
         results.append([out.detach(), *(part.grad for part in (q, k, v))])
@@ -109,7 +114,8 @@ LENGTHS = [3, 0, 7, 1, 6]
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
 @pytest.mark.parametrize("query_streams", [4, 1])
-def test_documents_are_calls_of_their_own(backend: str, query_streams: int) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_are_calls_of_their_own(backend: str, query_streams: int, causal: bool) -> None:
     """Values and gradients of documents one behind the other, one of them empty: those of each alone, by `dense`."""
     bounds_d = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     documents = Documents(bounds_d, max(LENGTHS))
@@ -118,10 +124,11 @@ def test_documents_are_calls_of_their_own(backend: str, query_streams: int) -> N
         q, k, v = random_qkv((1, 4, 2, 4, sum(LENGTHS), 8), torch.float64)
         parts = [q[:, :, -query_streams:], k, v]
         if together:
-            out = group_attention(*parts, backend=backend, scale=0.3, documents=documents)
+            out = group_attention(*parts, backend=backend, scale=0.3, documents=documents, causal=causal)
         else:
             each = zip(*(part.split(LENGTHS, dim=3) for part in parts), strict=True)
-            out = torch.cat([group_attention(*there, backend="dense", scale=0.3) for there in each], dim=3)
+            outs = [group_attention(*there, backend="dense", scale=0.3, causal=causal) for there in each]
+            out = torch.cat(outs, dim=3)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         (out * weight).sum().backward()
         results.append([out.detach(), *(part.grad for part in (q, k, v))])
@@ -129,25 +136,27 @@ def test_documents_are_calls_of_their_own(backend: str, query_streams: int) -> N
 
 
 @pytest.mark.parametrize("query_streams", [3, 2, 1])
-def test_gradcheck(query_streams: int) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradcheck(query_streams: int, causal: bool) -> None:
     """Against finite differences, so that `dense` is not the only witness."""
     q, k, v = random_qkv((1, 4, 2, 3, 5, 8), torch.float64)
     q = q.detach()[:, :, -query_streams:].requires_grad_()
-    assert torch.autograd.gradcheck(lambda *parts: group_attention(*parts), [q, k, v], atol=1e-7)
+    assert torch.autograd.gradcheck(lambda *parts: group_attention(*parts, causal=causal), [q, k, v], atol=1e-7)
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
-def test_no_leak(backend: str) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_leak(backend: str, causal: bool) -> None:
     """A changed key at (stream g, position u) reaches exactly the queries that the mask lets see it."""
     streams, length = 4, 6
     q, k, v = (part.detach() for part in random_qkv((1, 2, 2, streams, length, 8), torch.float64))
-    before = group_attention(q, k, v, backend=backend)
-    mask = group_mask(streams, length).view(streams, length, streams, length)
+    before = group_attention(q, k, v, backend=backend, causal=causal)
+    mask = group_mask(streams, length, causal=causal).view(streams, length, streams, length)
     for stream in range(streams):
         changed_k, changed_v = k.clone(), v.clone()
         changed_k[:, :, stream, 3] += 1.0
         changed_v[:, :, stream, 3] += 1.0
-        after = group_attention(q, changed_k, changed_v, backend=backend)
+        after = group_attention(q, changed_k, changed_v, backend=backend, causal=causal)
         changed = (after != before).any(-1)[0].any(0)
         assert torch.equal(changed, mask[:, :, stream, 3])
 
@@ -211,13 +220,14 @@ class _Kept:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 5, 70, 64), (1, 4, 4, 5, 256, 128)])
 @pytest.mark.parametrize("query_streams", [5, 1])
+@pytest.mark.parametrize("causal", [True, False])
 def test_cuda_backends_equal_dense(
-    backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], query_streams: int
+    backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], query_streams: int, causal: bool
 ) -> None:
     results = []
     for name in (backend, "dense"):
         q, k, v = (part.detach().cuda().requires_grad_() for part in random_qkv(shape, dtype))
-        out = group_attention(q[:, :, -query_streams:], k, v, backend=name)
+        out = group_attention(q[:, :, -query_streams:], k, v, backend=name, causal=causal)
         out.square().sum().backward()
         results.append([out.detach(), *(part.grad for part in (q, k, v))])
     torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)

@@ -1,0 +1,131 @@
+"""DFlash's layout, and DSpark's, which adds a Markov head and a confidence head to it.
+
+Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
+target's. Engines count the layers that are read from 0 by their *outputs*: their id is one less than ours.
+
+Shapes: H hidden, T the target's hidden size, A layers that are read, r rank.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.formats.checkpoint import (
+    Checkpoint,
+    Parameters,
+    Refusal,
+    dtype_name,
+    llama_config,
+    refuse_other_layers,
+    take_borrowed,
+)
+from draftsmith.models.formats.loader_rules import LoaderRules, TensorRule, llama_layer
+from draftsmith.models.groups.layers import qwen3_layers_config
+
+SCALED_EMBEDDINGS = ("gemma",)
+NORMS = ("input_layernorm", "post_attention_layernorm")
+TENSORS = (
+    TensorRule("fc.weight", ("H", "A*T")),
+    TensorRule("hidden_norm.weight", ("H",)),
+    TensorRule("norm.weight", ("H",)),
+    *llama_layer("layers.{i}", "H", NORMS, ((0, "layers"),)),
+)
+MARKOV_HEAD = (
+    TensorRule("markov_head.markov_w1.weight", ("V", "R")),
+    TensorRule("markov_head.markov_w2.weight", ("V", "R")),
+)
+CONFIDENCE_HEAD = (
+    TensorRule("confidence_head.proj.weight", ("1", "H+R")),
+    TensorRule("confidence_head.proj.bias", ("1",)),
+)
+EMBEDDING = TensorRule("embed_tokens.weight", ("V", "H"))
+CONFIG = {"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}
+NO_MASK_HIDDEN = {"mask_hidden": "is refused: masks are a token's embedding"}
+
+VLLM = LoaderRules(
+    engine="vLLM 0.32 dflash",
+    source="model_executor/models/qwen3_dflash.py: DFlashQwen3Model, DFlashQwen3ForCausalLM.load_weights",
+    tensors=TENSORS,
+    optional=(EMBEDDING,),
+    traps=NO_MASK_HIDDEN,
+    config={**CONFIG, "architectures": ["DFlashDraftModel"]},
+)
+SGLANG = LoaderRules(
+    engine="SGLang 0.5.23 DFLASH",
+    source="srt/models/dflash.py: DFlashDraftModel",
+    tensors=TENSORS,
+    config={**CONFIG, "architectures": ["DFlashDraftModel"]},
+)
+
+
+def refusal_vllm(config: DrafterConfig) -> Refusal | None:
+    if config.target_config["model_type"] in SCALED_EMBEDDINGS:
+        return Refusal("this target scales embeddings, and engines do not for a block", "drafter.kind=draft_model")
+    if config.draft_vocab_size is not None:
+        everything = "drafter.options.draft_vocab_size=null"
+        return Refusal("a draft vocabulary would need an LM head of the drafter's own, which ours has not", everything)
+    if config.markov_rank:
+        return Refusal("DFlash has no Markov head", "drafter.options.markov_rank=0, or drafter.kind=dspark")
+    if config.sample_from_anchor:
+        at_it = "drafter.options.sample_from_anchor=false, or drafter.kind=dspark"
+        return Refusal("engines draft from DFlash's masks, not from the newest token's row", at_it)
+    return None
+
+
+def refusal_sglang(config: DrafterConfig) -> Refusal | None:
+    return refusal_vllm(config) or _refuse_causal(config)
+
+
+def _refuse_causal(config: DrafterConfig) -> Refusal | None:
+    if config.causal:
+        return Refusal("in SGLang's blocks every row sees every row", "drafter.options.causal=false")
+    return None
+
+
+# ---- ours to theirs ----
+
+
+def to_dflash(drafter: Drafter) -> Checkpoint:
+    """For both engines."""
+    return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, dict(drafter.state_dict()))
+
+
+def _config(drafter: Drafter) -> dict[str, Any]:
+    ours = drafter.config
+    config = llama_config(ours, ours.num_layers, dtype_name(drafter), qwen3_layers_config)
+    return {
+        **config,
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * ours.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "block_size": ours.block_size,
+        "num_target_layers": ours.target_config["num_hidden_layers"],
+        "dflash_config": {
+            "mask_token_id": ours.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in ours.feature_layers],
+            "causal": ours.causal,
+        },
+    }
+
+
+# ---- theirs to ours ----
+
+
+def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Of either engine's.
+
+    Raises:
+        UserError: It was made for a target of another shape.
+    """
+    config, state = checkpoint.config, dict(checkpoint.tensors)
+    refuse_other_layers(config, target_config, qwen3_layers_config)
+    nested = config.get("dflash_config") or {}
+    options = {
+        "block_size": config["block_size"],
+        "num_layers": config["num_hidden_layers"],
+        "feature_layers": [layer + 1 for layer in nested["target_layer_ids"]],
+        "mask_token_id": nested["mask_token_id"],
+        "causal": bool(nested.get("causal", False)),
+    }
+    return Parameters("dflash", options, state, take_borrowed(state))

@@ -1,0 +1,171 @@
+"""Blocks before a context: the published forward block by block, which rows there are, and the loss by hand."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+
+from draftsmith.models.base.blocks import BlockDrafter, default_feature_layers
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.groups.rows import GroupRows
+
+IN_BLOCKS = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), BlockDrafter)]
+every_kind_in_blocks = pytest.mark.parametrize("kind", IN_BLOCKS)
+TARGET = tiny_target(num_hidden_layers=4)
+
+
+def tiny_block(kind: str = "dflash", **options: Any) -> BlockDrafter:
+    drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, "markov_rank": 0, **options})
+    assert isinstance(drafter, BlockDrafter)
+    return drafter
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * weight
+
+
+def rotated(x_hrd: Tensor, positions: Tensor) -> Tensor:
+    """RoPE of the tiny target, base 10,000, written out."""
+    half = x_hrd.shape[-1] // 2
+    angles = positions[:, None] / 10_000 ** (torch.arange(half) / half)
+    first, second = x_hrd.split(half, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def published_forward(drafter: BlockDrafter, newest: int, features_sf: Tensor, at: int) -> Tensor:
+    """[block_size, D]: one block; in every layer its context stands before its own keys and values, as in z-lab/dflash."""
+    state, config = drafter.state_dict(), drafter.config
+    context = rms(features_sf[:at] @ state["fc.weight"].T, state["hidden_norm.weight"])
+    ids = torch.tensor([newest] + [config.mask_token_id] * (config.block_size - 1))
+    x = TARGET.get_input_embeddings()(ids)
+    own, all_places = torch.arange(at, at + len(ids)), torch.arange(at + len(ids))
+    for i in range(config.num_layers):
+        layer = {name.removeprefix(f"layers.{i}."): value for name, value in state.items()}
+
+        def heads(name: str, rows: Tensor, layer: dict[str, Tensor] = layer) -> Tensor:
+            return (rows @ layer[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1)
+
+        read = rms(x, layer["input_layernorm.weight"])
+        q = rotated(rms(heads("q", read), layer["self_attn.q_norm.weight"]), own)
+        k, v = (torch.cat([heads(name, context), heads(name, read)], dim=1) for name in "kv")
+        k = rotated(rms(k, layer["self_attn.k_norm.weight"]), all_places)
+        scores = q @ k.repeat_interleave(2, dim=0).mT / 8**0.5
+        if config.causal:
+            scores = scores.masked_fill(all_places > own[:, None], -torch.inf)
+        out = (scores.softmax(-1) @ v.repeat_interleave(2, dim=0)).transpose(0, 1).flatten(1)
+        x = x + out @ layer["self_attn.o_proj.weight"].T
+        read = rms(x, layer["post_attention_layernorm.weight"])
+        gate, up = (read @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    return rms(x, state["norm.weight"])
+
+
+@every_kind_in_blocks
+@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_published_forward(kind: str, anchor: bool, causal: bool) -> None:
+    """Row k of a block predicts the token at its own place, k behind the anchor; with `anchor` the one after it."""
+    drafter = tiny_block(kind, sample_from_anchor=anchor, causal=causal, num_layers=2)
+    batch = random_batch(TARGET, drafter=drafter)
+    ids, features = batch["input_ids"], batch["features"]
+    with torch.no_grad():
+        logits = drafter.group_logits(ids, features)
+    assert logits.shape[1] == 3 + anchor
+    for b, t in itertools.product(range(2), range(1, LENGTH)):
+        rows = published_forward(drafter, int(ids[b, t]), features[b], t)
+        wanted = rows[0 if anchor else 1 :] @ TARGET.get_output_embeddings().weight.T
+        torch.testing.assert_close(logits[b, :, t], wanted, atol=1e-4, rtol=1e-4)
+
+
+@every_kind_in_blocks
+def test_the_loss_by_hand(kind: str) -> None:
+    """Cross entropy of each label, the mean over a depth's, these weighted; blocks at an answer's end are whole."""
+    drafter = tiny_block(kind, sample_from_anchor=False, loss="ce", depth_weights=[3.0, 2.0, 1.0])
+    batch = random_batch(TARGET, drafter=drafter)
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    with torch.no_grad():
+        output, logits = drafter(**batch), drafter.group_logits(ids, batch["features"])
+    sums, counts = torch.zeros(3), torch.zeros(3)
+    for b, j, t in itertools.product(range(2), range(3), range(1, LENGTH)):
+        if t + 1 + j < LENGTH and mask[b, t + 1 : t + 2 + j].all():
+            sums[j] += F.cross_entropy(logits[b, j, t], ids[b, t + 1 + j])
+            counts[j] += 1
+    assert torch.equal(output.depth_count, counts)
+    torch.testing.assert_close(output.depth_loss_sum, sums)
+    if kind == "dflash":
+        torch.testing.assert_close(output.loss, (sums / counts * torch.tensor([3.0, 2.0, 1.0])).sum() / 6)
+
+
+def test_blocks_are_there_whole_or_not_at_all() -> None:
+    """One label is enough; the context ends where the last block begins; a first token has neither."""
+    drafter = tiny_block(sample_from_anchor=True)
+    labels = torch.full((2, 4, 6), -100)
+    labels[0, 0, 3], labels[0, :2, 1], labels[1, 0, 0], labels[1, 0, 2] = 1, 1, 1, 1
+    rows = drafter.rows_of(drafter.present(labels), labels, None)
+    context = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
+    blocks = [(0, 1), (0, 3), (1, 2)]
+    found = list(zip(rows.batch_n.tolist(), rows.stream_n.tolist(), rows.position_n.tolist(), strict=True))
+    assert sorted(found) == sorted(
+        [(b, 0, t) for b, t in context] + [(b, k, t) for b, t in blocks for k in (1, 2, 3, 4)]
+    )
+    assert len(rows.labelled_m) == 4
+    assert rows.shape == (2, 5, 6)
+
+
+def test_an_anchor_ratio_drops_whole_blocks() -> None:
+    drafter = tiny_block(anchor_ratio=0.3)
+    labels = torch.zeros(20, 3, 500, dtype=torch.long)
+    present = drafter.train().present(labels)
+    blocks = present[:, 1:]
+    assert torch.equal(blocks, blocks[:, :1].expand_as(blocks))
+    assert blocks[:, 0].float().mean().item() == pytest.approx(0.3, abs=0.02)
+    assert drafter.eval().present(labels).all()
+    ids, mask = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
+    everything = drafter.label_counts(ids, mask)
+    torch.testing.assert_close(drafter.train().label_counts(ids, mask), 0.3 * everything)
+
+
+def test_rows_without_a_block_become_one_block() -> None:
+    """The layers have to run on something: a row of the context and a whole block, none of them labelled."""
+    labels = torch.full((2, 3, 5), -100)
+    rows = GroupRows.of(labels != -100, labels, None, first_token=False, whole_groups=True)
+    assert (rows.counts_g, rows.index_n.tolist(), len(rows.labelled_m)) == ([1, 1, 1], [1, 6, 11], 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    # The published ids are of outputs, one less: [1, 9, 17, 25, 33] and [1, 6, 11, 16, 21].
+    [(36, [2, 10, 18, 26, 34]), (24, [2, 7, 12, 17, 22]), (8, [2, 3, 4, 6, 7]), (4, [2, 3]), (2, [1]), (1, [1])],
+)
+def test_layers_that_are_read_by_default(layers: int, expected: list[int]) -> None:
+    assert default_feature_layers(layers) == expected
+
+
+def test_norms_of_queries_and_keys_start_with_the_targets_spread() -> None:
+    """So that queries and keys of a target without such norms are as long as its own, for inputs of no direction."""
+    torch.manual_seed(1)
+    target = tiny_target(hidden_size=64, num_hidden_layers=2)
+    drafter = load_drafter_class("dflash").from_target(target, {"num_layers": 1, "feature_layers": [1]})
+    source = target.base_model.layers[-1].self_attn
+    read = torch.randn(4000, 64)
+    for name in ("q", "k"):
+        spread = getattr(source, f"{name}_proj")(read).unflatten(-1, (-1, 8)).pow(2).mean((0, 1)).sqrt()
+        started = getattr(drafter.layers[0].self_attn, f"{name}_norm").weight
+        torch.testing.assert_close(started.detach(), spread, atol=0.05, rtol=0.05)
+    assert torch.equal(drafter.layers[0].self_attn.q_proj.weight, source.q_proj.weight)
+
+
+def test_a_decoder_that_is_too_small() -> None:
+    drafter = tiny_block()
+    decoder = drafter.decoder(8)
+    batch = random_batch(TARGET, drafter=drafter)
+    decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
+    with pytest.raises(ValueError, match=r"9 tokens, but decoder\(max_length_tokens=8\)"):
+        decoder.draft()
+    with pytest.raises(ValueError, match="drafting needs a new token"):
+        decoder.draft()
