@@ -34,7 +34,7 @@ SMOLLM2_IS_GGUF = $(or $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(wildcard $(SMOLLM
 SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$(SMOLLM2_GGUF)) \
 	$(if $(PROMPTS),'data.conversations.mixture=$(if $(filter %.yaml %.yml,$(PROMPTS)),@$(PROMPTS),[$(foreach file,$(PROMPT_FILES),{source: "$(file)"},)])') \
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
-SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash pass draft_model)
+SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
 .PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs reference bench bench-vllm gpu release clean
 
@@ -105,7 +105,7 @@ smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))
 
 table: $(READY)
-	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
+	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-dspark embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
 
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks

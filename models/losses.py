@@ -44,6 +44,7 @@ class DrafterOutput(ModelOutput):
     # In place of `loss`, where the rows' weights are still to come:
     losses_n: Tensor | None = None  # [N]
     cross_entropy_n: Tensor | None = None  # [N] in nats; infinite for labels that cannot be drafted
+    overlap_n: Tensor | None = None  # [N] alpha of these rows, where it is asked for
 
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----
@@ -99,9 +100,15 @@ def losses_in_place(
     results: Sequence[Tensor],
     wants_grad: bool,
 ) -> None:
-    """Fill in losses, whether the label is the argmax, and cross entropies [n]; their gradient replaces the logits."""
-    losses, correct, cross_entropy = results
+    """Fill in losses, whether the label is the argmax, and cross entropies [n]; their gradient replaces the logits.
+
+    With a teacher there may be a fourth result, alpha [n].
+    """
+    losses, correct, cross_entropy, *overlap = results
     correct.copy_(_is_argmax(logits, labels))
+    if overlap and teacher_logits is not None:
+        log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
+        overlap[0].copy_(torch.minimum(log_p, log_q).exp_().sum(-1))
     if loss == "ce":
         _cross_entropy(logits, labels, losses, wants_grad)
         cross_entropy.copy_(losses)

@@ -154,11 +154,12 @@ class DraftVocabulary(Drafter):
         head: nn.Linear | None = None,
         low_rank: LowRankLogits | None = None,
         summed: bool = True,
+        overlap: bool = False,
     ) -> DrafterOutput:
         """`depth_loss` of `config.loss`, through the draft head or a given one of `own_heads`.
 
-        Rows of final-normed hidden states, labels of the target; `counts_g`, `low_rank` and `summed` as there. A label
-        outside carries no `ce`; other losses have a teacher, who says what is likely inside.
+        Rows of final-normed hidden states, labels of the target; `counts_g`, `low_rank`, `summed` and `overlap` as
+        there. A label outside carries no `ce`; other losses have a teacher, who says what is likely inside.
         """
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         own = bool(self.own_heads)
@@ -175,6 +176,7 @@ class DraftVocabulary(Drafter):
             counts_g=counts_g,
             low_rank=low_rank,
             summed=summed,
+            overlap=overlap,
         )
 
     def over_all_tokens(self, logits: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ MARKOV_HEAD = (
     TensorRule("markov_head.markov_w2.weight", ("V", "R")),
 )
 CONFIDENCE_HEAD = (
-    TensorRule("confidence_head.proj.weight", ("1", "H+R")),
-    TensorRule("confidence_head.proj.bias", ("1",)),
+    TensorRule("confidence_head.proj.weight", ("1", "H+R"), when="confidence"),
+    TensorRule("confidence_head.proj.bias", ("1",), when="confidence"),
 )
 EMBEDDING = TensorRule("embed_tokens.weight", ("V", "H"))
 CONFIG = {"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}
@@ -57,13 +57,48 @@ SGLANG = LoaderRules(
     config={**CONFIG, "architectures": ["DFlashDraftModel"]},
 )
 
+DSPARK = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": True, "markov_head_type": "vanilla"}
+DSPARK_VLLM = LoaderRules(
+    engine="vLLM 0.32 dspark",
+    source="model_executor/models/qwen3_dspark.py: Qwen3DSparkModel, Qwen3DSparkForCausalLM.load_weights",
+    tensors=(*TENSORS, *MARKOV_HEAD, *CONFIDENCE_HEAD),
+    optional=(EMBEDDING,),
+    traps=NO_MASK_HIDDEN,
+    config={**CONFIG, **DSPARK},
+)
+DSPARK_SGLANG = LoaderRules(
+    engine="SGLang 0.5.23 DSPARK",
+    source="srt/models/dspark.py: Qwen3DSparkModel",
+    tensors=(*TENSORS, *MARKOV_HEAD, *CONFIDENCE_HEAD),
+    config={**CONFIG, **DSPARK},
+)
 
-def refusal_vllm(config: DrafterConfig) -> Refusal | None:
+
+def refusal_dspark_vllm(config: DrafterConfig) -> Refusal | None:
+    refused = _refuse_what_no_block_has(config)
+    if refused is None and not config.sample_from_anchor:
+        behind = "drafter.options.sample_from_anchor=true"
+        return Refusal("engines draft DSpark's first token from the newest one's row", behind)
+    return refused
+
+
+def refusal_dspark_sglang(config: DrafterConfig) -> Refusal | None:
+    return refusal_dspark_vllm(config) or _refuse_causal(config)
+
+
+def _refuse_what_no_block_has(config: DrafterConfig) -> Refusal | None:
     if config.target_config["model_type"] in SCALED_EMBEDDINGS:
         return Refusal("this target scales embeddings, and engines do not for a block", "drafter.kind=draft_model")
     if config.draft_vocab_size is not None:
         everything = "drafter.options.draft_vocab_size=null"
         return Refusal("a draft vocabulary would need an LM head of the drafter's own, which ours has not", everything)
+    return None
+
+
+def refusal_vllm(config: DrafterConfig) -> Refusal | None:
+    refused = _refuse_what_no_block_has(config)
+    if refused is not None:
+        return refused
     if config.markov_rank:
         return Refusal("DFlash has no Markov head", "drafter.options.markov_rank=0, or drafter.kind=dspark")
     if config.sample_from_anchor:
@@ -88,6 +123,19 @@ def _refuse_causal(config: DrafterConfig) -> Refusal | None:
 def to_dflash(drafter: Drafter) -> Checkpoint:
     """For both engines."""
     return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, dict(drafter.state_dict()))
+
+
+def to_dspark(drafter: Drafter) -> Checkpoint:
+    """For both engines; keys stand at the top, where both look for them."""
+    has_confidence = bool(drafter.config.confidence_weight)
+    own = {
+        **DSPARK,
+        "mask_token_id": drafter.config.mask_token_id,
+        "markov_rank": drafter.config.markov_rank,
+        "enable_confidence_head": has_confidence,
+        "confidence_head_with_markov": has_confidence,
+    }
+    return Checkpoint({**_config(drafter), **own}, dict(drafter.state_dict()))
 
 
 def _config(drafter: Drafter) -> dict[str, Any]:
@@ -120,12 +168,19 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """
     config, state = checkpoint.config, dict(checkpoint.tensors)
     refuse_other_layers(config, target_config, qwen3_layers_config)
-    nested = config.get("dflash_config") or {}
+    known = {**config, **(config.get("dflash_config") or {})}
     options = {
-        "block_size": config["block_size"],
-        "num_layers": config["num_hidden_layers"],
-        "feature_layers": [layer + 1 for layer in nested["target_layer_ids"]],
-        "mask_token_id": nested["mask_token_id"],
-        "causal": bool(nested.get("causal", False)),
+        "block_size": known["block_size"],
+        "num_layers": known["num_hidden_layers"],
+        "feature_layers": [layer + 1 for layer in known["target_layer_ids"]],
+        "mask_token_id": known["mask_token_id"],
+        "causal": bool(known.get("causal", False)),
     }
-    return Parameters("dflash", options, state, take_borrowed(state))
+    borrowed = take_borrowed(state)
+    if "markov_head.markov_w1.weight" not in state:
+        return Parameters("dflash", options, state, borrowed)
+    options["markov_rank"] = known["markov_rank"]
+    options["sample_from_anchor"] = bool(known.get("sample_from_anchor", True))
+    if "confidence_head.proj.weight" not in state:
+        options["confidence_weight"] = 0.0
+    return Parameters("dspark", options, state, borrowed)

@@ -134,6 +134,7 @@ def facts(config: Mapping[str, Any]) -> dict[str, bool]:
         "one head": bool(config.get("original_lm_head")),
         "head bias": bool(config.get("medusa_fc_bias")),
         "fc bias": bool(config.get("bias")),
+        "confidence": bool(config.get("enable_confidence_head")),
     }
 
 

@@ -172,7 +172,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappin
         return "transformers", causal_lm.parameters
     raise UserError(
         f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
-        "DFlash, Medusa, Hydra, or a causal language model with the target's embedding"
+        "DFlash, DSpark, Medusa, Hydra, or a causal language model with the target's embedding"
     )
 
 

@@ -107,6 +107,14 @@ WAYS: dict[tuple[str, str], Way] = {
         dflash.SGLANG, dflash.refusal_sglang, dflash.to_dflash, dflash.parameters, "DFLASH", in_blocks=True,
         layers=qwen3_layers_config,
     ),
+    ("dspark", "vllm"): Way(
+        dflash.DSPARK_VLLM, dflash.refusal_dspark_vllm, dflash.to_dspark, dflash.parameters, "dspark", in_blocks=True,
+        layers=qwen3_layers_config,
+    ),
+    ("dspark", "sglang"): Way(
+        dflash.DSPARK_SGLANG, dflash.refusal_dspark_sglang, dflash.to_dspark, dflash.parameters, "DSPARK",
+        in_blocks=True, layers=qwen3_layers_config,
+    ),
 }  # fmt: skip
 
 # Of these, what real vLLM loads and accepts in `tests/models/formats/test_vllm_serves.py`.
@@ -128,24 +136,24 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("parallel", "sglang"): Refusal("SGLang has no PARD", "drafter.kind=eagle3"),
     **{
         (kind, "eagle"): Refusal("the authors' code has EAGLE and EAGLE-3 only", "drafter.kind=eagle3")
-        for kind in ("peagle", "medusa", "hydra", "draft_model", "parallel", "dflash")
+        for kind in ("peagle", "medusa", "hydra", "draft_model", "parallel", "dflash", "dspark")
     },
     **{
         (kind, "speculators"): Refusal("of our kinds the library has EAGLE-3 and P-EAGLE", "drafter.kind=eagle3")
         for kind in ("eagle", "medusa", "hydra", "draft_model", "parallel")
     },
-    ("dflash", "speculators"): Refusal(
-        "the library's own form of this layout is not written here, though vLLM and SGLang read DFlash's",
-        "drafter.kind=peagle",
-    ),
+    **{
+        (kind, "speculators"): Refusal("the library's form of this layout is not written here", "drafter.kind=peagle")
+        for kind in ("dflash", "dspark")
+    },
     **{
         (kind, "medusa"): Refusal("this is the layout of Medusa's heads", "drafter.kind=medusa")
-        for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel", "dflash")
+        for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel", "dflash", "dspark")
     },
 }
 REFUSED |= {
     (kind, "hydra"): Refusal("this is the layout of Hydra's heads", "drafter.kind=hydra")
-    for kind in ("peagle", "eagle", "eagle3", "medusa", "draft_model", "parallel", "dflash")
+    for kind in ("peagle", "eagle", "eagle3", "medusa", "draft_model", "parallel", "dflash", "dspark")
 }
 
 

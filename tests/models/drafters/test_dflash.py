@@ -38,7 +38,7 @@ def rotated(x_hrd: Tensor, positions: Tensor) -> Tensor:
 
 
 def published_forward(drafter: BlockDrafter, newest: int, features_sf: Tensor, at: int) -> Tensor:
-    """[block_size, D]: one block; in every layer its context stands before its own keys and values, as in z-lab/dflash."""
+    """[block_size, D]: one block, whose context stands before its own keys and values, as in z-lab/dflash."""
     state, config = drafter.state_dict(), drafter.config
     context = rms(features_sf[:at] @ state["fc.weight"].T, state["hidden_norm.weight"])
     ids = torch.tensor([newest] + [config.mask_token_id] * (config.block_size - 1))

@@ -49,6 +49,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"markov_rank": 5, "anchor_ratio": 0.9, "init": "random"},
     ],
     "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}, {"draft_vocab_size": 40}],
+    "dspark": [
+        {"draft_vocab_size": 40, "markov_rank": 5, "loss": "ce"},
+        {"sample_from_anchor": False, "markov_rank": 5, "loss": "tv", "num_layers": 1},
+        {"confidence_weight": 0.0, "markov_rank": 5, "loss": "ce", "causal": True},
+    ],
     "eagle": [
         {"loss": "lk_lambda", "attention": "dense"},
         {"fc_bias": True, "draft_vocab_size": 40},

@@ -68,6 +68,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("pass_embeddings", {"inputs": "both"}, "unknown key `drafter.options.inputs`"),
     ("pass_embeddings", {"num_layers": 1}, "unknown key `drafter.options.num_layers`"),
     ("pass_embeddings", {"num_masks": 0}, "num_masks`: input should be greater than or equal to 1, not 0"),
+    ("dspark", {"markov_rank": 0}, "markov_rank`: input should be greater than or equal to 1, not 0"),
     ("dflash", {"block_size": 1}, "block_size`: input should be greater than or equal to 2, not 1"),
     ("dflash", {"mask_token_id": -1}, "mask_token_id`: must be a token id from 0 to 60, not -1"),
     ("dflash", {"anchor_ratio": 0.0}, "anchor_ratio`: input should be greater than 0, not 0.0"),

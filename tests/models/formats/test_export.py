@@ -69,6 +69,9 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("dflash", "vllm", "qwen3", {}),
     ("dflash", "vllm", "phi3", {}),
     ("dflash", "sglang", "llama", {}),
+    ("dspark", "vllm", "llama", {"markov_rank": 5, "causal": True}),
+    ("dspark", "vllm", "qwen3", {"markov_rank": 5, "confidence_weight": 0.0}),
+    ("dspark", "sglang", "mistral", {"markov_rank": 5, "block_size": 3}),
     ("hydra", "hydra", "qwen3", {"embedding_norm": False, "num_heads": 3}),
 ]
 INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
@@ -105,6 +108,8 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("dflash", "vllm", "llama", {"sample_from_anchor": True}, "DFlash's masks", "sample_from_anchor=false"),
     ("dflash", "vllm", "gemma", {}, "scales embeddings", "drafter.kind=draft_model"),
     ("dflash", "sglang", "llama", {"causal": True}, "every row sees every row", "causal=false"),
+    ("dspark", "vllm", "llama", {"sample_from_anchor": False}, "newest one's row", "sample_from_anchor=true"),
+    ("dspark", "sglang", "llama", {"causal": True}, "every row sees every row", "causal=false"),
     ("hydra", "hydra", "llama", {"prefix_attention": True}, "prefix attention", "prefix_attention=false"),
     ("draft_model", "vllm", "llama", {"draft_vocab_size": 20}, "all of it", "draft_vocab_size=null"),
 ]

@@ -20,6 +20,7 @@ from draftsmith.train.features.online import training_features
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dflash": [{"sample_from_anchor": True, "causal": True, "anchor_ratio": 0.6, "draft_vocab_size": 40}],
+    "dspark": [{"markov_rank": 5, "draft_vocab_size": 40}],
     "eagle": [{"first_token": False, "draft_vocab_size": 40}],
     "eagle3": [{"draft_vocab_size": 40}, {"first_token": False}],
     "eagle_parallel": [{"keep_ratio": 0.6, "mask_residual": True, "draft_vocab_size": 40}],

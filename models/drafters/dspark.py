@@ -1,0 +1,116 @@
+"""DSpark: DFlash's block, a Markov head over its marginals, and a head that says how sure it is (arXiv 2607.05147).
+
+Shape, training and decoding are those of `base/blocks.py`, with the published way of reading a block: a row predicts
+the token behind its own position, the newest token's row the first (`sample_from_anchor`), and a round drafts
+`block_size` tokens. The Markov head (`base/markov_head.py`) makes the drafts of a depth depend on the token before, so
+that trees are grown along paths under an exact q, still from one forward of the layers.
+
+The confidence head says of each drafted token, c_k = sigmoid(w [h_k; W1[x_{k-1}]] + b), how likely it is accepted where
+its path was: h_k is the row's final-normed state. It learns alpha_k = sum_v min(p(v), q(v)), the target's and the
+drafter's distributions after the true prefix, by binary cross entropy, whose gradient reaches the layers too.
+
+The published loss of a token is 0.1 CE + 0.9 L1(p, q) + 1.0 BCE, weighted with exp(-(k-1)/gamma), gamma = 4 for blocks
+of 7 (deepseek-ai/DeepSpec, config/dspark; speculators' default is KL in place of the first two). Here it is `loss`, KL
+by default, + `confidence_weight` BCE, with `depth_weights` as in `dflash.py`. With a `draft_vocab_size` p is the
+target's distribution over the drafted tokens, so that alpha is a little too large: by what the others would have.
+
+Shapes: N labelled rows, G depths, D hidden, r rank of the Markov head.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.models.base.blocks import BlockDrafter, BlockOptions
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.options import Loss
+from draftsmith.models.head_loss import LowRankLogits
+from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none
+
+
+class DSparkConfig(DrafterConfig):
+    model_type = MODEL_TYPE_PREFIX + "dspark"
+
+    class Options(BlockOptions):
+        """The keys of `drafter.options` in a recipe."""
+
+        block_size: int = Field(
+            5, ge=2, description="rows of a block, the newest token's included; as many are drafted (published: 7)"
+        )
+        sample_from_anchor: bool = Field(
+            True,
+            description="a row predicts the token behind its own position, so that a block drafts `block_size` tokens; "
+            "otherwise the one at it, and a block drafts one less",
+        )
+        markov_rank: int = Field(
+            256,
+            ge=1,
+            description="rank of the Markov head, by which a depth's drafts depend on the token before, at the price "
+            "of a product of this width for each drafted token (256 for a target of 8B)",
+        )
+        loss: Loss = "kl"
+        confidence_weight: float = Field(
+            1.0, ge=0, description="weight of the confidence head's loss beside that of the drafts; 0: it has none"
+        )
+
+
+class ConfidenceHead(nn.Module):
+    """From [h; W1[x]] to a logit; starts as "who knows", 0.5."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, normed: Tensor, token_before: Tensor) -> Tensor:
+        """[..., D] and [..., r] to [...], in fp32 at least."""
+        read = torch.cat([normed, token_before.to(normed.dtype)], dim=-1)
+        return self.proj(read.to(self.proj.weight.dtype)).squeeze(-1).to(torch.promote_types(read.dtype, torch.float32))
+
+
+class DSparkDrafter(BlockDrafter):
+    """The drafter q; see the module's docstring."""
+
+    config_class = DSparkConfig
+
+    def build(self, config: DrafterConfig) -> None:
+        super().build(config)
+        if config.confidence_weight:
+            self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return super().needs_teacher or self.config.confidence_weight > 0
+
+    def loss_of_rows(
+        self,
+        normed_nd: Tensor,
+        depth_n: Tensor,
+        labels_n: Tensor,
+        teacher_nd: Tensor | None,
+        depth_weights_g: Any,
+        counts_g: Tensor | None = None,
+        head: nn.Linear | None = None,
+        low_rank: LowRankLogits | None = None,
+        overlap: bool = False,
+    ) -> DrafterOutput:
+        """With the confidence head's loss, the mean of each depth's rows too."""
+        weight, given = self.config.confidence_weight, (normed_nd, depth_n, labels_n, teacher_nd, depth_weights_g)
+        output = super().loss_of_rows(*given, counts_g, head, low_rank, overlap=overlap or weight > 0)
+        if not weight or low_rank is None or output.overlap_n is None:
+            return output
+        sure_n = self.confidence_head(normed_nd, low_rank.rows_nr)
+        # Rounding may leave a sum of probabilities above 1.
+        losses_n = F.binary_cross_entropy_with_logits(sure_n, output.overlap_n.clamp(max=1), reduction="none")
+        shares_g = numbers_beside(losses_n, depth_weights_g)
+        rows_g = torch.zeros_like(shares_g).index_add(0, depth_n, torch.ones_like(losses_n))
+        rows_g = rows_g if counts_g is None else counts_g.to(shares_g.dtype)
+        output.loss = output.loss + weight * (losses_n * (shares_g / one_for_none(rows_g))[depth_n]).sum()
+        return output
+
+
+DRAFTER = DSparkDrafter

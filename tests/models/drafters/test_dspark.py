@@ -1,0 +1,90 @@
+"""What DSpark adds to a block: the token before in every logit, and a confidence that learns alpha."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
+
+from draftsmith.models.base.blocks import BlockDrafter
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.decoding.blocks import BlockDecoder
+from draftsmith.models.decoding.markov import MarkovDecoder
+
+TARGET = tiny_target(num_hidden_layers=4)
+
+
+def tiny_dspark(**options: Any) -> BlockDrafter:
+    drafter = tiny_drafter_of("dspark", TARGET, **{"block_size": 3, "markov_rank": 5, **options})
+    assert isinstance(drafter, BlockDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv", "ce"])
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_the_loss_by_hand(loss: str, weight: float) -> None:
+    """Row losses, and cross entropies between c and alpha = sum min(p, q); of each depth the mean, these weighted."""
+    drafter = tiny_dspark(loss=loss, depth_weights=[3.0, 2.0, 1.0], confidence_weight=weight)
+    batch = random_batch(TARGET, drafter=drafter)
+    ids, mask, features = batch["input_ids"], batch["loss_mask"], batch["features"]
+    state = drafter.state_dict()
+    with torch.no_grad():
+        output, logits = drafter(**batch), drafter.group_logits(ids, features)
+        normed = drafter.norm(drafter.stream_hidden(ids, features))
+        teacher = TARGET(ids).logits
+    losses: list[list[float]] = [[], [], []]
+    for b, j, t in itertools.product(range(2), range(3), range(1, LENGTH)):
+        if t + 1 + j >= LENGTH or not mask[b, t + 1 : t + 2 + j].all():
+            continue
+        log_q, log_p = logits[b, j, t].log_softmax(-1), teacher[b, t + j].log_softmax(-1)
+        alpha = torch.minimum(log_p.exp(), log_q.exp()).sum()
+        row = {"kl": (log_p.exp() * (log_p - log_q)).sum(), "tv": 1 - alpha, "ce": -log_q[ids[b, t + 1 + j]]}[loss]
+        read = torch.cat([normed[b, j, t], state["markov_head.markov_w1.weight"][ids[b, t + j]]])
+        said = read @ state["confidence_head.proj.weight"][0] + state["confidence_head.proj.bias"][0]
+        sure = -(alpha * F.logsigmoid(said) + (1 - alpha) * F.logsigmoid(-said))
+        losses[j].append(float(row + weight * sure))
+    means = torch.tensor([sum(of_depth) / len(of_depth) for of_depth in losses])
+    torch.testing.assert_close(output.loss, (means * torch.tensor([3.0, 2.0, 1.0])).sum() / 6, atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_weight_there_is_no_head_and_no_teacher() -> None:
+    drafter = tiny_dspark(loss="ce", confidence_weight=0.0)
+    assert not any(name.startswith("confidence") for name in drafter.state_dict())
+    assert not drafter.needs_teacher
+    assert tiny_dspark(loss="ce").needs_teacher
+
+
+def test_it_starts_undecided() -> None:
+    drafter = load_drafter_class("dspark").from_target(TARGET, {"markov_rank": 5})
+    state = drafter.state_dict()
+    assert not state["confidence_head.proj.weight"].any()
+    assert not state["confidence_head.proj.bias"].any()
+    assert not state["markov_head.markov_w2.weight"].any()
+
+
+def test_a_path_is_drafted_with_the_token_before_each_of_its_tokens() -> None:
+    """The block's logits are those of one forward; every node adds its own token's row of W1 W2."""
+    drafter = tiny_dspark()
+    batch = random_batch(TARGET, drafter=drafter)
+    ids, features = batch["input_ids"][0], batch["features"][0]
+    plain = BlockDecoder(drafter, LENGTH)
+    decoder: Any = drafter.decoder(LENGTH)
+    assert isinstance(decoder, MarkovDecoder)
+    for one in (plain, decoder):
+        one.start(ids[:7], features[:7])
+    marginals, state = plain.draft(), drafter.state_dict()
+    table = state["markov_head.markov_w1.weight"] @ state["markov_head.markov_w2.weight"].T
+    assert marginals.shape[0] == 3
+    torch.testing.assert_close(decoder.begin(), marginals[:1] + table[ids[6]])
+    torch.testing.assert_close(decoder.expand([8, 9], [0, 0]), marginals[1] + table[[8, 9]])
+    torch.testing.assert_close(decoder.expand([4], [2]), marginals[2:] + table[[4]])
+
+
+def test_its_layers_have_the_targets_shapes_whatever_the_block() -> None:
+    """A block's length is no parameter: drafters of other lengths load each other's weights."""
+    shapes = [
+        {name: value.shape for name, value in tiny_dspark(block_size=size).state_dict().items()} for size in (2, 9)
+    ]
+    assert shapes[0] == shapes[1]
