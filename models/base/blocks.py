@@ -165,14 +165,8 @@ class BlockDrafter(OneForwardDrafter):
         hidden_nd = self.run_layers(hidden, rotary, cached_attention=attention)[0]
         return hidden_nd.new_zeros(len(rows.index_n), hidden_nd.shape[-1]).index_copy(0, block_n, hidden_nd)
 
-    # ---- shared by training and decoding ----
-
-    def context_of(self, features: Tensor) -> Tensor:
-        """[..., F] to c [..., D]."""
-        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-
     def context_keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer, [B, Hkv, C, Dh] twice, from c [B, C, D] and cos and sin [B, C, Dh]; keys are rotated."""
+        """Of each layer, [1, Hkv, C, Dh] twice, from c [1, C, D] and cos and sin [1, C, Dh]; keys are rotated."""
         cos, sin = (part.unsqueeze(1) for part in rotary)
         found = []
         for layer in self.layers:
@@ -182,6 +176,12 @@ class BlockDrafter(OneForwardDrafter):
             values = attention.v_proj(context).view(shape).transpose(1, 2)
             found.append((keys * cos + rotate_half(keys) * sin, values))
         return found
+
+    # ---- shared by training and decoding ----
+
+    def context_of(self, features: Tensor) -> Tensor:
+        """[..., F] to c [..., D]."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """[..., D] of tokens [...]."""

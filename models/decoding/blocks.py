@@ -4,8 +4,8 @@ What the target says of committed tokens is made into keys and values of each la
 then one forward over the rows of a block drafts all depths. A block's own keys and values lie behind the context's: the
 next round overwrites them.
 
-Shapes: G depths, P prompt, n features that are new, R = block_size rows, A rows of a batch in a call, F features, D
-hidden, V columns of the logits.
+Shapes: L layers, B sequences, G depths, P prompt, n features that are new, R = block_size rows, A rows of a batch in a
+call, F features, D hidden, V columns of the logits.
 """
 
 from typing import Any
@@ -14,12 +14,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.batch import BatchDecoder, forwards_of
 from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS, CachedDecoder
 from draftsmith.models.decoding.kv_cache import BatchAttention
 from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, padded_rows
+
+
+class ContextLayers:
+    """Keys and values of a context for all layers in one product: for one round, L small ones cost more than they do.
+
+    Of the layers' weights as they are now, which have no biases.
+    """
+
+    def __init__(self, layers: Any) -> None:
+        attention = [layer.self_attn for layer in layers]
+        parts = [(each.k_proj.weight, each.v_proj.weight) for each in attention]
+        self._weight = torch.cat([weight for both in parts for weight in both]).detach()
+        self._norms = torch.stack([each.k_norm.weight for each in attention]).detach()[:, None, None, None]
+        self._eps, self._shape = attention[0].k_norm.variance_epsilon, (len(attention), 2, -1, attention[0].head_dim)
+
+    def __call__(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """[L, 2, B, Hkv, n, Dh] from c [B, n, D] and cos and sin [B, n, Dh]; keys are rotated."""
+        keys_values = F.linear(context, self._weight).unflatten(-1, self._shape).permute(2, 3, 0, 4, 1, 5)
+        keys, values = keys_values.unbind(1)
+        keys = F.rms_norm(keys, keys.shape[-1:], eps=self._eps) * self._norms
+        cos, sin = (part.unsqueeze(1) for part in rotary)
+        return torch.stack([keys * cos + rotate_half(keys) * sin, values], dim=1)
 
 
 class BlockDecoder(CachedDecoder):
@@ -35,6 +58,7 @@ class BlockDecoder(CachedDecoder):
         self.columns = drafter.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), drafter.config.causal
         self._first_row = drafter.first_stream - 1
+        self._to_keys_values = ContextLayers(drafter.layers)
         self._run: Any = None
 
     def compile(self, backend: str = BACKEND) -> None:
@@ -43,13 +67,12 @@ class BlockDecoder(CachedDecoder):
         self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
         self._cache.hold_still()
         self._columns = torch.arange(self._cache.capacity, device=self._device)
-        drafter, cache, first_row = self._drafter, self._cache, self._first_row
+        drafter, cache, first_row, to_keys_values = self._drafter, self._cache, self._first_row, self._to_keys_values
 
         def run(features: Tensor, block: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor) -> Tensor:
             new = len(features)
             context = drafter.context_of(features).unsqueeze(0)
-            for index, (k, v) in enumerate(drafter.context_keys_values(context, (cos[:, :new], sin[:, :new]))):
-                cache.store_at(index, places[:new], k, v)
+            cache.store_at(places[:new], to_keys_values(context, (cos[:, :new], sin[:, :new])))
             cache.begin_static_step(places[new:], mask)
             hidden = drafter.run_layers(block, (cos[:, new:], sin[:, new:]), cached_attention=cache)
             cache.end_static_step()
@@ -73,10 +96,7 @@ class BlockDecoder(CachedDecoder):
         cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
         if new:
             context = self._drafter.context_of(features).unsqueeze(0)
-            keys_values = self._drafter.context_keys_values(context, (cos[:, :new], sin[:, :new]))
-            for index, (k, v) in enumerate(keys_values):
-                self._cache.store(index, k, v)
-            self._cache.length += new
+            self._cache.append(self._to_keys_values(context, (cos[:, :new], sin[:, :new])))
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
         hidden = self._drafter.run_layers(block, rotary, cached_attention=self._cache)
@@ -105,6 +125,7 @@ class BatchBlockDecoder(BatchDecoder):
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), drafter.config.causal
         self._first_row = drafter.first_stream - 1
+        self._to_keys_values = ContextLayers(drafter.layers)
         capacity = max_length_tokens + drafter.config.block_size + SMALL_STEP_TOKENS
         self._cache = BatchAttention(drafter.layers_config, batch_size, capacity, self._device, drafter.dtype)
         self._newest: dict[int, Tensor] = {}
@@ -147,9 +168,7 @@ class BatchBlockDecoder(BatchDecoder):
         if most:
             places_an = cache.begin_step(rows, most)
             context = drafter.context_of(pad_sequence(features, True))
-            rotary = drafter.rotary_of(context, places_an + offset_a1)
-            for index, (k, v) in enumerate(drafter.context_keys_values(context, rotary)):
-                cache.store(index, k, v)
+            cache.store(self._to_keys_values(context, drafter.rotary_of(context, places_an + offset_a1)))
         for row, of_row in zip(rows, features, strict=True):
             cache.lengths[row] += len(of_row)
         rotary = drafter.rotary_of(block, cache.begin_step(rows, block.shape[1], self._causal) + offset_a1)

@@ -1,7 +1,7 @@
 """Attention over cached keys and values, of one sequence and of several: `RememberedAttention` for `groups.layers`.
 
 Shapes: B rows of a batch, A of them in a step, H heads, Hkv key-value heads, R rows of a decode step, S columns, Dh
-head size.
+head size, L layers.
 """
 
 import torch
@@ -66,16 +66,15 @@ class CachedAttention:
         """The step is done."""
         self._places = self._mask = None
 
-    def store(self, layer_index: int, k_bhrd: Tensor, v_bhrd: Tensor) -> None:
-        """Put keys and values [1, Hkv, R, Dh] behind the `length` that are there."""
-        self._keys_values[layer_index, :, :, :, self.length : self.length + k_bhrd.shape[2]] = torch.stack(
-            [k_bhrd, v_bhrd]
-        )
+    def append(self, keys_values: Tensor) -> None:
+        """Put those of all layers [L, 2, 1, Hkv, n, Dh] behind the `length` that are there, and move that on."""
+        end = self.length + keys_values.shape[4]
+        self._keys_values[..., self.length : end, :] = keys_values
+        self.length = end
 
-    def store_at(self, layer_index: int, places: Tensor, k_bhrd: Tensor, v_bhrd: Tensor) -> None:
-        """Put keys and values [1, Hkv, R, Dh] at `places`; for compiled forwards."""
-        for room, new in zip(self._keys_values[layer_index], (k_bhrd, v_bhrd), strict=True):
-            room.index_copy_(2, places, new)
+    def store_at(self, places: Tensor, keys_values: Tensor) -> None:
+        """Put those of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
+        self._keys_values.index_copy_(4, places, keys_values)
 
     def begin_step(self, num_rows: int, causal: bool = True) -> None:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
@@ -114,7 +113,8 @@ class CachedAttention:
             values[:, :, begin:end] = v_bhrd
         else:
             end = self.capacity
-            self.store_at(layer_index, self._places, k_bhrd, v_bhrd)
+            keys.index_copy_(2, self._places, k_bhrd)
+            values.index_copy_(2, self._places, v_bhrd)
         if self._mask is None and not self._open:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
@@ -164,15 +164,16 @@ class BatchAttention:
         self._mask = mask.masked_fill_(hidden[:, None], float("-inf")).flatten(1, 2)[:, None]
         return self._places
 
-    def store(self, layer_index: int, k_bhrd: Tensor, v_bhrd: Tensor) -> None:
-        """Put keys and values [A, Hkv, R, Dh] where the step's tokens are."""
-        for room, new in zip(self._keys_values[layer_index], (k_bhrd, v_bhrd), strict=True):
-            room[self._row_ids[:, None], :, self._places] = new.transpose(1, 2)
+    def store(self, keys_values: Tensor) -> None:
+        """Put those of all layers [L, 2, A, Hkv, R, Dh] where the step's tokens are."""
+        self._keys_values[:, :, self._row_ids[:, None], :, self._places] = keys_values.permute(2, 4, 0, 1, 3, 5)
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[A, R, H, Dh] for queries [A, H, R, Dh]; stores the new keys and values [A, Hkv, R, Dh]."""
-        self.store(layer_index, k_bhrd, v_bhrd)
-        keys, values = self._keys_values[layer_index][:, self._read, :, : self._end]
+        keys_values = self._keys_values[layer_index]
+        for room, new in zip(keys_values, (k_bhrd, v_bhrd), strict=True):
+            room[self._row_ids[:, None], :, self._places] = new.transpose(1, 2)
+        keys, values = keys_values[:, self._read, :, : self._end]
         q_grouped = q_bhrd.unflatten(1, (-1, self._repeats)).flatten(2, 3)
         out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
         return out.unflatten(2, (self._repeats, -1)).flatten(1, 2).transpose(1, 2)
