@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotat
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.masks import MaskTokenId
 from draftsmith.models.base.one_forward import OneForwardDrafter, OneForwardOptions
-from draftsmith.models.base.options import DepthWeights, Init, NumLayers, ascending_layers
+from draftsmith.models.base.options import DepthWeights, Init, MaskResidual, NumLayers, ascending_layers
 from draftsmith.models.decoding.blocks import BatchBlockDecoder, BlockDecoder
 from draftsmith.models.decoding.protocols import DrafterDecoder
 from draftsmith.models.groups.alignment import IGNORED_LABEL, previous_features
@@ -69,6 +69,7 @@ class BlockOptions(OneForwardOptions):
         "default up to five, evenly from the second to the last but two, as published",
     )
     mask_token_id: MaskTokenId = Field(None, validate_default=True)
+    mask_residual: MaskResidual = False
     anchor_ratio: float = Field(
         1.0, gt=0, le=1, description="train the blocks of a random share of the positions, for memory; 1 trains all"
     )
@@ -114,16 +115,18 @@ class BlockDrafter(OneForwardDrafter):
         return 1 if self.config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """With `init: target` the target's last layers, where they are Qwen 3's but for its q/k norms, and c near the
-        mean of the features."""
+        """With `init: target` c near the mean of the features, and layers from the target's first to its last, evenly,
+        where these are Qwen 3's but for its q/k norms: a block begins as embeddings and ends before the LM head."""
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target" or target.config.model_type not in LIKE_QWEN3:
             return
         for block in self.fc.weight.split(self.fc.out_features, dim=1):
             block.diagonal().add_(1.0 / len(self.config.feature_layers))
         source = target.base_model
-        for layer, source_layer in zip(self.layers, source.layers[-len(self.layers) :], strict=False):
-            start_layer_from(layer, source_layer)
+        last = len(source.layers) - 1
+        for place, layer in enumerate(self.layers, start=1):
+            share = (place - 1) / (len(self.layers) - 1) if len(self.layers) > 1 else 1.0
+            start_layer_from(layer, source.layers[round(share * last)])
         self.hidden_norm.load_state_dict(source.layers[-1].input_layernorm.state_dict())
         self.norm.load_state_dict(source.norm.state_dict())
 
@@ -157,8 +160,9 @@ class BlockDrafter(OneForwardDrafter):
         context = self.context_of(read_pf.index_select(0, rows.token_n[context_c])).unsqueeze(0)
         rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
         keys_values = self.context_keys_values(context, rotary)
-        ids_n, stream_n = input_ids.flatten()[rows.token_n[block_n]], rows.stream_n[block_n]
-        hidden = self.embedded(ids_n.where(stream_n == 1, self.config.mask_token_id)).unsqueeze(0)
+        newest_nd, is_mask_n = self.embedded(input_ids.flatten()[rows.token_n[block_n]]), rows.stream_n[block_n] > 1
+        masks_nd = self.mask_inputs()[:1] + newest_nd if self.config.mask_residual else self.mask_inputs()[:1]
+        hidden = torch.where(is_mask_n[:, None], masks_nd, newest_nd).unsqueeze(0)
         rotary = self.rotary_of(hidden, positions_n[block_n].unsqueeze(0))
         config = self.config
         attention = ContextAttention(context_grid, block_grid, keys_values, config.attention, config.causal)
@@ -186,6 +190,12 @@ class BlockDrafter(OneForwardDrafter):
     def embedded(self, input_ids: Tensor) -> Tensor:
         """[..., D] of tokens [...]."""
         return self.attached.embedding(input_ids).to(self.fc.weight.dtype)
+
+    def block_inputs(self, newest_ids: Tensor, masks_kd: Tensor) -> Tensor:
+        """[..., block_size, D] of blocks behind these tokens [...], given `mask_inputs`."""
+        newest = self.embedded(newest_ids).unsqueeze(-2)
+        masks = masks_kd + newest if self.config.mask_residual else masks_kd.expand(*newest.shape[:-2], -1, -1)
+        return torch.cat([newest, masks], dim=-2)
 
     def mask_inputs(self) -> Tensor:
         """[block_size - 1, D], the same row each time."""

@@ -89,7 +89,7 @@ class BlockDecoder(CachedDecoder):
     def draft(self) -> Tensor:
         """fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
         ids, features = self._take_pending()
-        block = torch.cat([self._drafter.embedded(ids[-1:]), self._masks_kd]).unsqueeze(0)
+        block = self._drafter.block_inputs(ids[-1:], self._masks_kd)
         if self._run is not None and len(features) <= LONGEST_STATIC_ROWS:
             return self._static_logits(features, block)
         new, rows, begin = len(features), block.shape[1], self._cache.length
@@ -162,8 +162,7 @@ class BatchBlockDecoder(BatchDecoder):
         """[A, G, V] of these rows."""
         drafter, cache = self._drafter, self._cache
         offset_a1 = torch.tensor([self._offsets[row] for row in rows], device=self._device)[:, None]
-        ids_a1 = torch.stack([self._newest[row] for row in rows])
-        block = torch.cat([drafter.embedded(ids_a1), self._masks_kd.expand(len(rows), -1, -1)], dim=1)
+        block = drafter.block_inputs(torch.cat([self._newest[row] for row in rows]), self._masks_kd)
         most = max(map(len, features))
         if most:
             places_an = cache.begin_step(rows, most)

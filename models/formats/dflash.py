@@ -89,6 +89,8 @@ def refusal_dspark_sglang(config: DrafterConfig) -> Refusal | None:
 def _refuse_what_no_block_has(config: DrafterConfig) -> Refusal | None:
     if config.target_config["model_type"] in SCALED_EMBEDDINGS:
         return Refusal("this target scales embeddings, and engines do not for a block", "drafter.kind=draft_model")
+    if config.mask_residual:
+        return Refusal("engines do not add the newest token to its masks", "drafter.options.mask_residual=false")
     if config.draft_vocab_size is not None:
         everything = "drafter.options.draft_vocab_size=null"
         return Refusal("a draft vocabulary would need an LM head of the drafter's own, which ours has not", everything)

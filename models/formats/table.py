@@ -32,6 +32,7 @@ CONDITIONS: list[tuple[str, str, dict[str, Any], str]] = [
     ("parallel", "llama", {"shared_mask": True, "inputs": "embedding", "markov_rank": 1}, "a Markov head"),
     ("peagle", "llama", {"markov_rank": 1}, "a Markov head"),
     ("dflash", "llama", {"draft_vocab_size": 100}, "a draft vocabulary"),
+    ("dflash", "llama", {"mask_residual": True}, "`mask_residual: true`"),
     ("dflash", "llama", {"markov_rank": 1}, "a Markov head"),
     ("dflash", "llama", {"sample_from_anchor": True}, "`sample_from_anchor: true`"),
     ("dflash", "llama", {"causal": True}, "`causal: true`"),

@@ -51,7 +51,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random"}, {"draft_vocab_size": 40}],
     "dspark": [
         {"draft_vocab_size": 40, "markov_rank": 5, "loss": "ce"},
-        {"sample_from_anchor": False, "markov_rank": 5, "loss": "tv", "num_layers": 1},
+        {"sample_from_anchor": False, "markov_rank": 5, "loss": "tv", "num_layers": 1, "mask_residual": True},
         {"confidence_weight": 0.0, "markov_rank": 5, "loss": "ce", "causal": True},
     ],
     "eagle": [

@@ -104,6 +104,7 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("medusa", "medusa", "llama", {"lm_heads": "shared"}, "an LM head", "lm_heads=separate"),
     ("hydra", "hydra", "llama", {}, "embeddings as they are", "embedding_norm=false"),
     ("dflash", "vllm", "llama", {"draft_vocab_size": 20}, "a draft vocabulary would need", "draft_vocab_size=null"),
+    ("dflash", "vllm", "llama", {"mask_residual": True}, "newest token", "mask_residual=false"),
     ("dflash", "vllm", "llama", {"markov_rank": 5}, "DFlash has no Markov head", "drafter.kind=dspark"),
     ("dflash", "vllm", "llama", {"sample_from_anchor": True}, "DFlash's masks", "sample_from_anchor=false"),
     ("dflash", "vllm", "gemma", {}, "scales embeddings", "drafter.kind=draft_model"),
