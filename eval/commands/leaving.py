@@ -67,7 +67,8 @@ def import_command(
     recipe: RecipePath,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, Medusa, Hydra.")
+        str | None,
+        typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa, Hydra."),
     ] = None,
     to: Annotated[Path | None, typer.Option("--to", help="By default the run's own drafter's folder.")] = None,
 ) -> None:

@@ -83,7 +83,7 @@ class BlockOptions(OneForwardOptions):
 
 def default_feature_layers(num_layers: int) -> list[int]:
     """Evenly from after the second to before the last two of L layers; of few layers up to before the last."""
-    last = num_layers - 2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else max(num_layers - 1, 1)
+    last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
     first = min(2, last)
     count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
     return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})

@@ -77,8 +77,8 @@ class DSparkDrafter(BlockDrafter):
 
     config_class = DSparkConfig
 
-    def build(self, config: DrafterConfig) -> None:
-        super().build(config)
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
         if config.confidence_weight:
             self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)
 

@@ -41,6 +41,8 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"ttt_steps": 3, "norm_before_fc": True, "norm_output": True, "first_token": False},
     ),
     "speculators-peagle-normed": ("peagle", "speculators", {"num_masks": 2, "fc_norm": True, "first_token": False}),
+    "dflash": ("dflash", "vllm", {"block_size": 4, "num_layers": 2}),
+    "dflash-causal": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "feature_layers": [4, 7], "causal": True}),
     "medusa": ("medusa", "vllm", {"num_heads": 3}),
     "medusa-shared": ("medusa", "vllm", {"num_heads": 3, "lm_heads": "shared", "num_layers": 2}),
     "draft_model": ("draft_model", "vllm", {"draft_depth": 3, "num_layers": 1}),
@@ -60,7 +62,7 @@ def briefly_trained(
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     drafter.train()
     rows = [torch.tensor([prompt + answer]) for prompt, answer in zip(prompts, answers, strict=True)]
-    for step in range(STEPS_WITH_MASKS if "num_masks" in options else TRAINING_STEPS):
+    for step in range(STEPS_WITH_MASKS if {"num_masks", "block_size"} & options.keys() else TRAINING_STEPS):
         ids = rows[step % len(rows)]
         loss_mask = torch.zeros_like(ids)
         loss_mask[:, len(prompts[step % len(rows)]) :] = 1
