@@ -57,7 +57,6 @@ class HeadLoss(NamedTuple):
     losses_n: Tensor  # [N] of the chosen loss
     correct_n: Tensor  # [N] bool: the label is the argmax
     cross_entropy_n: Tensor  # [N] in nats, whatever the loss
-    overlap_n: Tensor  # [N] sum min(p, q), or nothing
 
 
 def head_loss(
@@ -70,7 +69,7 @@ def head_loss(
     teacher_head: nn.Module | None = None,
     teacher_columns: Tensor | None = None,
     low_rank: LowRankLogits | None = None,
-    overlap: bool = False,
+    overlap_n: Tensor | None = None,
 ) -> HeadLoss:
     """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
 
@@ -89,15 +88,15 @@ def head_loss(
         teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
             softmax over those alone.
         low_rank: Added to the head's logits. The products are in the same dtype.
-        overlap: Whether alpha of every row is wanted beside the loss. Then that has a teacher, whatever it is.
+        overlap_n: [N] to be filled with every row's alpha. Then any loss has a teacher.
     """
     head = _linear(head)
     teacher = None
-    if loss in TEACHER_LOSSES or overlap:
+    if loss in TEACHER_LOSSES or overlap_n is not None:
         if teacher_nd is None:
             raise ValueError(f"loss `{loss}` compares with the teacher: pass teacher_nd")
         teacher = _Teacher.of(teacher_nd, head if teacher_head is None else _linear(teacher_head), teacher_columns)
-        teacher.overlap = overlap
+        teacher.overlap_n = overlap_n
     factors: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
     if not torch.is_grad_enabled():
         factors = [factor.detach() for factor in factors]
@@ -131,6 +130,7 @@ def depth_loss(
         counts_g: [G] what each depth's sum is divided by, where the rows are part of a larger batch: its rows, of which
             those with an ignored label are none. The rows here by default.
         summed: Whether there is a loss; otherwise `losses_n` carry the gradient, for weights that depend on the rows.
+        overlap: Whether every row's alpha is wanted too.
 
     The others are those of `head_loss`.
     """
@@ -142,7 +142,8 @@ def depth_loss(
     weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n
     labels_n = labels_n.clamp(min=0)
     given, teacher = weights_n if summed else None, (teacher_nd, teacher_head, teacher_columns)
-    result = head_loss(hidden_nd, head, labels_n, given, loss, *teacher, low_rank, overlap)
+    overlap_n = torch.zeros_like(weights_n) if overlap else None
+    result = head_loss(hidden_nd, head, labels_n, given, loss, *teacher, low_rank, overlap_n)
     return DrafterOutput(
         loss=result.loss if summed else None,
         losses_n=None if summed else result.losses_n * counts_n,
@@ -151,7 +152,7 @@ def depth_loss(
         depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
         depth_count=torch.zeros_like(weight_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
         correct_n=result.correct_n & (known_n > 0),
-        overlap_n=result.overlap_n if overlap else None,
+        overlap_n=overlap_n,
     )
 
 
@@ -183,7 +184,7 @@ class _Teacher:
     hidden_nd: Tensor
     weight_vd: Tensor
     bias_v: Tensor | None
-    overlap: bool = False  # whether alpha is wanted
+    overlap_n: Tensor | None = None  # where alpha of all rows is written to
 
     @staticmethod
     def of(hidden_nd: Tensor, head: nn.Linear, columns_v: Tensor | None) -> "_Teacher":
@@ -200,7 +201,6 @@ class _Taken(NamedTuple):
     losses_n: Tensor
     correct_n: Tensor
     cross_entropy_n: Tensor
-    overlap_n: Tensor
     row_grads: list[Tensor | None]
     weight_grads: list[Tensor | None]
 
@@ -248,8 +248,7 @@ class _Rows:
         weights_n = self.weights_n / self.unit
         losses_n = torch.empty(len(self.labels_n), dtype=softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
         cross_entropy_n, correct_n = torch.empty_like(losses_n), torch.empty_like(losses_n, dtype=torch.bool)
-        wants_overlap = self.teacher is not None and self.teacher.overlap
-        overlap_n = torch.empty_like(losses_n if wants_overlap else losses_n[:0])
+        overlap_n = None if self.teacher is None else self.teacher.overlap_n
         head_bias_v = None if self.bias_v is None else self.bias_v.to(self.dtype)
         weights = [term.weight_vd.to(self.dtype) for term in self.terms]
         vocabulary, hidden_size = weight_vd.shape
@@ -272,7 +271,7 @@ class _Rows:
                 teacher_hidden = self.teacher.hidden_nd[rows].to(teacher_logits.dtype)
                 _product(teacher_hidden, self.teacher.weight_vd, self.teacher.bias_v, teacher_logits)
             labels, results = self.labels_n[rows], [losses_n[rows], correct_n[rows], cross_entropy_n[rows]]
-            results += [overlap_n[rows]] if wants_overlap else []
+            results += [] if overlap_n is None else [overlap_n[rows]]
             for first in range(0, size, block_rows):
                 there = slice(first, first + block_rows)
                 teacher_there = None if teacher_logits is None else teacher_logits[there]
@@ -284,7 +283,7 @@ class _Rows:
                     torch.mm(logits, weight, out=grad_nd[rows])
                 if grad_vd is not None:
                     _add_product(grad_vd, logits, (part * weights_n[rows, None]).to(self.dtype))
-        return _Taken(losses_n, correct_n, cross_entropy_n, overlap_n, row_grads, weight_grads)
+        return _Taken(losses_n, correct_n, cross_entropy_n, row_grads, weight_grads)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -298,7 +297,7 @@ class _HeadLoss(torch.autograd.Function):
         teacher: _Teacher | None,
         dtype: torch.dtype,
         *factors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """factors: rows and weight of each term, one after the other."""
         wanted = ctx.needs_input_grad[-len(factors) :]
         terms = [
@@ -318,8 +317,8 @@ class _HeadLoss(torch.autograd.Function):
         ctx.weight_grads, ctx.rows = taken.weight_grads, rows if any(wanted[1::2]) else None
         ctx.wanted, ctx.dtypes = wanted, [factor.dtype for factor in factors]
         loss_sum = (taken.losses_n * weights_n).sum()
-        ctx.mark_non_differentiable(taken.losses_n if ctx.summed else loss_sum, *taken[1:4])
-        return loss_sum, *taken[:4]
+        ctx.mark_non_differentiable(taken.losses_n if ctx.summed else loss_sum, taken.correct_n, taken.cross_entropy_n)
+        return loss_sum, taken.losses_n, taken.correct_n, taken.cross_entropy_n
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

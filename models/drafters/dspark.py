@@ -96,20 +96,24 @@ class DSparkDrafter(BlockDrafter):
         counts_g: Tensor | None = None,
         head: nn.Linear | None = None,
         low_rank: LowRankLogits | None = None,
+        summed: bool = True,
         overlap: bool = False,
     ) -> DrafterOutput:
         """With the confidence head's loss, the mean over the same rows of each depth."""
         weight, given = self.config.confidence_weight, (normed_nd, depth_n, labels_n, teacher_nd, depth_weights_g)
-        output = super().loss_of_rows(*given, counts_g, head, low_rank, overlap=overlap or weight > 0)
+        output = super().loss_of_rows(*given, counts_g, head, low_rank, summed, overlap or weight > 0)
         if not weight or low_rank is None or output.overlap_n is None:
             return output
         sure_n = self.confidence_head(normed_nd, low_rank.rows_nr)
         # Rounding may leave a sum of probabilities above 1.
-        losses_n = F.binary_cross_entropy_with_logits(sure_n, output.overlap_n.clamp(max=1), reduction="none")
+        losses_n = weight * F.binary_cross_entropy_with_logits(sure_n, output.overlap_n.clamp(max=1), reduction="none")
         shares_g, read_n = numbers_beside(losses_n, depth_weights_g), self.labels_read(labels_n).to(losses_n.dtype)
         rows_g = torch.zeros_like(shares_g).index_add(0, depth_n, read_n) if counts_g is None else counts_g
         weights_n = (shares_g / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n
-        output.loss = output.loss + weight * (losses_n * weights_n).sum()
+        if output.losses_n is None:
+            output.loss = output.loss + (losses_n * weights_n).sum()
+        else:
+            output.losses_n = output.losses_n + losses_n * read_n
         return output
 
 

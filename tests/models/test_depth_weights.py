@@ -129,6 +129,7 @@ def test_every_kind_with_depths_trains_by_dpace(kind: str, reduced: int | None) 
         return
     target = tiny_target(num_hidden_layers=4).double()
     given = {"class_weight": 1.0, "feature_noise": 0.0} if kind == "eagle_parallel" else {}
+    given |= {"confidence_weight": 0.0} if kind == "dspark" else {}
     drafter = tiny_drafter_of(kind, target, loss="ce", dpace_alpha=0.3, draft_vocab_size=reduced, **given)
     drafter.training_step = 0  # Medusa-2's heads alone
     batch = random_batch(target, drafter=drafter)

@@ -49,6 +49,18 @@ def test_the_loss_by_hand(loss: str, weight: float) -> None:
     torch.testing.assert_close(output.loss, (means * torch.tensor([3.0, 2.0, 1.0])).sum() / 6, atol=1e-5, rtol=1e-5)
 
 
+def test_by_dpace_the_confidence_of_a_row_counts_as_its_loss_does() -> None:
+    """With a weight that does not depend on it, twice the confidence's loss is twice what it adds."""
+    losses = []
+    for weight in (0.0, 1.0, 2.0):
+        drafter = tiny_dspark(loss="ce", confidence_weight=weight, dpace_alpha=0.3)
+        state = tiny_dspark(loss="ce", dpace_alpha=0.3).state_dict()
+        drafter.load_state_dict({name: state[name] for name in drafter.state_dict()})
+        losses.append(drafter(**random_batch(TARGET, drafter=drafter)).loss.item())
+    assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0], rel=1e-4)
+    assert losses[1] > losses[0] + 0.1
+
+
 def test_without_a_weight_there_is_no_head_and_no_teacher() -> None:
     drafter = tiny_dspark(loss="ce", confidence_weight=0.0)
     assert not any(name.startswith("confidence") for name in drafter.state_dict())
