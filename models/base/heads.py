@@ -123,5 +123,5 @@ class HeadsDrafter(DraftVocabulary):
         depth_n = torch.cat([torch.full_like(group_n, depth) for depth, group_n in enumerate(groups)])
         cross_entropy_n = torch.cat([cast(Tensor, result.cross_entropy_n) for result in results])
         weights_n = DpaceWeights(alpha, batch * length, num_depths).of(cross_entropy_n, torch.cat(groups), depth_n)
-        total = depth_n.new_tensor(sizes[0]) if counts_2g is None else counts_2g[0, 0]
+        total = (depth_n == 0).sum() if counts_2g is None else counts_2g[0, 0]
         return [weighed(*pair, total) for pair in zip(results, weights_n.split(sizes), strict=True)]

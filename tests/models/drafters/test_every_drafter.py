@@ -409,7 +409,15 @@ def test_greedy_identity_in_a_batch(kind: str, options: dict[str, Any], tree: st
     assert [out.ids for out in outs] == wanted
 
 
-@every_drafter
+# Whose loss is a mean over groups, not over the rows of each depth.
+BY_CONFIDENCE: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
+    ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
+    ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_CONFIDENCE])
 def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
     """However a batch is split, and with an empty part: its loss and gradients, as `label_counts` says how large it is.
 
