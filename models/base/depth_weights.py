@@ -11,13 +11,13 @@ that is expected to be accepted, and its gradient is that of sum_j w_j log q_j w
     w_j = sum_{m>=j} prod_{i<=m} q_i      (eq. 8; q_i there is (1 - alpha) q_i + alpha, eq. 7; w_j carries no gradient)
 
 so that the loss of a group is sum_j w_j * (-log q_j) (eq. 9). A depth counts as far as those above it are right, and
-for all that lie below it; deeper ones come in by themselves. Over groups it is a mean: the weights are not divided by
-their sum, which would take the expected length out of it again (the paper's author in sgl-project/SpecForge, issue
-828). The paper's alpha is 0.5.
+for all that lie below it; deeper ones come in by themselves. The weights are not divided by their sum, which would take
+the expected length out of it again; over groups we take a mean, as the paper's author asks for (sgl-project/SpecForge,
+issue 828; his own code, Lucas-TY/D-PACE, divides by the batch's sequences). The paper's alpha is 0.5.
 
-Where we decide: w_j weighs the row's loss whatever that is (`loss: kl`, `lk_alpha`, with EAGLE's regression), as the
-paper's own variant with soft labels does for KL; a token outside the draft vocabulary has q = 0; a row that a
-conditional drop leaves out ends its group.
+With `loss: ce` it is the paper's. Where we decide: w_j weighs the row's loss whatever that is (KL, TV and LK as in
+SpecForge, pull request 848; also EAGLE's regression), q being the label's probability all the same; a token outside the
+draft vocabulary has q = 0; a row that a conditional drop leaves out ends its group.
 
 Shapes: N labelled rows, P groups, one a token of the batch, G depths.
 """
