@@ -28,6 +28,7 @@ def table() -> Table:
     shown = Table("method", "tau", box=None)
     shown.add_column("definition", overflow="fold")
     shown.add_row(NAME, "3.21", "x" * 300)
+    shown.add_row("short", "3.2", "of a few words")
     return shown
 
 
@@ -35,8 +36,9 @@ def table() -> Table:
 def test_a_table_in_a_file_is_as_wide_as_it_needs(soft_wrap: bool, capsys: pytest.CaptureFixture[str]) -> None:
     PlainConsole(soft_wrap).print(table())
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [["method", "tau", "definition"], [NAME, "3.21", "x" * 300]]
-    assert len(lines[1]) == len(NAME) + len("3.21") + 300 + 3 * 2  # a space on both sides of each column
+    places = [0, len(NAME) + 2, len(NAME) + 2 + len("3.21") + 2]  # a space on both sides of each column
+    rows = (("method", "tau", "definition"), (NAME, "3.21", "x" * 300), ("short", "3.2", "of a few words"))
+    assert lines == [f" {a:{places[1]}}{b:{places[2] - places[1]}}{c}" for a, b, c in rows]
 
 
 def test_columns_are_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +46,7 @@ def test_columns_are_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     PlainConsole(soft_wrap=False).print(table())
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 5
-    assert max(map(len, lines)) == 60
+    assert 50 < max(map(len, lines)) <= 60
 
 
 def test_in_a_terminal_it_is_folded() -> None:
