@@ -1,9 +1,9 @@
-"""The picture at the top of the README and of the home page: speedup and tau of every method in one measurement.
+"""The picture at the top of the README and of the home page: speedup and tau of the methods on a real model.
 
 make reference      # writes docs/pictures/speedup-{light,dark}.svg
 
-Its figures are those of docs/results/smollm2_bf16.json; a test keeps the files so. Bars are speedups over our own loop
-without a draft, whiskers their 95 % intervals over questions.
+Its figures are those of two sittings of one table, docs/results/smollm2_table{,_free}.json; a test keeps the files so.
+Bars are speedups over our own loop without a draft, whiskers their 95 % intervals over questions.
 """
 
 import json
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1]
-RESULT = DOCS / "results" / "smollm2_bf16.json"
-# Rows of the result, from the baseline down, and what they are called in the picture.
+RESULTS = (DOCS / "results" / "smollm2_table.json", DOCS / "results" / "smollm2_table_free.json")
+# Rows of the results, from the baseline down, and what they are called in the picture; the first result that has it.
 ARMS = {
     "autoregressive@0": "no draft",
-    "medusa-12@0": "Medusa, tree",
-    "eagle-12@0": "EAGLE, tree",
-    "prompt-lookup@0": "prompt lookup, no training",
-    "two-stage-12@0": "ParallelSpec, tree",
-    "eagle-15-lookup@0": "EAGLE, tree with lookups",
-    "two-stage-15-lookup@0": "ParallelSpec, tree with lookups",
+    "smollm2-135m-eagle/eagle-tree@0": "EAGLE, tree",
+    "smollm2-135m-medusa/medusa-tree@0": "Medusa, tree",
+    "smollm2-135m-draft_model/prompt-lookup-latest@0": "prompt lookup, no training",
+    "smollm2-135m-two_stage/two-stage-tree@0": "ParallelSpec, tree",
+    "smollm2-135m-eagle/eagle-tree-lookup@0": "EAGLE, tree with lookups",
+    "smollm2-135m-two_stage/two-stage-adaptive-lookup@0": "ParallelSpec, tree with lookups",
 }
 COLOURS = {
     "light": {"text": "#1f2328", "faint": "#59636e", "line": "#d1d9e0", "bar": "#8c959f", "best": "#0969da"},
@@ -85,10 +85,21 @@ def _described(rows: dict[str, dict[str, Any]]) -> str:
     return escape("Speedup on a CPU: " + ", ".join(parts))
 
 
+def measured() -> tuple[dict[str, dict[str, Any]], int]:
+    """All rows, and the number of questions."""
+    rows: dict[str, dict[str, Any]] = {}
+    questions = set()
+    for file in RESULTS:
+        figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
+        rows = {**figures["rows"], **rows}
+        questions.add(figures["asked"])
+    (asked,) = questions
+    return rows, asked
+
+
 def pictures() -> dict[Path, str]:
     """Each file and what it must hold."""
-    figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
-    folder, rows, questions = DOCS / "pictures", figures["rows"], figures["asked"]
+    folder, (rows, questions) = DOCS / "pictures", measured()
     return {folder / f"speedup-{name}.svg": draw(rows, questions, colours) for name, colours in COLOURS.items()}
 
 

@@ -1,6 +1,5 @@
 """What of the documents is made from something else is what that says today."""
 
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from generate import commands, recipe_keys
 from generate.markdown import cell
-from generate.picture import ARMS, LEFT, RESULT, pictures
+from generate.picture import ARMS, LEFT, measured, pictures
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands.cli import app
@@ -24,7 +23,7 @@ def test_the_picture_shows_the_figures(file: Path) -> None:
     """If not: `make reference`."""
     assert file.read_text(encoding="utf-8") == SPEEDUPS[file]
     drawn = ElementTree.fromstring(SPEEDUPS[file])
-    rows = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]["rows"]
+    rows, _ = measured()
     speedups = [rows[name]["speedup_mean"] for name in ARMS]
     lengths = [float(bar.attrib["width"]) for bar in drawn.iter(f"{SVG}rect")]
     assert [length / lengths[0] for length in lengths] == pytest.approx(speedups, rel=0.002)  # a tenth of a pixel
