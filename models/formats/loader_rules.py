@@ -99,7 +99,7 @@ def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     blocks = config.get("medusa_num_layers") or config.get("hydra_num_layers") or 1
     ids = ids or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    ids = ids or (config.get("dflash_config") or {}).get("target_layer_ids") or [0, 0, 0]
+    ids = ids or (config.get("dflash_config") or config).get("target_layer_ids") or [0, 0, 0]
     rank = config.get("markov_rank") or 0
     return {
         "H": hidden,

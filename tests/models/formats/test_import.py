@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.formats import eagle, eagle3, hydra, medusa, speculators
+from draftsmith.models.formats import dflash, eagle, eagle3, hydra, medusa, speculators
 from draftsmith.models.formats.checkpoint import Checkpoint
 from draftsmith.models.formats.export import export_drafter, read_checkpoint
 from draftsmith.models.formats.loader_rules import LoaderRules
@@ -54,6 +54,16 @@ SPECULATORS = {
     "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": "x/y"}},
 }  # fmt: skip
 SPECULATORS_NORMED = {**SPECULATORS, "norm_before_fc": True, "norm_output": True, "fc_norm": False}
+# SpecForge's, and DeepSpec's, which has no nested config.
+DFLASH = {
+    **LAYERS, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 4, "num_hidden_layers": 2,
+    "num_target_layers": 4, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]},
+}  # fmt: skip
+DSPARK = {
+    **LAYERS, "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "block_size": 3, "mask_token_id": 7,
+    "target_layer_ids": [1, 2], "markov_rank": 5, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
 HYDRA = {
     "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
@@ -68,6 +78,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], LoaderRules, str, str]] = {
     "peagle-normed": (PEAGLE_NORMED, eagle3.VLLM, "model.safetensors", "vllm"),
     "speculators": (SPECULATORS, speculators.RULES, "model.safetensors", "speculators"),
     "speculators-normed": (SPECULATORS_NORMED, speculators.RULES, "model.safetensors", "speculators"),
+    "dflash": (DFLASH, dflash.VLLM, "model.safetensors", "vllm"),
+    "dspark": (DSPARK, dflash.DSPARK_VLLM, "model.safetensors", "sglang"),
     "hydra": (HYDRA, hydra.RULES, "hydra_lm_head.pt", "hydra"),
     "medusa": (MEDUSA, medusa.FASTER_DECODING, "medusa_lm_head.pt", "medusa"),
 }
@@ -139,6 +151,14 @@ def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: P
     back = read_checkpoint(tmp_path / "back", way.rules.weights_file if way.rules else "model.safetensors").tensors
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_layers_of_blocks_are_counted_by_their_outputs(tmp_path: Path) -> None:
+    """Published ids are one less than ours; how a block is read is the kind's own way where the config says nothing."""
+    for layout, layers, from_anchor in (("dflash", [1, 3], False), ("dspark", [2, 3], True)):
+        (tmp_path / layout).mkdir()
+        config = imported(tmp_path / layout, layout)[0].config
+        assert (config.feature_layers, config.sample_from_anchor, config.mask_token_id) == (layers, from_anchor, 7)
 
 
 def test_eagle(tmp_path: Path) -> None:
