@@ -139,7 +139,7 @@ class Ledger:
                     if row[0] == LEASED:
                         lease.held.append(key)
                     continue
-                answers = self._connection.execute("SELECT answer FROM answers WHERE id = ? ORDER BY turn", (key,))
+                answers = self._rows("SELECT answer FROM answers WHERE id = ? ORDER BY turn", key)
                 lease.taken[key] = [json.loads(answer) for (answer,) in answers]
         return lease
 
@@ -153,7 +153,7 @@ class Ledger:
             return set()
         with self._transaction():
             concerned = {key for key, _, _ in answers} | {conversation.id for conversation in finished}
-            held = self._connection.execute("SELECT id FROM conversations WHERE worker = ?", (self.worker,))
+            held = self._rows("SELECT id FROM conversations WHERE worker = ?", self.worker)
             mine = concerned.intersection(key for (key,) in held)
             rows = [(key, turn, json.dumps(answer)) for key, turn, answer in answers if key in mine]
             self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
@@ -179,26 +179,30 @@ class Ledger:
         """Conversations that failed for other than `final` reasons wait again; how many. Attempts are not forgotten."""
         places = ", ".join("?" * len(final))
         with self._transaction():
-            done = self._connection.execute(
+            return self._connection.execute(
                 f"UPDATE conversations SET state = ? WHERE state = ? AND reason NOT IN ({places})",
                 (WAITING, FAILED, *final),
-            )
-        return done.rowcount
+            ).rowcount
 
     def finished_ids(self) -> set[str]:
         """Conversations that nothing is to be done about any more."""
         states = (DONE, SHORTENED, FAILED)
-        return {key for (key,) in self._connection.execute(f"SELECT id FROM conversations WHERE state IN {states}")}
+        return {key for (key,) in self._rows(f"SELECT id FROM conversations WHERE state IN {states}")}
 
     def _register(self) -> int:
         """This worker's number."""
         with self._transaction():
             for statement in filter(str.strip, SCHEMA.split(";")):
                 self._connection.execute(statement)
-            row = self._connection.execute("INSERT INTO workers (host, pid) VALUES (?, ?)", (_host(), os.getpid()))
+            values = (_host(), os.getpid())
+            number = self._connection.execute("INSERT INTO workers (host, pid) VALUES (?, ?)", values).lastrowid
             self._index_unknown_lines()
-        assert row.lastrowid is not None
-        return row.lastrowid
+        assert number is not None
+        return number
+
+    def _rows(self, sql: str, *values: Any) -> list[Any]:
+        """Without the cursor: one that outlives the connection, in a traceback that is kept, keeps the file locked."""
+        return self._connection.execute(sql, values).fetchall()
 
     # --- inside a transaction ---
 
@@ -222,8 +226,8 @@ class Ledger:
 
     def _release_dead_workers(self) -> None:
         """The conversations of workers that are gone wait again, but for those whose lines were on disk already."""
-        holders = self._connection.execute("SELECT DISTINCT worker FROM conversations WHERE worker IS NOT NULL")
-        dead = [worker for (worker,) in holders.fetchall() if worker != self.worker and self._is_dead(worker)]
+        holders = self._rows("SELECT DISTINCT worker FROM conversations WHERE worker IS NOT NULL")
+        dead = [worker for (worker,) in holders if worker != self.worker and self._is_dead(worker)]
         if dead:
             self._index_unknown_lines()
         for worker in dead:
@@ -248,7 +252,7 @@ class Ledger:
     def _index_unknown_lines(self) -> None:
         """Lines behind those the ledger knows: their writer was killed before it could say so, or the ledger is new."""
         known = dict(
-            self._connection.execute(
+            self._rows(
                 "SELECT shard, MAX(offset_bytes + length_bytes + 1) FROM conversations WHERE shard IS NOT NULL "
                 "GROUP BY shard"
             )
@@ -267,11 +271,11 @@ class Ledger:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:  # a full disk has rolled it back already
                     self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
 
     def _keep_beating(self) -> None:
         while not self._closing.wait(LEASE_S / 6):
