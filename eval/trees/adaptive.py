@@ -5,7 +5,8 @@ promises are 1 + the sum of the n probabilities of being accepted; its cost is k
 with the largest quotient, each round anew: where the drafter is sure a large tree, where it is not a small one. A
 drafter that drafts level by level stops where the next level cannot promise what its forward costs.
 
-Only the drafter's own confidence decides, before the target has said anything: answers keep their distribution.
+Only the drafter's own confidence decides, its distribution's and, where it has one, its confidence head's
+(`growers.py`), before the target has said anything: answers keep their distribution.
 
 How often a drafter is right at a given confidence is not what it says. Both are counted while decoding, by the
 confidence's order of magnitude: over `FIRST_ROUNDS` of whole trees, then of what is verified, at least one token. What

@@ -30,7 +30,7 @@ from draftsmith.eval.trees.candidates import (
 from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling, draw, drawn, largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.protocols import StepwiseDecoder, TellsAcceptance
 from draftsmith.models.decoding.transfers import index_on
 
 
@@ -168,7 +168,9 @@ class BestFirstGrower:
     the node; but what cannot stay is not expanded, and a tree that no deeper node can enter is done.
 
     Args:
-        adaptive: Whether a further level is worth its forward; None: it always is.
+        adaptive: Whether a further level is worth its forward; None: it always is. With it the confidence of a node is
+            also what the drafter's confidence head says, where it has one: a token that is drafted with probability q
+            of a distribution that agrees with the target's to c is accepted with q c, if they agree alike everywhere.
         beam: Nodes of a level that are expanded. With `nodes` of them every new node that may stay is, and the tree is
             the best there is under q with at most `branch` children a node: what a heap finds with a call for each
             node takes one for each level.
@@ -202,7 +204,7 @@ class BestFirstGrower:
                     number_of[node] = len(number_of)
             # 1. Expansion.
             first_new = len(tokens)
-            drafted = most_likely(logits, self._branch, sampling, decoder.columns)
+            drafted = most_likely(logits, self._branch, sampling, decoder.columns, self._log_acceptance(decoder))
             for node, row_tokens, row_log_q in zip(frontier, *drafted, strict=True):
                 for token, log_q in zip(row_tokens, row_log_q, strict=True):
                     # A drafter may leave tokens without any probability.
@@ -217,6 +219,9 @@ class BestFirstGrower:
             if not frontier or not self._worth_a_level(best, frontier, costs, depth + 1):
                 break
         return _tree_of(best, tokens, parents, costs)
+
+    def _log_acceptance(self, decoder: StepwiseDecoder) -> Tensor | None:
+        return decoder.log_acceptance_w if self._adaptive and isinstance(decoder, TellsAcceptance) else None
 
     def _worth_a_level(self, best: list[int], frontier: list[int], costs: list[float], levels: int) -> bool:
         if self._adaptive is None:

@@ -1,6 +1,7 @@
 """Trees grown level by level: as good as they can be by brute force, in few calls, and lossless when sampled."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from support.table_decoder import Path, TableDecoder, every_path, paths_in, rand
 from torch import Tensor
 
 from draftsmith.eval.trees import growers as tree_growers
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import (
     BestFirstBuilder,
     ChainBuilder,
@@ -106,6 +108,33 @@ def test_best_first_by_hand() -> None:
     # Nothing below the last of two, and nothing below the only one, can stay: no call for them.
     assert paths(2, 2) == ([(0,), (1,)], [1])
     assert paths(1, 2) == ([(0,)], [])
+
+
+class SureDecoder(TableDecoder):
+    """With a confidence head: 0.8 of the first drafts, all of those below 0, half of those below 1."""
+
+    log_acceptance_w: Tensor | None = None
+
+    def _drafted(self, paths: list[Path]) -> Tensor:
+        sure = {(): 0.8, (0,): 1.0, (1,): 0.5}
+        self.log_acceptance_w = torch.tensor([sure[path] for path in paths]).log()
+        return super()._drafted(paths)
+
+
+def test_an_adaptive_tree_asks_the_confidence_head_too() -> None:
+    """By q as above; with it a .48, b .32, aa .24, ab .24, ba .144, bb .016."""
+    table = {
+        (): torch.tensor([0.6, 0.4]).log(),
+        (0,): torch.tensor([0.5, 0.5]).log(),
+        (1,): torch.tensor([0.9, 0.1]).log(),
+    }
+    decoder = SureDecoder(table, 2)
+    whole = BestFirstGrower(3, 2, beam=3).propose(0, decoder, GREEDY, None)
+    assert paths_in(whole) == [(0,), (1,), (1, 0)]
+    assert whole.log_confidence == pytest.approx([0.0, *map(math.log, (0.6, 0.4, 0.36))])
+    tree = BestFirstGrower(3, 2, adaptive=AdaptiveTree(), beam=3).propose(0, decoder, GREEDY, None)
+    assert paths_in(tree) == [(0,), (1,), (0, 0)]
+    assert tree.log_confidence == pytest.approx([0.0, *map(math.log, (0.48, 0.32, 0.24))])
 
 
 def test_of_equally_likely_nodes_the_parent_stays() -> None:
