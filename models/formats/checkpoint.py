@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -38,7 +39,8 @@ class Checkpoint:
 class Parameters:
     """Our kind of drafter, its options, and its state.
 
-    borrowed: Tensors that our drafters take from the target, by name (`embed_tokens`, `lm_head`): must be the target's.
+    borrowed: Tensors that our drafters take from the target, by name (`embed_tokens`, `lm_head`): must be the target's,
+        the head's rows those of the state's `d2t` where it has one.
     other_row: Of that embedding, the mask token's, which is the drafter's own.
     """
 
@@ -114,6 +116,18 @@ def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take embedding and head out of a state; returns them by name."""
     names = ("embed_tokens", "lm_head")
     return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
+
+
+def drafted_ids(d2t: Tensor) -> Tensor:
+    """[W] ids in the target's vocabulary, from offsets [W]."""
+    return d2t + torch.arange(len(d2t))
+
+
+def drafted_of_all(d2t: Tensor, vocabulary: int) -> Tensor:
+    """[V], the `t2d` of offsets [W]."""
+    t2d = torch.zeros(vocabulary, dtype=torch.bool)
+    t2d[drafted_ids(d2t)] = True
+    return t2d
 
 
 def dtype_name(drafter: Drafter) -> str:

@@ -1,19 +1,24 @@
 """DFlash's layout, and DSpark's, which adds a Markov head and a confidence head to it.
 
 Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
-target's. Engines count the layers that are read from 0 by their *outputs*: their id is one less than ours.
+target's; of a draft vocabulary, which vLLM alone knows, the target's rows of the head go along. Engines count the
+layers that are read from 0 by their *outputs*: their id is one less than ours.
 
-Shapes: H hidden, T the target's hidden size, A layers that are read, r rank.
+Shapes: H hidden, T the target's hidden size, A layers that are read, V vocabulary, W drafted tokens, R rank.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+from torch import Tensor
+
+from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.formats.checkpoint import (
     Checkpoint,
     Parameters,
     Refusal,
+    drafted_of_all,
     dtype_name,
     llama_config,
     refuse_other_layers,
@@ -32,11 +37,16 @@ TENSORS = (
 )
 MARKOV_HEAD = (
     TensorRule("markov_head.markov_w1.weight", ("V", "R")),
-    TensorRule("markov_head.markov_w2.weight", ("V", "R")),
+    TensorRule("markov_head.markov_w2.weight", ("W", "R")),
 )
 CONFIDENCE_HEAD = (
     TensorRule("confidence_head.proj.weight", ("1", "H+R"), when="confidence"),
     TensorRule("confidence_head.proj.bias", ("1",), when="confidence"),
+)
+FEWER_TOKENS = (
+    TensorRule("d2t", ("W",), when="reduced"),
+    TensorRule("t2d", ("V",), when="reduced"),
+    TensorRule("lm_head.weight", ("W", "H"), when="reduced"),
 )
 EMBEDDING = TensorRule("embed_tokens.weight", ("V", "H"))
 CONFIG = {"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}
@@ -45,7 +55,7 @@ NO_MASK_HIDDEN = {"mask_hidden": "is refused: masks are a token's embedding"}
 VLLM = LoaderRules(
     engine="vLLM 0.32 dflash",
     source="model_executor/models/qwen3_dflash.py: DFlashQwen3Model, DFlashQwen3ForCausalLM.load_weights",
-    tensors=TENSORS,
+    tensors=(*TENSORS, *FEWER_TOKENS),
     optional=(EMBEDDING,),
     traps=NO_MASK_HIDDEN,
     config={**CONFIG, "architectures": ["DFlashDraftModel"]},
@@ -61,7 +71,7 @@ DSPARK = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": True, "ma
 DSPARK_VLLM = LoaderRules(
     engine="vLLM 0.32 dspark",
     source="model_executor/models/qwen3_dspark.py: Qwen3DSparkModel, Qwen3DSparkForCausalLM.load_weights",
-    tensors=(*TENSORS, *MARKOV_HEAD, *CONFIDENCE_HEAD),
+    tensors=(*TENSORS, *FEWER_TOKENS, *MARKOV_HEAD, *CONFIDENCE_HEAD),
     optional=(EMBEDDING,),
     traps=NO_MASK_HIDDEN,
     config={**CONFIG, **DSPARK},
@@ -83,7 +93,7 @@ def refusal_dspark_vllm(config: DrafterConfig) -> Refusal | None:
 
 
 def refusal_dspark_sglang(config: DrafterConfig) -> Refusal | None:
-    return refusal_dspark_vllm(config) or _refuse_causal(config)
+    return refusal_dspark_vllm(config) or _refuse_what_sglang_has_not(config)
 
 
 def _refuse_what_no_block_has(config: DrafterConfig) -> Refusal | None:
@@ -91,9 +101,6 @@ def _refuse_what_no_block_has(config: DrafterConfig) -> Refusal | None:
         return Refusal("this target scales embeddings, and engines do not for a block", "drafter.kind=draft_model")
     if config.mask_residual:
         return Refusal("engines do not add the newest token to its masks", "drafter.options.mask_residual=false")
-    if config.draft_vocab_size is not None:
-        everything = "drafter.options.draft_vocab_size=null"
-        return Refusal("a draft vocabulary would need an LM head of the drafter's own, which ours has not", everything)
     return None
 
 
@@ -110,13 +117,21 @@ def refusal_vllm(config: DrafterConfig) -> Refusal | None:
 
 
 def refusal_sglang(config: DrafterConfig) -> Refusal | None:
-    return refusal_vllm(config) or _refuse_causal(config)
+    return refusal_vllm(config) or _refuse_what_sglang_has_not(config)
 
 
-def _refuse_causal(config: DrafterConfig) -> Refusal | None:
+def _refuse_what_sglang_has_not(config: DrafterConfig) -> Refusal | None:
+    if config.draft_vocab_size is not None:
+        everything = "drafter.options.draft_vocab_size=null"
+        return Refusal("SGLang's blocks are read off the target's whole head", everything)
     if config.causal:
         return Refusal("in SGLang's blocks every row sees every row", "drafter.options.causal=false")
     return None
+
+
+def has_draft_vocabulary(config: DrafterConfig) -> bool:
+    """Whether rows of the target's head go along."""
+    return config.draft_vocab_size is not None
 
 
 # ---- ours to theirs ----
@@ -124,7 +139,7 @@ def _refuse_causal(config: DrafterConfig) -> Refusal | None:
 
 def to_dflash(drafter: Drafter) -> Checkpoint:
     """For both engines."""
-    return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, dict(drafter.state_dict()))
+    return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, _tensors(drafter))
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
@@ -137,14 +152,23 @@ def to_dspark(drafter: Drafter) -> Checkpoint:
         "enable_confidence_head": has_confidence,
         "confidence_head_with_markov": has_confidence,
     }
-    return Checkpoint({**_config(drafter), **own}, dict(drafter.state_dict()))
+    return Checkpoint({**_config(drafter), **own}, _tensors(drafter))
+
+
+def _tensors(drafter: Drafter) -> dict[str, Tensor]:
+    tensors = dict(drafter.state_dict())
+    if has_draft_vocabulary(drafter.config):
+        tensors["lm_head.weight"] = cast(DraftVocabulary, drafter).borrowed_head.weight.to(drafter.dtype)
+    return tensors
 
 
 def _config(drafter: Drafter) -> dict[str, Any]:
     ours = drafter.config
     config = llama_config(ours, ours.num_layers, dtype_name(drafter), qwen3_layers_config)
+    reduced = {"draft_vocab_size": ours.draft_vocab_size} if has_draft_vocabulary(ours) else {}
     return {
         **config,
+        **reduced,
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * ours.num_layers,
         "use_sliding_window": False,
@@ -179,6 +203,9 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         "causal": bool(known.get("causal", False)),
     }
     borrowed = take_borrowed(state)
+    if "d2t" in state:
+        options["draft_vocab_size"] = len(state["d2t"])
+        state["t2d"] = drafted_of_all(state["d2t"], target_config["vocab_size"])
     if "markov_head.markov_w1.weight" not in state:
         return Parameters("dflash", options, state, borrowed)
     options["markov_rank"] = known["markov_rank"]

@@ -20,6 +20,7 @@ from draftsmith.models.formats.checkpoint import (
     Checkpoint,
     Parameters,
     Refusal,
+    drafted_of_all,
     dtype_name,
     llama_config,
     refuse_other_layers,
@@ -224,7 +225,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         options["draft_vocab_size"] = drafted
         head = state.pop("lm_head.weight")
         borrowed = take_borrowed(state)
-        state |= {"t2d": _t2d(state["d2t"], vocabulary), "lm_head.weight": head}
+        state |= {"t2d": drafted_of_all(state["d2t"], vocabulary), "lm_head.weight": head}
     else:
         borrowed = take_borrowed(state)
         state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
@@ -261,10 +262,3 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
         "the checkpoint's config names no eagle_aux_hidden_state_layer_ids, and the usual ones are not in a target of "
         f"{num_layers} layers: add those that it was trained on to its config.json (k = after k layers of the target)"
     )
-
-
-def _t2d(d2t: Tensor, vocabulary: int) -> Tensor:
-    """[V] from offsets [W]."""
-    t2d = torch.zeros(vocabulary, dtype=torch.bool)
-    t2d[d2t + torch.arange(len(d2t))] = True
-    return t2d

@@ -77,7 +77,7 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     folder = run.root / "export" / to if folder is None else folder.expanduser()
     check_writable(folder.parent)
     refuse_inexpressible(drafter, to)
-    if WAYS[kind_of(drafter.config), to].needs_target:
+    if WAYS[kind_of(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
     target, loading = target_location(recipe.target), loading_words(recipe.target)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, hydra, medusa
-from draftsmith.models.formats.checkpoint import Checkpoint, Parameters
+from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.formats.speculators import flattened
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
@@ -178,7 +178,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappin
 
 def _with_own_head_where_needed(found: Parameters, target: PreTrainedModel) -> Parameters:
     head = found.borrowed.get("lm_head")
-    if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings()):
+    if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
         return eagle3.with_own_head(found)
     return found
 
@@ -188,11 +188,13 @@ def _refuse_other_borrowed(found: Parameters, target: PreTrainedModel) -> None:
     Raises:
         UserError: The checkpoint has another embedding or LM head than the target.
     """
-    sources = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+    sources = {"embed_tokens": target.get_input_embeddings().weight, "lm_head": target.get_output_embeddings().weight}
+    if "d2t" in found.state:
+        sources["lm_head"] = sources["lm_head"][drafted_ids(found.state["d2t"])]
     for name, theirs in found.borrowed.items():
         if name == "embed_tokens" and found.other_row is not None:
             theirs = theirs.clone()
-            theirs[found.other_row] = target.get_input_embeddings().weight[found.other_row].to(theirs.dtype)
+            theirs[found.other_row] = sources["embed_tokens"][found.other_row].to(theirs.dtype)
         if not _is(theirs, sources[name]):
             raise UserError(
                 f"the checkpoint's {name} is not the target's, and {found.kind} drafters here have none of their own: "
@@ -201,9 +203,8 @@ def _refuse_other_borrowed(found: Parameters, target: PreTrainedModel) -> None:
             )
 
 
-def _is(theirs: Tensor, module: nn.Module) -> bool:
+def _is(theirs: Tensor, ours: Tensor) -> bool:
     """Whether a tensor is the target's, but for the dtype that one of them was rounded to."""
-    ours = next(module.parameters())
     if theirs.shape != ours.shape:
         return False
     return torch.equal(theirs.to(ours.dtype), ours) or torch.equal(theirs, ours.to(theirs.dtype))

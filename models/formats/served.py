@@ -27,6 +27,14 @@ FORMATS = {
 }
 
 
+def _never(config: DrafterConfig) -> bool:
+    return False
+
+
+def _always(config: DrafterConfig) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Way:
     """One kind in one format.
@@ -37,7 +45,7 @@ class Way:
         write, read: The layout, both ways.
         method: What the engine calls it; empty where there is no server.
         parallel: Whether all depths come from one forward.
-        needs_target: Whether tensors of the target go into the folder.
+        needs_target: Whether tensors of the target go into the folder, of a drafter of this config.
         in_blocks: Whether its config says how many tokens are drafted, always all of them.
         layers: What its layers are made as.
     """
@@ -48,7 +56,7 @@ class Way:
     read: Callable[[Checkpoint, Mapping[str, Any]], Parameters]
     method: str = ""
     parallel: bool = False
-    needs_target: bool = False
+    needs_target: Callable[[DrafterConfig], bool] = _never
     in_blocks: bool = False
     layers: LayersConfig = layers_config
 
@@ -64,15 +72,15 @@ WAYS: dict[tuple[str, str], Way] = {
     ),
     ("eagle", "vllm"): Way(eagle.VLLM, eagle.refusal_vllm, eagle.to_vllm, eagle.parameters, "eagle"),
     ("medusa", "vllm"): Way(
-        medusa.VLLM, medusa.refusal, medusa.to_vllm, medusa.parameters, "medusa", needs_target=True
+        medusa.VLLM, medusa.refusal, medusa.to_vllm, medusa.parameters, "medusa", needs_target=_always
     ),
     ("draft_model", "vllm"): Way(
         None, causal_lm.refusal_draft_model, causal_lm.to_draft_model, causal_lm.parameters, "draft_model",
-        needs_target=True,
+        needs_target=_always,
     ),
     ("parallel", "vllm"): Way(
         None, causal_lm.refusal_pard, causal_lm.to_pard, causal_lm.parameters, "draft_model", parallel=True,
-        needs_target=True,
+        needs_target=_always,
     ),
     ("eagle3", "sglang"): Way(eagle3.SGLANG, eagle3.refusal_sglang, eagle3.to_sglang, eagle3.parameters, "EAGLE3"),
     ("eagle", "sglang"): Way(
@@ -80,17 +88,17 @@ WAYS: dict[tuple[str, str], Way] = {
     ),
     ("draft_model", "sglang"): Way(
         None, causal_lm.refusal_draft_model, causal_lm.to_draft_model, causal_lm.parameters, "STANDALONE",
-        needs_target=True,
+        needs_target=_always,
     ),
     ("eagle3", "speculators"): Way(
-        speculators.RULES, speculators.refusal, _to_speculators, eagle3.parameters, "eagle3", needs_target=True
+        speculators.RULES, speculators.refusal, _to_speculators, eagle3.parameters, "eagle3", needs_target=_always
     ),
     ("peagle", "speculators"): Way(
         speculators.RULES, speculators.refusal, _to_speculators, eagle3.parameters, "eagle3", parallel=True,
-        needs_target=True,
+        needs_target=_always,
     ),
     ("eagle3", "eagle"): Way(
-        eagle3.AUTHORS, eagle3.refusal_authors, eagle3.to_authors, eagle3.parameters, needs_target=True
+        eagle3.AUTHORS, eagle3.refusal_authors, eagle3.to_authors, eagle3.parameters, needs_target=_always
     ),
     ("eagle", "eagle"): Way(
         eagle.AUTHORS, eagle.refusal_without_attention_bias, eagle.to_authors, eagle.parameters
@@ -100,16 +108,16 @@ WAYS: dict[tuple[str, str], Way] = {
     ),
     ("hydra", "hydra"): Way(hydra.RULES, hydra.refusal, hydra.to_hydra, hydra.parameters),
     ("dflash", "vllm"): Way(
-        dflash.VLLM, dflash.refusal_vllm, dflash.to_dflash, dflash.parameters, "dflash", in_blocks=True,
-        layers=qwen3_layers_config,
+        dflash.VLLM, dflash.refusal_vllm, dflash.to_dflash, dflash.parameters, "dflash",
+        needs_target=dflash.has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
     ),
     ("dflash", "sglang"): Way(
         dflash.SGLANG, dflash.refusal_sglang, dflash.to_dflash, dflash.parameters, "DFLASH", in_blocks=True,
         layers=qwen3_layers_config,
     ),
     ("dspark", "vllm"): Way(
-        dflash.DSPARK_VLLM, dflash.refusal_dspark_vllm, dflash.to_dspark, dflash.parameters, "dspark", in_blocks=True,
-        layers=qwen3_layers_config,
+        dflash.DSPARK_VLLM, dflash.refusal_dspark_vllm, dflash.to_dspark, dflash.parameters, "dspark",
+        needs_target=dflash.has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
     ),
     ("dspark", "sglang"): Way(
         dflash.DSPARK_SGLANG, dflash.refusal_dspark_sglang, dflash.to_dspark, dflash.parameters, "DSPARK",

@@ -64,7 +64,7 @@ name), its config against the target's, and its values, read back, against the d
 0.32 loads the folder, no greedy token changes, and at every position it accepts as often as our decoder's chain
 (`tests/models/formats/test_vllm_serves.py`: on a CPU, for the embedded target, a Llama, with `first_token: false` where
 a drafter has that option; with a row for the first token, which engines have not, a few drafts differ). Of DFlash that
-is one layer: with two vLLM on a CPU accepts less than our decoder, and its keys' norm there is the likely reason.
+holds for layers that share a norm of keys: on a CPU vLLM norms those of all layers with the first layer's weight.
 DSpark needs vLLM's newer runner, so a GPU. Qwen's classes in vLLM, vLLM 0.33 and SGLang were not run. The way to a
 running server, and what goes wrong: [serving.md](../guides/serving.md).
 """

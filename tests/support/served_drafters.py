@@ -41,9 +41,8 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"ttt_steps": 3, "norm_before_fc": True, "norm_output": True, "first_token": False},
     ),
     "speculators-peagle-normed": ("peagle", "speculators", {"num_masks": 2, "fc_norm": True, "first_token": False}),
-    # One layer each: with two vLLM accepts less on a CPU. Its norm of the context's keys is called once for all layers,
-    # with a weight for each, which the CPU's kernel does not seem to know (qwen3_dflash.py, _normalize_context_k).
-    "dflash": ("dflash", "vllm", {"block_size": 4, "num_layers": 1}),
+    "dflash": ("dflash", "vllm", {"block_size": 4, "num_layers": 2}),
+    "dflash-reduced": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000}),
     "dflash-causal": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "feature_layers": [4, 7], "causal": True}),
     "medusa": ("medusa", "vllm", {"num_heads": 3}),
     "medusa-shared": ("medusa", "vllm", {"num_heads": 3, "lm_heads": "shared", "num_layers": 2}),
@@ -73,4 +72,16 @@ def briefly_trained(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    if kind == "dflash":
+        _share_first_key_norm(drafter)
     return drafter.freeze()
+
+
+@torch.no_grad()
+def _share_first_key_norm(drafter: Drafter) -> None:
+    """What vLLM 0.32 makes of every DFlash on a CPU, where `rms_norm` takes the first row of a weight for each layer.
+
+    It norms the context's keys of all layers at once (qwen3_dflash.py, _normalize_context_k).
+    """
+    for layer in drafter.layers:
+        layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)

@@ -68,6 +68,8 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("dflash", "vllm", "qwen2", {"num_layers": 2, "block_size": 4}),
     ("dflash", "vllm", "qwen3", {}),
     ("dflash", "vllm", "phi3", {}),
+    ("dflash", "vllm", "llama", {"draft_vocab_size": 20}),
+    ("dspark", "vllm", "qwen3", {"markov_rank": 5, "draft_vocab_size": 20}),
     ("dflash", "sglang", "llama", {}),
     ("dspark", "vllm", "llama", {"markov_rank": 5, "causal": True}),
     ("dspark", "vllm", "qwen3", {"markov_rank": 5, "confidence_weight": 0.0}),
@@ -103,7 +105,8 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("medusa", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
     ("medusa", "medusa", "llama", {"lm_heads": "shared"}, "an LM head", "lm_heads=separate"),
     ("hydra", "hydra", "llama", {}, "embeddings as they are", "embedding_norm=false"),
-    ("dflash", "vllm", "llama", {"draft_vocab_size": 20}, "a draft vocabulary would need", "draft_vocab_size=null"),
+    ("dflash", "sglang", "llama", {"draft_vocab_size": 20}, "the target's whole head", "draft_vocab_size=null"),
+    ("dspark", "sglang", "llama", {"draft_vocab_size": 20}, "the target's whole head", "draft_vocab_size=null"),
     ("dflash", "vllm", "llama", {"mask_residual": True}, "newest token", "mask_residual=false"),
     ("dflash", "vllm", "llama", {"markov_rank": 5}, "DFlash has no Markov head", "drafter.kind=dspark"),
     ("dflash", "vllm", "llama", {"sample_from_anchor": True}, "DFlash's masks", "sample_from_anchor=false"),
@@ -170,6 +173,16 @@ def test_eagle3_in_sglangs_counting(tmp_path: Path) -> None:
     assert "eagle_aux_hidden_state_layer_ids" not in config
     assert config["draft_vocab_size"] is None
     assert "lm_head.weight" not in tensors
+
+
+def test_a_block_takes_the_heads_rows_of_its_draft_vocabulary_along(tmp_path: Path) -> None:
+    drafter = drafter_of("dspark", "llama", {"markov_rank": 5, "draft_vocab_size": 20})
+    drafter.choose_draft_tokens(torch.arange(VOCABULARY))  # the 20 highest ids
+    config, tensors = exported(drafter, "vllm", tmp_path)
+    assert (config["draft_vocab_size"], config["vocab_size"]) == (20, VOCABULARY)
+    assert torch.equal(tensors["lm_head.weight"], drafter.attached.lm_head.weight[VOCABULARY - 20 :])
+    assert tensors["d2t"].tolist() == [VOCABULARY - 20] * 20
+    assert tensors["markov_head.markov_w2.weight"].shape == (20, 5)
 
 
 def test_sglangs_fc_has_a_bias_of_zeros(tmp_path: Path) -> None:

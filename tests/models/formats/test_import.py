@@ -267,6 +267,27 @@ def test_the_targets_own_embedding_may_be_there_and_no_other(tmp_path: Path) -> 
     assert not (tmp_path / "other").exists()
 
 
+def test_a_block_may_have_the_targets_rows_of_a_draft_vocabulary_and_no_others(tmp_path: Path) -> None:
+    config, theirs = {**DSPARK, "draft_vocab_size": DRAFTED}, tmp_path / "theirs"
+    tensors = random_tensors(config, dflash.DSPARK_VLLM)
+    chosen = tensors["d2t"] + torch.arange(DRAFTED)
+    tensors["lm_head.weight"] = TARGET.get_output_embeddings().weight.detach()[chosen].clone()
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(config))
+    save_file(tensors, theirs / "model.safetensors")
+    import_drafter(str(theirs), TARGET, tmp_path / "ours")
+    drafter = load_drafter(tmp_path / "ours", TARGET)
+    assert drafter.columns.tokens([0, 1, 19]) == chosen[[0, 1, 19]].tolist()
+    export_drafter(drafter, "vllm", tmp_path / "back", "TARGET", tmp_path / "ours")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    tensors["lm_head.weight"][3, 3] += 1.0
+    save_file(tensors, theirs / "model.safetensors")
+    with pytest.raises(UserError, match="lm_head is not the target's, and dspark drafters here have none"):
+        import_drafter(str(theirs), TARGET, tmp_path / "other")
+
+
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
