@@ -89,9 +89,16 @@ def test_half_precision(alone: Recipe, half_alone: Recipe, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
-def test_a_markov_head_is_split_as_the_rest(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {"options": {"num_masks": 2, "markov_rank": 5}},
+        {"kind": "dspark", "options": {"block_size": 3, "num_layers": 2, "markov_rank": 5}},
+    ],
+    ids=["parallel", "dspark"],
+)
+def test_a_markov_head_is_split_as_the_rest(tmp_path: Path, drafter: dict[str, Any], name: str) -> None:
     """Its factors are weights that the loss reads itself; both learn, and alike however they are split."""
-    drafter = {"options": {"num_masks": 2, "markov_rank": 5}}
     train = {**CURVE, "max_steps": 12}
     alone = tiny_run(tmp_path, "alone", drafter=drafter, train={**train, "per_device_train_batch_size": 6})
     train_drafter(alone)
