@@ -46,7 +46,8 @@ help:
 	@echo "make smollm2-table  every drafter on its conversations, side by side at T=0 and T=1 (many hours); the same variables"
 	@echo "make smollm2-bench  after both: transformers' own decoding beside ours, and tau against the amount of data"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
-	@echo "make ablations    the number of masks, and distilled against original answers: runs/masks, runs/answers (hours)"
+	@echo "make ablations    the number of masks, distilled against original answers, what DFlash and DSpark add to ParallelSpec:"
+	@echo "                  runs/masks, runs/answers, runs/ideas (hours)"
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
 	@echo "make test         lint, types and every test"
 	@echo "make unit         the fast tests only"
@@ -98,8 +99,8 @@ smollm2-table: $(READY) smollm2-target
 
 # On the runs of the two above: transformers' own decoding beside ours, and tau against the amount of data.
 smollm2-bench: $(READY) smollm2-target
-	$(BIN)/python benchmarks/against_transformers.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/smollm2_against_transformers.json
-	$(BIN)/python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/data_scaling.json --picture docs/results/data_scaling.png
+	$(BIN)/python benchmarks/against_transformers.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
+	$(BIN)/python benchmarks/drafters/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/results/drafters/data_scaling.png
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))
@@ -110,6 +111,7 @@ table: $(READY)
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
 	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
+	$(BIN)/python benchmarks/drafters/ideas.py
 
 # On SmolLM2 two seeds; on a CPU that multiplies bf16, SET="target.dtype=bfloat16 train.bf16=true".
 paper: $(READY)
@@ -119,6 +121,7 @@ paper: $(READY)
 	cp runs/table/eval/result.json docs/results/table.json
 	cp runs/masks/eval/result.json docs/results/masks.json
 	cp runs/answers/eval/result.json docs/results/answers.json
+	cp runs/ideas/eval/result.json docs/results/drafters/ideas.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
 	$(BIN)/python -m draftsmith.eval.report.papers docs runs/smollm2-table/eval/traced.json
@@ -159,22 +162,22 @@ target: $(READY)
 	$(BIN)/python train/train_target.py recipes/target.yaml
 
 bench: $(READY)
-	$(BIN)/python benchmarks/group_attention.py --json docs/results/group_attention.json
-	$(BIN)/python benchmarks/against_transformers.py --json docs/results/against_transformers.json
-	$(BIN)/python benchmarks/training_step.py --json docs/results/training_step.json --picture docs/results/training_step.png
-	$(BIN)/python benchmarks/loop_efficiency.py --json docs/results/loop_efficiency.json
-	$(BIN)/python benchmarks/turn_scheduling.py --json docs/results/turn_scheduling.json
-	$(BIN)/python benchmarks/batch_throughput.py --json docs/results/batch_throughput.json
-	$(BIN)/python benchmarks/offline_features.py --json docs/results/offline_features.json
-	$(BIN)/python benchmarks/tokenise.py --json docs/results/tokenise.json
+	$(BIN)/python benchmarks/group_attention.py --json docs/results/machinery/group_attention.json
+	$(BIN)/python benchmarks/against_transformers.py --json docs/results/machinery/against_transformers.json
+	$(BIN)/python benchmarks/training_step.py --json docs/results/machinery/training_step.json --picture docs/results/machinery/training_step.png
+	$(BIN)/python benchmarks/loop_efficiency.py --json docs/results/machinery/loop_efficiency.json
+	$(BIN)/python benchmarks/turn_scheduling.py --json docs/results/machinery/turn_scheduling.json
+	$(BIN)/python benchmarks/batch_throughput.py --json docs/results/machinery/batch_throughput.json
+	$(BIN)/python benchmarks/offline_features.py --json docs/results/machinery/offline_features.json
+	$(BIN)/python benchmarks/tokenise.py --json docs/results/machinery/tokenise.json
 
 # What is done is kept, whatever fails: the exit code says whether all was.
 gpu: $(READY)
-	$(BIN)/python benchmarks/gpu.py --json docs/results/gpu.json --picture docs/results/gpu.png
+	$(BIN)/python benchmarks/gpu.py --json docs/results/machinery/gpu.json --picture docs/results/machinery/gpu.png
 
 # On a CPU vLLM's scheduler is best in the same process, and its threads not pinned.
 bench-vllm: vllm-env
-	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json docs/results/vllm_overhead.json
+	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json docs/results/machinery/vllm_overhead.json
 
 # Each is built by itself in an environment of its own: the wheel from the sdist, as others build it.
 release: $(READY)

@@ -1,6 +1,6 @@
 """Our decoding against what transformers has of its own: `generate`, assisted generation, prompt lookup.
 
-    python benchmarks/against_transformers.py --json docs/results/against_transformers.json
+    python benchmarks/against_transformers.py --json docs/results/machinery/against_transformers.json
     python benchmarks/against_transformers.py smollm2-135m-draft_model --ours smollm2-135m smollm2-135m-eagle
 
 One process, the same target, prompts, token limit and end tokens, greedy; all sides take turns prompt by prompt, and

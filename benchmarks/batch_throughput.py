@@ -1,6 +1,6 @@
 """Tokens per second at batch sizes beyond 1: batched speculative against batched autoregressive decoding.
 
-    python benchmarks/batch_throughput.py [RECIPE] --json docs/results/batch_throughput.json
+    python benchmarks/batch_throughput.py [RECIPE] --json docs/results/machinery/batch_throughput.json
     python benchmarks/batch_throughput.py quickstart --drafter runs/quickstart/drafter --batch-sizes 1 8 32
 
 Both sides are the same loop (`eval/decoding/batch_loop.py`) with the same prompts, through a queue: a row whose answer

@@ -1,6 +1,6 @@
 """The `transformers` engine against `generate` of transformers in padded batches: tokens/s on the same prompts.
 
-    python benchmarks/distillation.py smollm2-135m --json docs/results/distillation.json
+    python benchmarks/distillation.py smollm2-135m --json docs/results/machinery/distillation.json
 
 Greedy, one process, alternating. The prompts are the first turns of the recipe's conversations; an answer ends with its
 end token or after `data.distill.max_new_tokens`. `generate` gets batches of prompts of like length, padded on the left,

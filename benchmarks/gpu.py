@@ -1,6 +1,6 @@
 """Everything that only a GPU can tell, in less than 25 minutes on one: its tests, then speed, memory and launches.
 
-    make gpu                                                        # into docs/results/gpu.json and gpu.png
+    make gpu                                                        # into docs/results/machinery/gpu.json and gpu.png
     python benchmarks/gpu.py --tiny --json FILE --picture FILE.png  # the same with small shapes, on any machine
     python benchmarks/gpu.py --parts attention trees --minutes 5 --json FILE
     python benchmarks/gpu.py --shape 135m --parts step_bound        # a training step against its bounds, on a CPU

@@ -1,6 +1,6 @@
 """How much of the possible speedup reaches the user: measured / (tau * t_target_step / (t_draft + t_verify_forward)).
 
-    python benchmarks/loop_efficiency.py [RECIPE] --json docs/results/loop_efficiency.json
+    python benchmarks/loop_efficiency.py [RECIPE] --json docs/results/machinery/loop_efficiency.json
 
 Uses the recipe's trained drafter (`runs/<name>/drafter`), or an untrained one of the recipe's kind where there is none:
 what the loop itself costs does not depend on how good the drafter is.

@@ -1,6 +1,6 @@
 """What asking the next turn at once is worth against turn-by-turn waves, on conversations of 1 to 9 turns.
 
-    python benchmarks/turn_scheduling.py --json docs/results/turn_scheduling.json
+    python benchmarks/turn_scheduling.py --json docs/results/machinery/turn_scheduling.json
 
 Both sides are the project's own distiller and its openai engine, ledger and all, on the same simulated server
 (`parts/simulated_server.py`); the waves are the same engine behind `InWaves`. Same conversations, same answers,

@@ -1,7 +1,7 @@
 """What our vllm engine costs: its tokens per second against the same prompts given to `LLM.generate` at once.
 
     make vllm-env
-    .venv-vllm/bin/python benchmarks/vllm_overhead.py --json docs/results/vllm_overhead.json
+    .venv-vllm/bin/python benchmarks/vllm_overhead.py --json docs/results/machinery/vllm_overhead.json
 
 One process, one LLM, the same sampling parameters (greedy, no detokenising), alternating, with an emptied prefix cache
 before each pass. `LLM.generate` has all prompts from the beginning; our engine gets them as the distiller gives them:

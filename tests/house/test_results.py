@@ -10,7 +10,7 @@ from support.quoted_figures import LINK, disagreements, rounds_to, value_at
 from draftsmith.recipes.results import RESULT_KEYS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
+RESULTS = sorted((ROOT / "docs" / "results").rglob("*.json"))
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"\[([^\]\[]+)\]\(((?:[\w.-]+/)*results/[\w.-]+\.json)#([^)\s]+)\)")
+LINK = re.compile(r"\[([^\]\[]+)\]\(((?:[\w.-]+/)*results/(?:[\w.-]+/)*[\w.-]+\.json)#([^)\s]+)\)")
 
 
 def disagreements(page: str, folder: Path) -> list[str]:
