@@ -197,7 +197,7 @@ def check_python(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(Parsed) as parsed:
             runpy.run_path(arguments[0], run_name="__main__")
     options = parsed.value.args[0]
-    if hasattr(options, "overrides"):
+    if hasattr(options, "recipe") and hasattr(options, "overrides"):
         check_recipe(load_recipe(options.recipe, options.overrides))
     elif hasattr(options, "recipes"):
         overrides = [word for word in options.recipes if "=" in word]
