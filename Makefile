@@ -100,7 +100,7 @@ smollm2-table: $(READY) smollm2-target
 # On the runs of the two above: transformers' own decoding beside ours, and tau against the amount of data.
 smollm2-bench: $(READY) smollm2-target
 	$(BIN)/python benchmarks/against_transformers.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
-	$(BIN)/python benchmarks/drafters/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/results/drafters/data_scaling.png
+	$(BIN)/python benchmarks/drafters/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))

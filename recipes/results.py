@@ -63,6 +63,8 @@ def _shortened(text: str) -> str:
 def _own_command() -> str:
     program, *arguments = sys.argv
     script = Path(program)
-    parent = [script.parent.name] if script.suffix == ".py" and script.parent.name else []
-    words = (["python", "/".join([*parent, script.name])] if script.suffix == ".py" else [script.name]) + arguments
-    return shlex.join(words)
+    if script.suffix != ".py":
+        return shlex.join([script.name, *arguments])
+    here = script.resolve().is_relative_to(Path.cwd())
+    shown = script.resolve().relative_to(Path.cwd()) if here else Path(script.parent.name, script.name)
+    return shlex.join(["python", shown.as_posix(), *arguments])
