@@ -65,6 +65,6 @@ def _own_command() -> str:
     script = Path(program)
     if script.suffix != ".py":
         return shlex.join([script.name, *arguments])
-    here = script.resolve().is_relative_to(Path.cwd())
-    shown = script.resolve().relative_to(Path.cwd()) if here else Path(script.parent.name, script.name)
+    whole, here = script.resolve(), Path.cwd()
+    shown = whole.relative_to(here) if whole.is_relative_to(here) else Path(script.parent.name, script.name)
     return shlex.join(["python", shown.as_posix(), *arguments])

@@ -26,6 +26,14 @@ def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result["date"].endswith("Z")
 
 
+def test_a_script_is_named_as_from_the_folder_it_is_called_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["benchmarks/drafters/ideas.py", "eval.runs=3"])
+    write_result(tmp_path / "a.json", {"tau": 2.5})
+    command = json.loads((tmp_path / "a.json").read_text())["command"]
+    assert command == "python benchmarks/drafters/ideas.py eval.runs=3"
+
+
 def test_figures_of_another_process(tmp_path: Path) -> None:
     machine = Machine("Linux", "x86", 2, "1", 3 * 2**30)
     provenance = Provenance("2026-01-01T00:00:00Z", "abc", {"python": "3.11"}, machine)
