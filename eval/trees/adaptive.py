@@ -36,6 +36,7 @@ class AdaptiveTree:
         self._accepted = [PRIOR_ACCEPTED] * BINS
         self._tree: DraftTree | None = None
         self._rounds = 0
+        self._levels = 1  # that were drafted of the tree at hand, whether or not they stay
 
     @property
     def whole(self) -> bool:
@@ -53,17 +54,28 @@ class AdaptiveTree:
         assert confidence is not None
         # The sort is stable and no child is more confident than its parent, so parents come first.
         order = sorted(range(1, len(tree)), key=confidence.__getitem__, reverse=True)
-        size = len(order) if self.whole else self._best_size([confidence[node] for node in order])
+        size = self.best_size([confidence[node] for node in order], self._levels)
         self._tree = tree.cut_to(sorted([0, *order[:size]]))
         return self._tree
 
-    def _best_size(self, log_confidence: list[float]) -> int:
-        """log_confidence: descending."""
+    def best_size(self, log_confidence: list[float], levels: int) -> int:
+        """How many of the most confident paths to verify, of these; all of them while trees stay whole.
+
+        What does not pay beside these does not beside more confident ones either, as long as a further node costs no
+        less than the last: a tree can be cut while it grows.
+
+        Args:
+            log_confidence: Descending.
+            levels: Drafted so far, at a price that is paid.
+        """
+        self._levels = levels
+        if self.whole:
+            return len(log_confidence)
         assert self.costs is not None
         tokens, best, best_size = 1.0, 0.0, 0
         for size, value in enumerate(log_confidence, start=1):
             tokens += self.probability(value)
-            rate = tokens / self.costs.of(size + 1)
+            rate = tokens / self.costs.of(size + 1, levels)
             if rate > best:
                 best, best_size = rate, size
         return best_size

@@ -168,9 +168,11 @@ class BestFirstGrower:
     the node; but what cannot stay is not expanded, and a tree that no deeper node can enter is done.
 
     Args:
-        adaptive: Whether a further level is worth its forward; None: it always is. With it the confidence of a node is
-            also what the drafter's confidence head says, where it has one: a token that is drafted with probability q
-            of a distribution that agrees with the target's to c is accepted with q c, if they agree alike everywhere.
+        adaptive: How many nodes are worth verifying, by which the tree is cut after every level, so that what would not
+            stay is not drafted below; and whether a further level is worth its forward. None: all, always. With it the
+            confidence of a node is also what the drafter's confidence head says, where it has one: a token that is
+            drafted with probability q of a distribution that agrees with the target's to c is accepted with q c, if
+            they agree alike everywhere.
         beam: Nodes of a level that are expanded. With `nodes` of them every new node that may stay is, and the tree is
             the best there is under q with at most `branch` children a node: what a heap finds with a call for each
             node takes one for each level.
@@ -214,6 +216,8 @@ class BestFirstGrower:
                         costs.append(costs[node] - log_q)
             # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
             best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
+            if self._adaptive is not None:
+                best = best[: self._adaptive.best_size([-costs[node] for node in best], depth + 1)]
             # Nothing can enter below the last of a full list.
             frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._beam]
             if not frontier or not self._worth_a_level(best, frontier, costs, depth + 1):
@@ -221,7 +225,7 @@ class BestFirstGrower:
         return _tree_of(best, tokens, parents, costs)
 
     def _log_acceptance(self, decoder: StepwiseDecoder) -> Tensor | None:
-        return decoder.log_acceptance_w if self._adaptive and isinstance(decoder, TellsAcceptance) else None
+        return decoder.log_acceptance() if self._adaptive and isinstance(decoder, TellsAcceptance) else None
 
     def _worth_a_level(self, best: list[int], frontier: list[int], costs: list[float], levels: int) -> bool:
         if self._adaptive is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from functools import cached_property
 
 Curve = tuple[tuple[int, float], ...]  # (nodes, root included; time of the target's forward over them), ascending
 
@@ -22,7 +23,12 @@ class RoundCosts:
 
     def of(self, nodes: int, levels: int = 1) -> float:
         """Of a round: a draft of so many levels, and the verification of so many nodes, root included."""
-        return self.draft + (levels - 1) * self.level + on_curve(self.verify, nodes)
+        return self.draft + (levels - 1) * self.level + self._verify_of[min(nodes, len(self._verify_of)) - 1]
+
+    @cached_property
+    def _verify_of(self) -> list[float]:
+        """By number of nodes, from 1 on: read dozens of times a round."""
+        return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
 
 
 def on_curve(curve: Curve, nodes: int) -> float:

@@ -38,12 +38,12 @@ class MarkovDecoder:
         confidence_of: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.num_depths, self.columns = num_depths, decoder.columns
-        self.log_acceptance_w: Tensor | None = None
         self._decoder, self._bias_of, self._device = decoder, bias_of, device
         self._confidence_of = confidence_of
         self._newest_1 = torch.empty(0)
         self._logits_gv, self._confidence_g = torch.empty(0), torch.empty(0)
         self._depths: list[int] = []  # of every node
+        self._last: tuple[Tensor, slice | Tensor] = (self._newest_1, slice(0, 0))  # the last call's nodes
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the one forward, where it can be; a bias is three small operations."""
@@ -77,7 +77,14 @@ class MarkovDecoder:
         place = slice(depths[0], depths[0] + 1) if level else index_on(tuple(depths), self._device)
         return self._children(tokens_w, place)
 
+    @torch.inference_mode()
+    def log_acceptance(self) -> Tensor | None:
+        """What the confidence head says of the last call's nodes, fp32 [W]; None: there is none."""
+        if self._confidence_of is None:
+            return None
+        tokens_w, place = self._last
+        return F.logsigmoid(self._confidence_g[place] + self._confidence_of(tokens_w))
+
     def _children(self, tokens_w: Tensor, place: slice | Tensor) -> Tensor:
-        if self._confidence_of is not None:
-            self.log_acceptance_w = F.logsigmoid(self._confidence_g[place] + self._confidence_of(tokens_w))
+        self._last = tokens_w, place
         return self._logits_gv[place] + self._bias_of(tokens_w)

@@ -58,12 +58,10 @@ class OneForward(Protocol):
 
 @runtime_checkable
 class TellsAcceptance(Protocol):
-    """A stepwise decoder whose drafter says, beside q, how likely what it drafts is accepted.
+    """A stepwise decoder whose drafter says, beside q, how likely what it drafts is accepted."""
 
-    log_acceptance_w: Of the drafts below each node of the last call, fp32 [W], where the node was; None: it does not.
-    """
-
-    log_acceptance_w: Tensor | None
+    def log_acceptance(self) -> Tensor | None:
+        """Of the drafts below each node of the last call, fp32 [W], where the node was; None: it does not."""
 
 
 @runtime_checkable

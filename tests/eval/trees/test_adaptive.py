@@ -103,6 +103,14 @@ def test_a_level_that_cannot_pay_is_not_drafted() -> None:
     assert AdaptiveTree().worth_a_level(kept, [-50.0], 1)
 
 
+def test_levels_that_are_drafted_already_are_paid() -> None:
+    """1.9 / 1.2 = 1.58 > 2.02 / 1.3 = 1.55, but after two more levels 1.9 / 2.2 = 0.864 < 2.02 / 2.3 = 0.878."""
+    confidence = [math.log(0.9), math.log(0.12)]
+    adaptive = AdaptiveTree(STEADY)
+    assert [adaptive.best_size(confidence, levels) for levels in (1, 3)] == [1, 2]
+    assert len(adaptive.fitting(tree_of([0.9, 0.12], (-1, 0, 0)))) == 3
+
+
 def answered(decoder_of: Any, round_costs: RoundCosts | None, lookup_nodes: int = 0) -> tuple[AnswerRecord, list[int]]:
     target = tiny_target().double()
     prompt = [5, 6, 7, 8]

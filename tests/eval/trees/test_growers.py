@@ -11,6 +11,7 @@ import torch
 from support.table_decoder import Path, TableDecoder, every_path, paths_in, random_table
 from torch import Tensor
 
+from draftsmith.eval.trees import adaptive
 from draftsmith.eval.trees import growers as tree_growers
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import (
@@ -24,6 +25,7 @@ from draftsmith.eval.trees.builders import (
 from draftsmith.eval.trees.candidates import draw_without_replacement
 from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.round_costs import RoundCosts
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
@@ -113,12 +115,13 @@ def test_best_first_by_hand() -> None:
 class SureDecoder(TableDecoder):
     """With a confidence head: 0.8 of the first drafts, all of those below 0, half of those below 1."""
 
-    log_acceptance_w: Tensor | None = None
-
     def _drafted(self, paths: list[Path]) -> Tensor:
-        sure = {(): 0.8, (0,): 1.0, (1,): 0.5}
-        self.log_acceptance_w = torch.tensor([sure[path] for path in paths]).log()
+        self._last = paths
         return super()._drafted(paths)
+
+    def log_acceptance(self) -> Tensor:
+        sure = {(): 0.8, (0,): 1.0, (1,): 0.5}
+        return torch.tensor([sure[path] for path in self._last]).log()
 
 
 def test_an_adaptive_tree_asks_the_confidence_head_too() -> None:
@@ -135,6 +138,19 @@ def test_an_adaptive_tree_asks_the_confidence_head_too() -> None:
     tree = BestFirstGrower(3, 2, adaptive=AdaptiveTree(), beam=3).propose(0, decoder, GREEDY, None)
     assert paths_in(tree) == [(0,), (1,), (0, 0)]
     assert tree.log_confidence == pytest.approx([0.0, *map(math.log, (0.48, 0.32, 0.24))])
+
+
+def test_what_would_not_be_verified_is_not_drafted_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.9 / 1.2 > 1.95 / 1.3: of the first three one stays; below it 2.62 / 1.4 = 1.871 > 2.8 / 1.5 = 1.867."""
+    monkeypatch.setattr(adaptive, "FIRST_ROUNDS", 0)
+    below = torch.tensor([0.5, 0.3, 0.2]).log()
+    table = {(): torch.tensor([0.9, 0.05, 0.05]).log()} | {(first,): below for first in range(3)}
+    costs = RoundCosts(((1, 1.0), (13, 2.2)), draft=0.1)
+    whole, cut = (TableDecoder(table, 2) for _ in range(2))
+    assert len(BestFirstGrower(12, 3, beam=12).propose(0, whole, GREEDY, None)) == 13
+    tree = BestFirstGrower(12, 3, adaptive=AdaptiveTree(costs), beam=12).propose(0, cut, GREEDY, None)
+    assert (whole.widths, cut.widths) == ([3], [1])
+    assert paths_in(tree) == [(0,), (0, 0), (0, 1)]
 
 
 def test_of_equally_likely_nodes_the_parent_stays() -> None:

@@ -109,15 +109,15 @@ def test_the_confidence_of_a_path_at_work_is_that_of_training() -> None:
         return F.logsigmoid(read @ head[0] + head[1])
 
     decoder.begin()
-    torch.testing.assert_close(decoder.log_acceptance_w, said(0, int(ids[0, 6]))[None])
+    torch.testing.assert_close(decoder.log_acceptance(), said(0, int(ids[0, 6]))[None])
     decoder.expand([8, 9], [0, 0])
-    torch.testing.assert_close(decoder.log_acceptance_w, torch.stack([said(1, 8), said(1, 9)]))
+    torch.testing.assert_close(decoder.log_acceptance(), torch.stack([said(1, 8), said(1, 9)]))
     decoder.expand([4, 5], [2, 0])  # of two depths
-    torch.testing.assert_close(decoder.log_acceptance_w, torch.stack([said(2, 4), said(1, 5)]))
+    torch.testing.assert_close(decoder.log_acceptance(), torch.stack([said(2, 4), said(1, 5)]))
     without: Any = tiny_dspark(confidence_weight=0.0).decoder(LENGTH)
     without.start(ids[0, :7], features[0, :7])
     without.begin()
-    assert without.log_acceptance_w is None
+    assert without.log_acceptance() is None
 
 
 def test_its_layers_have_the_targets_shapes_whatever_the_block() -> None:
