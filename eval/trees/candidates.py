@@ -70,19 +70,10 @@ class StaticPaths:
 
 
 def most_likely(
-    logits: Tensor,
-    count: int,
-    sampling: Sampling,
-    columns: TokenColumns = ALL_TOKENS,
-    log_acceptance: Tensor | None = None,
+    logits: Tensor, count: int, sampling: Sampling, columns: TokenColumns = ALL_TOKENS
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` most likely tokens of each row of [R, V], best first, and their log probabilities, none above 0.
-
-    Args:
-        log_acceptance: [R], of what is drafted there; the log probabilities are then those of being accepted too.
-    """
+    """The `count` most likely tokens of each row of [R, V], best first, and their log probabilities, none above 0."""
     top, log_q = likeliest(logits, count, sampling)
-    log_q = log_q if log_acceptance is None else log_q + log_acceptance[:, None]
     if logits.device.type == "cpu":
         return _tokens(top, columns), log_q.tolist()
     # Columns are exact in double precision: one copy for both.

@@ -30,7 +30,7 @@ from draftsmith.eval.trees.candidates import (
 from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling, draw, drawn, largest
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.decoding.protocols import StepwiseDecoder, TellsAcceptance
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.decoding.transfers import index_on
 
 
@@ -169,10 +169,7 @@ class BestFirstGrower:
 
     Args:
         adaptive: How many nodes are worth verifying, by which the tree is cut after every level, so that what would not
-            stay is not drafted below; and whether a further level is worth its forward. None: all, always. With it the
-            confidence of a node is also what the drafter's confidence head says, where it has one: a token that is
-            drafted with probability q of a distribution that agrees with the target's to c is accepted with q c, if
-            they agree alike everywhere.
+            stay is not drafted below; and whether a further level is worth its forward. None: all, always.
         beam: Nodes of a level that are expanded. With `nodes` of them every new node that may stay is, and the tree is
             the best there is under q with at most `branch` children a node: what a heap finds with a call for each
             node takes one for each level.
@@ -206,7 +203,7 @@ class BestFirstGrower:
                     number_of[node] = len(number_of)
             # 1. Expansion.
             first_new = len(tokens)
-            drafted = most_likely(logits, self._branch, sampling, decoder.columns, self._log_acceptance(decoder))
+            drafted = most_likely(logits, self._branch, sampling, decoder.columns)
             for node, row_tokens, row_log_q in zip(frontier, *drafted, strict=True):
                 for token, log_q in zip(row_tokens, row_log_q, strict=True):
                     # A drafter may leave tokens without any probability.
@@ -217,21 +214,14 @@ class BestFirstGrower:
             # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
             best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
             if self._adaptive is not None:
-                best = best[: self._adaptive.best_size([-costs[node] for node in best], depth + 1)]
+                best = best[: self._adaptive.of_level([-costs[node] for node in best])]
             # Nothing can enter below the last of a full list.
             frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._beam]
-            if not frontier or not self._worth_a_level(best, frontier, costs, depth + 1):
+            if not frontier:
+                break
+            if self._adaptive is not None and not self._adaptive.worth_a_level([-costs[node] for node in frontier]):
                 break
         return _tree_of(best, tokens, parents, costs)
-
-    def _log_acceptance(self, decoder: StepwiseDecoder) -> Tensor | None:
-        return decoder.log_acceptance() if self._adaptive and isinstance(decoder, TellsAcceptance) else None
-
-    def _worth_a_level(self, best: list[int], frontier: list[int], costs: list[float], levels: int) -> bool:
-        if self._adaptive is None:
-            return True
-        kept, below = ([-costs[node] for node in nodes] for nodes in (best, frontier))
-        return self._adaptive.worth_a_level(kept, below, levels)
 
 
 def _tree_of(drafted: list[int], tokens: list[int], parents: list[int], costs: list[float]) -> DraftTree:

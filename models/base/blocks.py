@@ -204,10 +204,6 @@ class BlockDrafter(OneForwardDrafter):
 
     # ---- decoding ----
 
-    def decoded(self, hidden: Tensor) -> Tensor:
-        """[..., D] to the logits [..., V'], behind which a kind may have columns of its own."""
-        return self.logits_of(hidden)
-
     def one_forward_decoder(self, max_length_tokens: int) -> DrafterDecoder:
         return BlockDecoder(self, max_length_tokens)
 

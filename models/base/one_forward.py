@@ -5,7 +5,7 @@ With `markov_rank` the drafts of a depth depend on the token before all the same
 Shapes: B batch, S sequence, G depths, N labelled rows, V vocabulary, V' of them drafted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field
@@ -70,11 +70,6 @@ class OneForwardDrafter(GroupWiseDrafter):
 
     # ---- decoding ----
 
-    @property
-    def confidence_after(self) -> Callable[[Tensor], Tensor] | None:
-        """`MarkovDecoder`'s `confidence_of`, of a kind whose forward has that column."""
-        return None
-
     def one_forward_decoder(self, max_length_tokens: int) -> DrafterDecoder:
         """Of the logits before what the token before adds."""
         raise NotImplementedError
@@ -93,6 +88,4 @@ class OneForwardDrafter(GroupWiseDrafter):
         head = self.markov_head
         if head is None:
             return decoder
-        return MarkovDecoder(
-            decoder, lambda tokens: head(tokens).float(), self.config.num_depths, self.device, self.confidence_after
-        )
+        return MarkovDecoder(decoder, lambda tokens: head(tokens).float(), self.config.num_depths, self.device)

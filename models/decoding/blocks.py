@@ -76,7 +76,7 @@ class BlockDecoder(CachedDecoder):
             cache.begin_static_step(places[new:], mask)
             hidden = drafter.run_layers(block, (cos[:, new:], sin[:, new:]), cached_attention=cache)
             cache.end_static_step()
-            return drafter.decoded(hidden[0, first_row:]).float()
+            return drafter.logits_of(hidden[0, first_row:]).float()
 
         self._run = compiled(run, self._device, f"drafter {type(drafter).__name__}", backend)
 
@@ -100,7 +100,7 @@ class BlockDecoder(CachedDecoder):
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
         hidden = self._drafter.run_layers(block, rotary, cached_attention=self._cache)
-        return self._drafter.decoded(hidden[0, self._first_row :]).float()
+        return self._drafter.logits_of(hidden[0, self._first_row :]).float()
 
     def _static_logits(self, features: Tensor, block: Tensor) -> Tensor:
         new, rows, begin = len(features), block.shape[1], self._cache.length
@@ -172,4 +172,4 @@ class BatchBlockDecoder(BatchDecoder):
             cache.lengths[row] += len(of_row)
         rotary = drafter.rotary_of(block, cache.begin_step(rows, block.shape[1], self._causal) + offset_a1)
         hidden = drafter.run_layers(block, rotary, cached_attention=cache)
-        return drafter.decoded(hidden[:, self._first_row :]).float()
+        return drafter.logits_of(hidden[:, self._first_row :]).float()

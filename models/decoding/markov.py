@@ -6,7 +6,6 @@ Shapes: G depths, W nodes of a call, F features, V columns of the logits.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND
@@ -23,27 +22,18 @@ class MarkovDecoder:
         bias_of: Tokens [W], those before, to what they add to the logits [W, V].
         num_depths: G.
         device: The drafter's.
-        confidence_of: Tokens [W], those before, to what they add to a depth's confidence [W], a logit, which then is a
-            last column of what `decoder` drafts; None: there is none.
     """
 
     one_forward = True
 
     def __init__(
-        self,
-        decoder: DrafterDecoder,
-        bias_of: Callable[[Tensor], Tensor],
-        num_depths: int,
-        device: torch.device,
-        confidence_of: Callable[[Tensor], Tensor] | None = None,
+        self, decoder: DrafterDecoder, bias_of: Callable[[Tensor], Tensor], num_depths: int, device: torch.device
     ) -> None:
         self.num_depths, self.columns = num_depths, decoder.columns
         self._decoder, self._bias_of, self._device = decoder, bias_of, device
-        self._confidence_of = confidence_of
         self._newest_1 = torch.empty(0)
-        self._logits_gv, self._confidence_g = torch.empty(0), torch.empty(0)
+        self._logits_gv = torch.empty(0)
         self._depths: list[int] = []  # of every node
-        self._last: tuple[Tensor, slice | Tensor] = (self._newest_1, slice(0, 0))  # the last call's nodes
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the one forward, where it can be; a bias is three small operations."""
@@ -62,10 +52,8 @@ class MarkovDecoder:
     @torch.inference_mode()
     def begin(self) -> Tensor:
         """fp32 logits [1, V] of the children of the newest committed token."""
-        rows, self._depths = self._decoder.draft(), [0]
-        own = rows.shape[1] - (self._confidence_of is not None)
-        self._logits_gv, self._confidence_g = rows[:, :own], rows[:, own:].flatten()
-        return self._children(self._newest_1, slice(0, 1))
+        self._logits_gv, self._depths = self._decoder.draft(), [0]
+        return self._logits_gv[:1] + self._bias_of(self._newest_1)
 
     @torch.inference_mode()
     def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
@@ -73,18 +61,8 @@ class MarkovDecoder:
         depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
         self._depths += depths
         tokens_w = tokens if isinstance(tokens, Tensor) else to_device(tokens, self._device)
-        level = len(set(depths)) == 1  # of the tree, as trees are grown
-        place = slice(depths[0], depths[0] + 1) if level else index_on(tuple(depths), self._device)
-        return self._children(tokens_w, place)
-
-    @torch.inference_mode()
-    def log_acceptance(self) -> Tensor | None:
-        """What the confidence head says of the last call's nodes, fp32 [W]; None: there is none."""
-        if self._confidence_of is None:
-            return None
-        tokens_w, place = self._last
-        return F.logsigmoid(self._confidence_g[place] + self._confidence_of(tokens_w))
-
-    def _children(self, tokens_w: Tensor, place: slice | Tensor) -> Tensor:
-        self._last = tokens_w, place
-        return self._logits_gv[place] + self._bias_of(tokens_w)
+        if len(set(depths)) == 1:  # a level of the tree, as trees are grown
+            logits = self._logits_gv[depths[0] : depths[0] + 1]
+        else:
+            logits = self._logits_gv.index_select(0, index_on(tuple(depths), self._device))
+        return logits + self._bias_of(tokens_w)

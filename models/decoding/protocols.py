@@ -57,14 +57,6 @@ class OneForward(Protocol):
 
 
 @runtime_checkable
-class TellsAcceptance(Protocol):
-    """A stepwise decoder whose drafter says, beside q, how likely what it drafts is accepted."""
-
-    def log_acceptance(self) -> Tensor | None:
-        """Of the drafts below each node of the last call, fp32 [W], where the node was; None: it does not."""
-
-
-@runtime_checkable
 class ReadsTokens(Protocol):
     """A decoder that looks tokens up on the host: it is given lists, and tensors of the CPU, wherever the target is."""
 

@@ -17,7 +17,6 @@ target's distribution over the drafted tokens, so that alpha is a little too lar
 Shapes: N labelled rows, G depths, D hidden, r rank of the Markov head.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,10 +60,9 @@ class DSparkConfig(DrafterConfig):
 class ConfidenceHead(nn.Module):
     """From [h; W1[x]] to a logit; starts as "who knows", 0.5."""
 
-    def __init__(self, hidden_size: int, rank: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(hidden_size + rank, 1)
-        self._sizes = [hidden_size, rank]
+        self.proj = nn.Linear(width, 1)
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
@@ -72,16 +70,6 @@ class ConfidenceHead(nn.Module):
         """[..., D] and [..., r] to [...], in fp32 at least."""
         read = torch.cat([normed, token_before.to(normed.dtype)], dim=-1)
         return self.proj(read.to(self.proj.weight.dtype)).squeeze(-1).to(torch.promote_types(read.dtype, torch.float32))
-
-    def of_row(self, normed: Tensor) -> Tensor:
-        """[..., D] to [..., 1], what a row says by itself."""
-        weight = self.proj.weight.split(self._sizes, dim=-1)[0]
-        return F.linear(normed.to(weight.dtype), weight, self.proj.bias)
-
-    def of_token(self, token_before: Tensor) -> Tensor:
-        """[..., r] to [...], what the token before adds to it."""
-        weight = self.proj.weight.split(self._sizes, dim=-1)[1]
-        return F.linear(token_before.to(weight.dtype), weight).squeeze(-1)
 
 
 class DSparkDrafter(BlockDrafter):
@@ -92,20 +80,7 @@ class DSparkDrafter(BlockDrafter):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         if config.confidence_weight:
-            self.confidence_head = ConfidenceHead(self.layers_config.hidden_size, config.markov_rank)
-
-    def decoded(self, hidden: Tensor) -> Tensor:
-        logits = super().decoded(hidden)
-        if not self.config.confidence_weight:
-            return logits
-        return torch.cat([logits, self.confidence_head.of_row(self.norm(hidden)).to(logits.dtype)], dim=-1)
-
-    @property
-    def confidence_after(self) -> Callable[[Tensor], Tensor] | None:
-        head = self.markov_head
-        if head is None or not self.config.confidence_weight:
-            return None
-        return lambda tokens: self.confidence_head.of_token(head.markov_w1(tokens)).float()
+            self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)
 
     @property
     def needs_teacher(self) -> bool:

@@ -1,6 +1,9 @@
 """The size of a tree by what it promises and costs; the drafter's confidence, corrected; and no token changes."""
 
+import collections
+import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -46,12 +49,12 @@ def test_costs_between_and_beyond_measured_sizes() -> None:
 
 
 def test_the_size_of_most_tokens_a_second() -> None:
-    """1 / 1.1 = 0.91, 1.9 / 1.2 = 1.58, 2.35 / 1.3 = 1.81, 2.395 / 1.4 = 1.71."""
+    """At first a second is worth 1 / 1.2 tokens, and a node takes 0.1 of one: 0.083 is what one has to promise."""
     tree = tree_of([0.9, 0.45, 0.045], (-1, 0, 1, 2))
     assert AdaptiveTree(STEADY).fitting(tree).tokens == [10, 11, 12]
     assert AdaptiveTree(FREE).fitting(tree) is tree
     assert AdaptiveTree().fitting(tree) is tree
-    # 1.05 / 1.2 < 1 / 1.1, but what is never verified teaches nothing: one token always is.
+    # 0.05 is too little, but what is never verified teaches nothing: one token always is.
     assert AdaptiveTree(STEADY).fitting(tree_of([0.05, 0.04], (-1, 0, 0))).tokens == [10, 11]
 
 
@@ -61,7 +64,7 @@ def test_the_first_trees_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for _ in range(3):
         sizes.append(len(adaptive.fitting(tree_of([0.9, 0.01], (-1, 0, 1)))))
-        assert adaptive.worth_a_level([math.log(0.9)], [math.log(0.01)], 1) == (len(sizes) < 3)
+        assert adaptive.worth_a_level([math.log(0.01)]) == (len(sizes) < 3)
         adaptive.observe([99])
     assert sizes == [3, 3, 2]
 
@@ -96,19 +99,51 @@ def test_confidence_is_corrected_by_what_was_accepted() -> None:
 
 
 def test_a_level_that_cannot_pay_is_not_drafted() -> None:
-    """Two nodes, 1.9 tokens for 1.3: (1.9 + x) / 1.8 is more from x = 0.731 on."""
-    kept = [math.log(0.6), math.log(0.3)]
-    assert AdaptiveTree(STEADY).worth_a_level(kept, [math.log(0.74)], 1)
-    assert not AdaptiveTree(STEADY).worth_a_level(kept, [math.log(0.72)], 1)
-    assert AdaptiveTree().worth_a_level(kept, [-50.0], 1)
+    """Half a forward, at 1 token for 1.2."""
+    assert AdaptiveTree(STEADY).worth_a_level([math.log(0.21), math.log(0.21)])
+    assert not AdaptiveTree(STEADY).worth_a_level([math.log(0.21), math.log(0.2)])
+    assert AdaptiveTree().worth_a_level([-50.0])
 
 
-def test_levels_that_are_drafted_already_are_paid() -> None:
-    """1.9 / 1.2 = 1.58 > 2.02 / 1.3 = 1.55, but after two more levels 1.9 / 2.2 = 0.864 < 2.02 / 2.3 = 0.878."""
-    confidence = [math.log(0.9), math.log(0.12)]
+def test_the_rate_is_that_of_all_rounds_with_the_levels_that_were_drafted() -> None:
     adaptive = AdaptiveTree(STEADY)
-    assert [adaptive.best_size(confidence, levels) for levels in (1, 3)] == [1, 2]
-    assert len(adaptive.fitting(tree_of([0.9, 0.12], (-1, 0, 0)))) == 3
+    assert adaptive.rate == pytest.approx(1 / 1.2)
+    for drafted in range(1, 4):
+        assert adaptive.of_level([math.log(0.9), math.log(0.5)][:drafted]) == min(2, drafted)
+    adaptive.fitting(tree_of([0.9, 0.5], (-1, 0, 1)))
+    adaptive.observe([11, 99])
+    assert adaptive.rate == pytest.approx((1 + 2) / (1.2 + STEADY.of(3, levels=3)))
+    adaptive.fitting(tree_of([0.9, 0.5], (-1, 0, 1)))  # of a drafter that knows no levels
+    adaptive.observe([98])
+    assert adaptive.rate == pytest.approx((1 + 3) / (1.2 + STEADY.of(3, levels=3) + STEADY.of(3)))
+
+
+def test_rounds_share_one_price_of_a_second() -> None:
+    """Of all pairs of sizes for two kinds of rounds that take turns, the one with the best quotient of the sums: which
+    is not each round's own best."""
+    kinds = [[0.95, 0.9, 0.85, 0.35, 0.3], [0.35, 0.2, 0.05, 0.03, 0.02]]
+    steep = RoundCosts(((1, 1.0), (6, 2.0)), draft=0.2)
+
+    def quotient(*sizes: int) -> float:
+        tokens = sum(1 + sum(kind[:size]) for kind, size in zip(kinds, sizes, strict=True))
+        return tokens / sum(steep.of(size + 1) for size in sizes)
+
+    every_size = range(1, 6)
+    best = max(itertools.product(every_size, every_size), key=lambda sizes: quotient(*sizes))
+    alone = tuple(
+        max(every_size, key=lambda size, kind=kind: (1 + sum(kind[:size])) / steep.of(size + 1))  # type: ignore[misc]
+        for kind in kinds
+    )
+    adaptive, luck, sizes = AdaptiveTree(steep), random.Random(0), []
+    for turn in range(600):
+        kind = kinds[turn % 2]
+        tree = adaptive.fitting(tree_of(kind, (-1, 0, 1, 2, 3, 4)))
+        sizes.append(len(tree) - 1)
+        # One draw for the path: as deep as its probability reaches.
+        accepted = sum(luck_of < p for luck_of in [luck.random()] for p in kind[: len(tree) - 1])
+        adaptive.observe([*tree.tokens[1 : accepted + 1], 99])
+    assert best != alone
+    assert collections.Counter(zip(sizes[-200::2], sizes[-199::2], strict=True)).most_common(1)[0][0] == best
 
 
 def answered(decoder_of: Any, round_costs: RoundCosts | None, lookup_nodes: int = 0) -> tuple[AnswerRecord, list[int]]:

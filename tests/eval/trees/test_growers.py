@@ -1,7 +1,6 @@
 """Trees grown level by level: as good as they can be by brute force, in few calls, and lossless when sampled."""
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -112,38 +111,10 @@ def test_best_first_by_hand() -> None:
     assert paths(1, 2) == ([(0,)], [])
 
 
-class SureDecoder(TableDecoder):
-    """With a confidence head: 0.8 of the first drafts, all of those below 0, half of those below 1."""
-
-    def _drafted(self, paths: list[Path]) -> Tensor:
-        self._last = paths
-        return super()._drafted(paths)
-
-    def log_acceptance(self) -> Tensor:
-        sure = {(): 0.8, (0,): 1.0, (1,): 0.5}
-        return torch.tensor([sure[path] for path in self._last]).log()
-
-
-def test_an_adaptive_tree_asks_the_confidence_head_too() -> None:
-    """By q as above; with it a .48, b .32, aa .24, ab .24, ba .144, bb .016."""
-    table = {
-        (): torch.tensor([0.6, 0.4]).log(),
-        (0,): torch.tensor([0.5, 0.5]).log(),
-        (1,): torch.tensor([0.9, 0.1]).log(),
-    }
-    decoder = SureDecoder(table, 2)
-    whole = BestFirstGrower(3, 2, beam=3).propose(0, decoder, GREEDY, None)
-    assert paths_in(whole) == [(0,), (1,), (1, 0)]
-    assert whole.log_confidence == pytest.approx([0.0, *map(math.log, (0.6, 0.4, 0.36))])
-    tree = BestFirstGrower(3, 2, adaptive=AdaptiveTree(), beam=3).propose(0, decoder, GREEDY, None)
-    assert paths_in(tree) == [(0,), (1,), (0, 0)]
-    assert tree.log_confidence == pytest.approx([0.0, *map(math.log, (0.48, 0.32, 0.24))])
-
-
 def test_what_would_not_be_verified_is_not_drafted_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.9 / 1.2 > 1.95 / 1.3: of the first three one stays; below it 2.62 / 1.4 = 1.871 > 2.8 / 1.5 = 1.867."""
+    """A node has to promise 0.1 / 1.2 = 0.083: of the first three one stays, and below it all do but one of 0.072."""
     monkeypatch.setattr(adaptive, "FIRST_ROUNDS", 0)
-    below = torch.tensor([0.5, 0.3, 0.2]).log()
+    below = torch.tensor([0.5, 0.42, 0.08]).log()
     table = {(): torch.tensor([0.9, 0.05, 0.05]).log()} | {(first,): below for first in range(3)}
     costs = RoundCosts(((1, 1.0), (13, 2.2)), draft=0.1)
     whole, cut = (TableDecoder(table, 2) for _ in range(2))

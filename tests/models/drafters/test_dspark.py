@@ -86,38 +86,12 @@ def test_a_path_is_drafted_with_the_token_before_each_of_its_tokens() -> None:
     assert isinstance(decoder, MarkovDecoder)
     for one in (plain, decoder):
         one.start(ids[:7], features[:7])
-    marginals, state = plain.draft()[:, :-1], drafter.state_dict()
+    marginals, state = plain.draft(), drafter.state_dict()
     table = state["markov_head.markov_w1.weight"] @ state["markov_head.markov_w2.weight"].T
     assert marginals.shape[0] == 3
     torch.testing.assert_close(decoder.begin(), marginals[:1] + table[ids[6]])
     torch.testing.assert_close(decoder.expand([8, 9], [0, 0]), marginals[1] + table[[8, 9]])
     torch.testing.assert_close(decoder.expand([4], [2]), marginals[2:] + table[[4]])
-
-
-def test_the_confidence_of_a_path_at_work_is_that_of_training() -> None:
-    """log sigmoid(w [h_k; W1[x_{k-1}]] + b), h_k the block's rows in training, x_{k-1} what was drafted."""
-    drafter = tiny_dspark()
-    batch = random_batch(TARGET, drafter=drafter)
-    ids, features, state = batch["input_ids"], batch["features"], drafter.state_dict()
-    decoder: Any = drafter.decoder(LENGTH)
-    decoder.start(ids[0, :7], features[0, :7])
-    normed_gd = drafter.norm(drafter.stream_hidden(ids, features))[0, :, 6]
-
-    def said(depth: int, token: int) -> torch.Tensor:
-        read = torch.cat([normed_gd[depth], state["markov_head.markov_w1.weight"][token]])
-        head = state["confidence_head.proj.weight"][0], state["confidence_head.proj.bias"][0]
-        return F.logsigmoid(read @ head[0] + head[1])
-
-    decoder.begin()
-    torch.testing.assert_close(decoder.log_acceptance(), said(0, int(ids[0, 6]))[None])
-    decoder.expand([8, 9], [0, 0])
-    torch.testing.assert_close(decoder.log_acceptance(), torch.stack([said(1, 8), said(1, 9)]))
-    decoder.expand([4, 5], [2, 0])  # of two depths
-    torch.testing.assert_close(decoder.log_acceptance(), torch.stack([said(2, 4), said(1, 5)]))
-    without: Any = tiny_dspark(confidence_weight=0.0).decoder(LENGTH)
-    without.start(ids[0, :7], features[0, :7])
-    without.begin()
-    assert without.log_acceptance() is None
 
 
 def test_its_layers_have_the_targets_shapes_whatever_the_block() -> None:
