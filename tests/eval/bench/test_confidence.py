@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.benchmark_scripts import benchmark, figures_of
+from support.benchmark_scripts import benchmark
 from support.tiny_models import tiny_target
 
 from draftsmith.models.drafters.dspark import DSparkDrafter
