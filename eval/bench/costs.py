@@ -16,7 +16,7 @@ from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.round_costs import Curve, RoundCosts
+from draftsmith.eval.trees.round_costs import Curve, RoundCosts, never_falling
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import SequenceDecoder, StepwiseDecoder
@@ -92,7 +92,7 @@ def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
             session.synchronize()
             if turn >= 3:
                 times[size].append(time.perf_counter() - began)
-    return tuple((size, statistics.median(times[size])) for size in sizes)
+    return never_falling(tuple((size, statistics.median(times[size])) for size in sizes))
 
 
 def _bushy(size: int) -> TreeShape:

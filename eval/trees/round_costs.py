@@ -31,6 +31,21 @@ class RoundCosts:
         return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
 
 
+def never_falling(curve: Curve) -> Curve:
+    """The nearest curve, in least squares, on which more nodes never take less time: what dips is noise.
+
+    Pool adjacent violators (Ayer et al., 1955).
+    """
+    pools: list[tuple[float, int]] = []  # mean, number of sizes
+    for _, time in curve:
+        pools.append((time, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, few), (high, many) = pools[-2:]
+            pools[-2:] = [((low * few + high * many) / (few + many), few + many)]
+    means = [mean for mean, count in pools for _ in range(count)]
+    return tuple((size, mean) for (size, _), mean in zip(curve, means, strict=True))
+
+
 def on_curve(curve: Curve, nodes: int) -> float:
     """Linear between the measured sizes; beyond the largest as that one."""
     sizes = [size for size, _ in curve]

@@ -20,7 +20,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.round_costs import RoundCosts, on_curve
+from draftsmith.eval.trees.round_costs import RoundCosts, never_falling, on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.recipes.schema import MethodRecipe
@@ -46,6 +46,13 @@ def test_costs_between_and_beyond_measured_sizes() -> None:
     assert [on_curve(STEADY.verify, nodes) for nodes in (1, 2, 4, 9)] == pytest.approx([1.0, 1.1, 1.3, 1.6])
     assert STEADY.of(4) == pytest.approx(1.4)
     assert STEADY.of(4, levels=3) == pytest.approx(2.4)
+
+
+def test_more_nodes_never_take_less_time() -> None:
+    rising = ((1, 1.0), (2, 1.5), (4, 1.5), (8, 2.0))
+    assert never_falling(rising) == rising
+    dipping = ((1, 1.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 5.0), (6, 4.0))
+    assert never_falling(dipping) == ((1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 4.5), (6, 4.5))
 
 
 def test_the_size_of_most_tokens_a_second() -> None:
