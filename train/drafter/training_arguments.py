@@ -35,6 +35,9 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         "dataloader_pin_memory": not use_cpu,
         "accelerator_config": {"non_blocking": not use_cpu},  # batches travel while the step before is at work
     }
+    if "per_device_train_batch_size" in checked:
+        # Rows kept out take no more memory than those that are trained on: transformers would take eight at a time.
+        defaults["per_device_eval_batch_size"] = checked["per_device_train_batch_size"]
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
     try:

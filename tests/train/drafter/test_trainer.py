@@ -215,6 +215,17 @@ def test_train_keys_are_passed_as_they_are(tmp_path: Path) -> None:
     assert (args.learning_rate, args.adam_beta2, args.seed, args.report_to) == (5e-4, 0.95, 3, [])
 
 
+@pytest.mark.parametrize(("values", "expected"), [({}, 8), ({"per_device_eval_batch_size": 5}, 5)])
+def test_rows_kept_out_are_read_as_many_at_a_time_as_others(
+    tmp_path: Path, values: dict[str, int], expected: int
+) -> None:
+    """So that a training that fits does not die at its end, in the evaluation."""
+    args = training_arguments(values, tmp_path, seed=0, use_cpu=True)
+    assert args.per_device_eval_batch_size == expected
+    args = training_arguments({"per_device_train_batch_size": 3, **values}, tmp_path, seed=0, use_cpu=True)
+    assert args.per_device_eval_batch_size == (3 if not values else expected)
+
+
 def test_memory_is_pinned_only_for_an_accelerator(tmp_path: Path) -> None:
     """Where there is none, torch would warn in every run."""
     args = training_arguments({}, tmp_path, seed=0)
