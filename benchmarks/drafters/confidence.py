@@ -48,18 +48,20 @@ def candidates(drafter: DSparkDrafter, target: Any, ids: Tensor, answer_from: in
     [N, BRANCH], and c [N]."""
     assert drafter.markov_head is not None
     features = target_features(target, ids, layers=drafter.feature_layers)
-    hidden_gsd = drafter.stream_hidden(ids, features)[0]
     found = []
-    for depth, (logits_sv, hidden_sd) in enumerate(
-        zip(drafter.group_logits(ids, features)[0], hidden_gsd, strict=True)
-    ):
+    for depth, hidden_sd in enumerate(drafter.stream_hidden(ids, features)[0]):
         # The row at s drafts the token at s + depth + 1 and knows the one before it.
         rows = slice(max(0, answer_from - depth - 1), ids.shape[1] - depth - 1)
         before, right = ids[0, rows.start + depth : -1], ids[0, rows.start + depth + 1 :]
-        q, tokens = logits_sv[rows].float().softmax(-1).topk(BRANCH, dim=-1)
+        logits = drafter.logits_of(hidden_sd[rows]).float() + drafter.markov_head(before).float()
+        q, columns = logits.softmax(-1).topk(BRANCH, dim=-1)
         sure = drafter.confidence_head(drafter.norm(hidden_sd[rows]), drafter.markov_head.markov_w1(before)).sigmoid()
-        found.append((q, tokens == right[:, None], sure))
-    q, right, sure = (torch.cat(column) for column in zip(*found, strict=True))
+        found.append((q, drafter.columns.tokens_of(columns) == right[:, None], sure))
+    return joined(found)
+
+
+def joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    q, right, sure = (torch.cat(column) for column in zip(*parts, strict=True))
     return q, right, sure
 
 
@@ -86,7 +88,8 @@ def fitted_log_loss(features: list[Tensor], right: Tensor) -> float:
 def figures_of(q: Tensor, right: Tensor, sure: Tensor) -> dict[str, Any]:
     """q and right [N, BRANCH], c [N]."""
     each = sure[:, None].expand_as(q)
-    flat_q, flat_c, flat_right = (part.flatten().clamp(LEAST, MOST) for part in (q, each, right.float()))
+    flat_q, flat_c = (part.flatten().clamp(LEAST, MOST) for part in (q, each))
+    flat_right = right.flatten()
     own, beside = [flat_q.log(), flat_q.logit()], [flat_c, flat_c.log()]
     by_confidence = []
     for low, high in itertools.pairwise(ENDS):
@@ -133,8 +136,7 @@ def main() -> None:
             ids = torch.tensor([[*prompt, *answer]], device=target.device)
             found.append(candidates(drafter, target, ids, len(prompt)))
             progress.update()
-    q, right, sure = (torch.cat(column) for column in zip(*found, strict=True))
-    figures = figures_of(q, right, sure)
+    figures = figures_of(*joined(found))
     for way, nats in figures["log_loss"].items():
         print(f"{way.replace('_', ' ')}: {nats:.4f} nats a token")
     for part in figures["by_confidence"]:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.benchmark_scripts import benchmark
-from support.tiny_models import tiny_target
+from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 
-from draftsmith.models.drafters.dspark import DSparkDrafter
 from draftsmith.models.target.features import target_features
 
 script = benchmark("drafters/confidence")
@@ -33,12 +32,8 @@ def test_scores_of_known_rows() -> None:
 
 def test_rows_are_those_that_decoding_drafts() -> None:
     target = tiny_target()
-    options = {"block_size": 3, "num_layers": 1, "markov_rank": 4}
-    torch.manual_seed(0)
-    drafter: Any = DSparkDrafter.from_target(target, options).eval()
-    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
-    torch.nn.init.normal_(drafter.confidence_head.proj.weight)
-    ids = torch.randint(0, target.config.vocab_size, (1, 9))
+    drafter: Any = tiny_drafter_of("dspark", target, block_size=3, markov_rank=4)
+    ids = torch.randint(0, VOCABULARY, (1, 9))
     q, right, sure = script.candidates(drafter, target, ids, 5)
     # Of depths 1 to 3 those rows whose token is one of the answer's four: s from 4, 3 and 2 on.
     assert len(sure) == 3 * 4
