@@ -11,7 +11,11 @@ it instead: a product more, for as many bytes as the head has in fp32, and that 
 
 A low-rank term (`LowRankLogits`) is a second product into the same chunk of logits; it has no [N, V] tensor either.
 
-Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, G depths, r rank.
+Rows of several depths predict the same token and have the same teacher. On a CPU such rows are taken together, with one
+row of the teacher's product for all of them; elsewhere every chunk would wait to know how many there are.
+
+Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, P tokens, G depths,
+r rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +29,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.losses import (
     TEACHER_LOSSES,
-    DrafterOutput,
     losses_in_place,
-    numbers_beside,
-    one_for_none,
     softmax_dtype,
 )
 
@@ -50,6 +51,17 @@ class LowRankLogits(NamedTuple):
     weight_vr: Tensor  # [V, r]
 
 
+class TeacherRows(NamedTuple):
+    """The target's final features that predict the labels of N rows; of rows with one label they are the same."""
+
+    features_pd: Tensor  # [P, D] of all tokens
+    token_n: Tensor  # [N] whose
+
+    def features_nd(self) -> Tensor:
+        """[N, D]."""
+        return self.features_pd.index_select(0, self.token_n)
+
+
 class HeadLoss(NamedTuple):
     """What the head makes of N rows. Only `loss` carries a gradient; without weights `losses_n` alone does."""
 
@@ -65,7 +77,7 @@ def head_loss(
     labels_n: Tensor,
     weights_n: Tensor | None,
     loss: str = "ce",
-    teacher_nd: Tensor | None = None,
+    teacher: TeacherRows | None = None,
     teacher_head: nn.Module | None = None,
     teacher_columns: Tensor | None = None,
     low_rank: LowRankLogits | None = None,
@@ -83,77 +95,38 @@ def head_loss(
         weights_n: [N] weight of each row in the sum. None: whoever calls it will know them once it has seen the rows'
             losses, and sums these. The gradient of a head that is trained then takes a product more.
         loss: A key of `LOSSES`.
-        teacher_nd: [N, D] the target's final features that predict these labels, for `TEACHER_LOSSES`.
+        teacher: What the target's head makes p of, for `TEACHER_LOSSES`.
         teacher_head: The target's head, a linear layer [T, D]; `head` by default.
         teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
             softmax over those alone.
         low_rank: Added to the head's logits. The products are in the same dtype.
         overlap_n: [N] to be filled with every row's alpha. Then any loss has a teacher.
     """
-    head = _linear(head)
-    teacher = None
+    head, device_type = _linear(head), _made_for.get() or hidden_nd.device.type
+    order_n = taught = None
     if loss in TEACHER_LOSSES or overlap_n is not None:
-        if teacher_nd is None:
-            raise ValueError(f"loss `{loss}` compares with the teacher: pass teacher_nd")
-        teacher = _Teacher.of(teacher_nd, head if teacher_head is None else _linear(teacher_head), teacher_columns)
-        teacher.overlap_n = overlap_n
+        if teacher is None:
+            raise ValueError(f"loss `{loss}` compares with the teacher: pass its rows")
+        if device_type == "cpu":
+            order_n = teacher.token_n.argsort()
+            teacher = teacher._replace(token_n=teacher.token_n[order_n])
+        taught = _Teacher.of(teacher, head if teacher_head is None else _linear(teacher_head), teacher_columns)
+        taught.overlap_n, taught.together = overlap_n, order_n is not None
     factors: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
+    if order_n is not None:
+        factors[::2] = [rows.index_select(0, order_n) for rows in factors[::2]]
+        labels_n, weights_n = labels_n[order_n], None if weights_n is None else weights_n[order_n]
     if not torch.is_grad_enabled():
         factors = [factor.detach() for factor in factors]
     dtype = _product_dtype(head.weight)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        return HeadLoss(*_HeadLoss.apply(head.bias, labels_n, weights_n, loss, teacher, dtype, *factors))
-
-
-def depth_loss(
-    hidden_nd: Tensor,
-    depth_n: Tensor,
-    labels_n: Tensor,
-    head: nn.Module,
-    depth_weights_g: Tensor | Sequence[float],
-    loss: str = "ce",
-    teacher_nd: Tensor | None = None,
-    teacher_head: nn.Module | None = None,
-    teacher_columns: Tensor | None = None,
-    counts_g: Tensor | None = None,
-    low_rank: LowRankLogits | None = None,
-    summed: bool = True,
-    overlap: bool = False,
-) -> DrafterOutput:
-    """A drafter's training loss: the mean over each depth's rows, these weighted with `depth_weights_g`.
-
-    Args:
-        depth_n: [N] depth of each row, counted from 0.
-        labels_n: [N] rows of the head, or a negative number for a token that a reduced head does not have: `ce` then
-            ignores the row, the other losses use its teacher; it counts as wrong, with no cross entropy.
-        depth_weights_g: [G], sum 1. A depth without rows adds nothing.
-        counts_g: [G] what each depth's sum is divided by, where the rows are part of a larger batch: its rows, of which
-            those with an ignored label are none. The rows here by default.
-        summed: Whether there is a loss; otherwise `losses_n` carry the gradient, for weights that depend on the rows.
-        overlap: Whether every row's alpha is wanted too.
-
-    The others are those of `head_loss`.
-    """
-    weight_g = numbers_beside(hidden_nd, depth_weights_g)
-    zeros_g = torch.zeros_like(weight_g)
-    known_n = (labels_n >= 0).to(weight_g.dtype)
-    counts_n = known_n if loss == "ce" else torch.ones_like(known_n)
-    rows_g = zeros_g.index_add(0, depth_n, counts_n) if counts_g is None else counts_g.to(weight_g.dtype)
-    weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n
-    labels_n = labels_n.clamp(min=0)
-    given, teacher = weights_n if summed else None, (teacher_nd, teacher_head, teacher_columns)
-    overlap_n = torch.zeros_like(weights_n) if overlap else None
-    result = head_loss(hidden_nd, head, labels_n, given, loss, *teacher, low_rank, overlap_n)
-    return DrafterOutput(
-        loss=result.loss if summed else None,
-        losses_n=None if summed else result.losses_n * counts_n,
-        cross_entropy_n=None if summed else result.cross_entropy_n.masked_fill(known_n == 0, float("inf")),
-        depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
-        depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
-        depth_count=torch.zeros_like(weight_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
-        correct_n=result.correct_n & (known_n > 0),
-        overlap_n=overlap_n,
-    )
+        loss_sum, *results = _HeadLoss.apply(head.bias, labels_n, weights_n, loss, taught, dtype, *factors)
+    if order_n is not None:
+        back_n = order_n.argsort()
+        results = [part.index_select(0, back_n) for part in results]
+        if overlap_n is not None:
+            overlap_n.copy_(overlap_n[back_n])
+    return HeadLoss(loss_sum, *results)
 
 
 @contextmanager
@@ -181,18 +154,30 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
 class _Teacher:
     """p of a chunk at a time."""
 
-    hidden_nd: Tensor
+    rows: TeacherRows
     weight_vd: Tensor
     bias_v: Tensor | None
     overlap_n: Tensor | None = None  # where alpha of all rows is written to
+    together: bool = False  # whether rows of one token lie together
 
     @staticmethod
-    def of(hidden_nd: Tensor, head: nn.Linear, columns_v: Tensor | None) -> "_Teacher":
+    def of(rows: TeacherRows, head: nn.Linear, columns_v: Tensor | None) -> "_Teacher":
         # The columns once, rather than products with the whole vocabulary in every chunk.
         columns = slice(None) if columns_v is None else columns_v
         dtype = _product_dtype(head.weight)
         bias_v = None if head.bias is None else head.bias[columns].to(dtype)
-        return _Teacher(hidden_nd.detach(), head.weight.detach()[columns].to(dtype), bias_v)
+        rows = rows._replace(features_pd=rows.features_pd.detach())
+        return _Teacher(rows, head.weight.detach()[columns].to(dtype), bias_v)
+
+    def logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Those of some rows, or of their tokens and the place of each row's among them; they lie in `out_cv`."""
+        token_c, place_c = self.rows.token_n[rows], None
+        if self.together:
+            token_c, place_c = token_c.unique_consecutive(return_inverse=True)
+        logits = out_cv[: len(token_c)]
+        hidden = self.rows.features_pd.index_select(0, token_c).to(logits.dtype)
+        _product(hidden, self.weight_vd, self.bias_v, logits)
+        return logits, place_c
 
 
 class _Taken(NamedTuple):
@@ -265,16 +250,16 @@ class _Rows:
             _product(taken[0], weights[0], head_bias_v, logits)
             for part, weight in zip(taken[1:], weights[1:], strict=True):
                 _product(part, weight, logits, logits)
-            teacher_logits = None
+            teacher_logits = place_c = None
             if self.teacher is not None and teacher_cv is not None:
-                teacher_logits = teacher_cv[:size]
-                teacher_hidden = self.teacher.hidden_nd[rows].to(teacher_logits.dtype)
-                _product(teacher_hidden, self.teacher.weight_vd, self.teacher.bias_v, teacher_logits)
+                teacher_logits, place_c = self.teacher.logits(rows, teacher_cv)
             labels, results = self.labels_n[rows], [losses_n[rows], correct_n[rows], cross_entropy_n[rows]]
             results += [] if overlap_n is None else [overlap_n[rows]]
             for first in range(0, size, block_rows):
                 there = slice(first, first + block_rows)
-                teacher_there = None if teacher_logits is None else teacher_logits[there]
+                teacher_there = (
+                    None if teacher_logits is None else teacher_logits[there if place_c is None else place_c[there]]
+                )
                 given = [part[there] for part in results]
                 losses_in_place(self.loss, logits[there], labels[there], teacher_there, given, wants_grad)
             # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.

@@ -106,14 +106,15 @@ def losses_in_place(
     """
     losses, correct, cross_entropy, *overlap = results
     correct.copy_(_is_argmax(logits, labels))
+    if loss == "kl" and teacher_logits is not None:
+        _divergence(logits, labels, teacher_logits, [losses, cross_entropy, *overlap], wants_grad)
+        return
     if overlap and teacher_logits is not None:
         log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
         overlap[0].copy_(torch.minimum(log_p, log_q).exp_().sum(-1))
     if loss == "ce":
         _cross_entropy(logits, labels, losses, wants_grad)
         cross_entropy.copy_(losses)
-    elif loss == "kl" and teacher_logits is not None:
-        _divergence(logits, labels, teacher_logits, losses, cross_entropy, wants_grad)
     else:
         cross_entropy.copy_(ce(logits, labels))
         _any_loss(loss, logits, labels, teacher_logits, losses, wants_grad)
@@ -138,15 +139,19 @@ def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, wants_grad: b
 
 
 def _divergence(
-    logits: Tensor, labels: Tensor, teacher_logits: Tensor, losses: Tensor, cross_entropy: Tensor, wants_grad: bool
+    logits: Tensor, labels: Tensor, teacher_logits: Tensor, results: Sequence[Tensor], wants_grad: bool
 ) -> None:
-    """KL(p || q) and the cross entropy, and in place of the logits the gradient q - p: one softmax of each."""
+    """KL(p || q), the cross entropy and, if asked for, alpha; the gradient q - p replaces the logits."""
+    losses, cross_entropy, *overlap = results
     log_q, log_p = (part.log_softmax(-1, dtype=losses.dtype) for part in (logits, teacher_logits))
     cross_entropy.copy_(log_q.gather(1, labels.unsqueeze(1)).squeeze(1)).neg_()
     p = log_p.exp()
     losses.copy_(torch.linalg.vecdot(p, log_p.sub_(log_q)))
+    q = log_q.exp_()
+    if overlap:
+        overlap[0].copy_(torch.minimum(p, q).sum(-1))
     if wants_grad:
-        logits.copy_(log_q.exp_().sub_(p))
+        logits.copy_(q.sub_(p))
 
 
 def _any_loss(

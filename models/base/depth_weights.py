@@ -27,9 +27,10 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from draftsmith.models.losses import DrafterOutput, one_for_none
+from draftsmith.models.head_loss import LowRankLogits, TeacherRows, head_loss
+from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none
 
 
 def depth_shares(weights: Sequence[float], ramp_frac: float = 0.0, progress_frac: float = 1.0) -> list[float]:
@@ -45,6 +46,57 @@ def depth_shares(weights: Sequence[float], ramp_frac: float = 0.0, progress_frac
     s = 1.0 if progress_frac >= ramp_frac else progress_frac / ramp_frac
     ramped = [weight * s**j for j, weight in enumerate(weights)]
     return [weight / sum(ramped) for weight in ramped]
+
+
+def depth_loss(
+    hidden_nd: Tensor,
+    depth_n: Tensor,
+    labels_n: Tensor,
+    head: nn.Module,
+    depth_weights_g: Tensor | Sequence[float],
+    loss: str = "ce",
+    teacher: TeacherRows | None = None,
+    teacher_head: nn.Module | None = None,
+    teacher_columns: Tensor | None = None,
+    counts_g: Tensor | None = None,
+    low_rank: LowRankLogits | None = None,
+    summed: bool = True,
+    overlap: bool = False,
+) -> DrafterOutput:
+    """A drafter's training loss: the mean over each depth's rows, these weighted with `depth_weights_g`.
+
+    Args:
+        depth_n: [N] depth of each row, counted from 0.
+        labels_n: [N] rows of the head, or a negative number for a token that a reduced head does not have: `ce` then
+            ignores the row, the other losses use its teacher; it counts as wrong, with no cross entropy.
+        depth_weights_g: [G], sum 1. A depth without rows adds nothing.
+        counts_g: [G] what each depth's sum is divided by, where the rows are part of a larger batch: its rows, of which
+            those with an ignored label are none. The rows here by default.
+        summed: Whether there is a loss; otherwise `losses_n` carry the gradient, for weights that depend on the rows.
+        overlap: Whether every row's alpha is wanted too.
+
+    The others are those of `head_loss`.
+    """
+    weight_g = numbers_beside(hidden_nd, depth_weights_g)
+    zeros_g = torch.zeros_like(weight_g)
+    known_n = (labels_n >= 0).to(weight_g.dtype)
+    counts_n = known_n if loss == "ce" else torch.ones_like(known_n)
+    rows_g = zeros_g.index_add(0, depth_n, counts_n) if counts_g is None else counts_g.to(weight_g.dtype)
+    weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n
+    labels_n = labels_n.clamp(min=0)
+    given, taught = weights_n if summed else None, (teacher, teacher_head, teacher_columns)
+    overlap_n = torch.zeros_like(weights_n) if overlap else None
+    result = head_loss(hidden_nd, head, labels_n, given, loss, *taught, low_rank, overlap_n)
+    return DrafterOutput(
+        loss=result.loss if summed else None,
+        losses_n=None if summed else result.losses_n * counts_n,
+        cross_entropy_n=None if summed else result.cross_entropy_n.masked_fill(known_n == 0, float("inf")),
+        depth_loss_sum=zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
+        depth_correct=zeros_g.index_add(0, depth_n, result.correct_n * known_n),
+        depth_count=torch.zeros_like(weight_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
+        correct_n=result.correct_n & (known_n > 0),
+        overlap_n=overlap_n,
+    )
 
 
 class DpaceWeights:

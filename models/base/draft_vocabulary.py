@@ -21,10 +21,11 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.base.depth_weights import depth_loss
 from draftsmith.models.base.drafter import DraftedShare, Drafter, DrafterConfig
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.models.groups.alignment import IGNORED_LABEL
-from draftsmith.models.head_loss import LowRankLogits, depth_loss
+from draftsmith.models.head_loss import LowRankLogits, TeacherRows
 from draftsmith.models.losses import DrafterOutput
 
 ROWS_AT_ONCE = 1000
@@ -148,7 +149,7 @@ class DraftVocabulary(Drafter):
         normed_nd: Tensor,
         depth_n: Tensor,
         labels_n: Tensor,
-        teacher_nd: Tensor | None,
+        teacher: TeacherRows | None,
         depth_weights_g: Tensor | Sequence[float],
         counts_g: Tensor | None = None,
         head: nn.Linear | None = None,
@@ -170,7 +171,7 @@ class DraftVocabulary(Drafter):
             self.draft_head() if head is None else head,
             depth_weights_g,
             loss=self.config.loss,
-            teacher_nd=teacher_nd,
+            teacher=teacher,
             teacher_head=self._target_head if own else self.borrowed_head,
             teacher_columns=self.draft_ids if own else None,
             counts_g=counts_g,

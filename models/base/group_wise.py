@@ -23,7 +23,7 @@ from draftsmith.models.groups.alignment import depth_labels, document_starts, pr
 from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.parts import PartRows
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.head_loss import LowRankLogits
+from draftsmith.models.head_loss import LowRankLogits, TeacherRows
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 
 
@@ -87,14 +87,14 @@ class GroupWiseDrafter(DraftVocabulary):
         depth_m = rows.stream_n[labelled_m] - self.first_stream
         index_m = rows.batch_n[labelled_m] * labels_bgs.shape[1] + depth_m
         index_m = index_m * labels_bgs.shape[2] + rows.position_n[labelled_m]
-        teacher_md = None
+        # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
+        before_m, teacher = rows.token_n[labelled_m] + depth_m, None
         if teacher_features is not None:
-            # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
-            teacher_md = teacher_features.flatten(0, 1).index_select(0, rows.token_n[labelled_m] + depth_m)
+            teacher = TeacherRows(teacher_features.flatten(0, 1), before_m)
         labels_m = labels_bgs.flatten()[index_m]
-        previous_m = input_ids.flatten()[rows.token_n[labelled_m] + depth_m]
+        previous_m = input_ids.flatten()[before_m]
         labelled_md = hidden_nd.index_select(0, labelled_m)
-        given = (labelled_md, depth_m, labels_m, teacher_md, label_counts, previous_m)
+        given = (labelled_md, depth_m, labels_m, teacher, label_counts, previous_m)
         alpha = self.config.options.dpace
         if alpha is None:
             output = self.label_loss(*given)
@@ -139,7 +139,7 @@ class GroupWiseDrafter(DraftVocabulary):
         hidden_nd: Tensor,
         depth_n: Tensor,
         labels_n: Tensor,
-        teacher_nd: Tensor | None,
+        teacher: TeacherRows | None,
         counts_2g: Tensor | None = None,
         previous_n: Tensor | None = None,
         summed: bool = True,
@@ -151,9 +151,7 @@ class GroupWiseDrafter(DraftVocabulary):
         """
         counts_g, bias = None if counts_2g is None else counts_2g[1], self.token_bias(previous_n)
         normed_nd, shares = self.norm(hidden_nd), self.depth_shares
-        return self.loss_of_rows(
-            normed_nd, depth_n, labels_n, teacher_nd, shares, counts_g, low_rank=bias, summed=summed
-        )
+        return self.loss_of_rows(normed_nd, depth_n, labels_n, teacher, shares, counts_g, low_rank=bias, summed=summed)
 
     def token_bias(self, previous_n: Tensor | None) -> LowRankLogits | None:
         """What the tokens before the labels add to the rows' logits [N, V']; None: nothing."""

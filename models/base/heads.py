@@ -16,6 +16,7 @@ from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.options import DepthOptions, DraftVocabSize, Loss
 from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.head_loss import TeacherRows
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 from draftsmith.recipes.errors import UserError
 
@@ -95,13 +96,13 @@ class HeadsDrafter(DraftVocabulary):
         for j, (weight, place_n) in enumerate(zip(self.depth_shares, rows.labelled_streams(), strict=True)):
             token_n, index_n = rows.token_n[place_n], rows.index_n[place_n]
             hidden_nd, labels_n = hidden_of(j, token_n), labels[index_n]
-            teacher_nd = None
+            teacher = None
             if self.config.loss in TEACHER_LOSSES:
-                teacher_nd = features_pd.index_select(0, token_n + j)  # h_{t+j} predicts x_{t+1+j}
+                teacher = TeacherRows(features_pd, token_n + j)  # h_{t+j} predicts x_{t+1+j}
             only_depth_n = torch.zeros_like(labels_n)
             head = self.draft_head(j)
             counts_1 = None if counts_2g is None else counts_2g[1, j : j + 1]
-            given = (hidden_nd, only_depth_n, labels_n, teacher_nd, [weight], counts_1, head)
+            given = (hidden_nd, only_depth_n, labels_n, teacher, [weight], counts_1, head)
             results.append(self.loss_of_rows(*given, summed=alpha is None))
             groups.append(token_n)
             correct[index_n] = cast(Tensor, results[-1].correct_n)

@@ -22,6 +22,7 @@ from draftsmith.models.base.depth_weights import DpaceWeights, weighed
 from draftsmith.models.groups.alignment import IGNORED_LABEL, document_starts, previous_features
 from draftsmith.models.groups.parts import Part, PartAttention, PartRows, RealStream, parts_of
 from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.head_loss import TeacherRows
 from draftsmith.models.losses import DrafterOutput, softmax_dtype
 
 # So that a part has about a quarter as many rows as stream 0, however many masks there are.
@@ -57,7 +58,7 @@ class PartwiseDrafter(Protocol):
         hidden_nd: Tensor,
         depth_n: Tensor,
         labels_n: Tensor,
-        teacher_nd: Tensor | None,
+        teacher: TeacherRows | None,
         counts_2g: Tensor | None = None,
         previous_n: Tensor | None = None,
         summed: bool = True,
@@ -206,11 +207,11 @@ class _Masks:
         batch = self._batch
         length = batch.labels_bgs.shape[2]
         labels_n = batch.labels_bgs[token_n // length, depth_n, token_n % length]
-        teacher_nd = None
+        teacher = None
         if batch.teacher_features is not None:
-            teacher_nd = batch.teacher_features.flatten(0, 1).index_select(0, token_n + depth_n)
+            teacher = TeacherRows(batch.teacher_features.flatten(0, 1), token_n + depth_n)
         previous_n = batch.input_ids.flatten()[token_n + depth_n]
-        given = (hidden_nd, depth_n, labels_n, teacher_nd, self._counts_2g, previous_n)
+        given = (hidden_nd, depth_n, labels_n, teacher, self._counts_2g, previous_n)
         label_loss = self._drafter.label_loss
         output = label_loss(*given) if self._dpace is None else label_loss(*given, summed=False)
         self.outputs.append(output)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from draftsmith.models.base.blocks import BlockDrafter, BlockOptions
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import Loss
-from draftsmith.models.head_loss import LowRankLogits
+from draftsmith.models.head_loss import LowRankLogits, TeacherRows
 from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none
 
 
@@ -92,7 +92,7 @@ class DSparkDrafter(BlockDrafter):
         normed_nd: Tensor,
         depth_n: Tensor,
         labels_n: Tensor,
-        teacher_nd: Tensor | None,
+        teacher: TeacherRows | None,
         depth_weights_g: Any,
         counts_g: Tensor | None = None,
         head: nn.Linear | None = None,
@@ -101,7 +101,7 @@ class DSparkDrafter(BlockDrafter):
         overlap: bool = False,
     ) -> DrafterOutput:
         """With the confidence head's loss, the mean over the same rows of each depth."""
-        weight, given = self.config.confidence_weight, (normed_nd, depth_n, labels_n, teacher_nd, depth_weights_g)
+        weight, given = self.config.confidence_weight, (normed_nd, depth_n, labels_n, teacher, depth_weights_g)
         output = super().loss_of_rows(*given, counts_g, head, low_rank, summed, overlap or weight > 0)
         if not weight or low_rank is None or output.overlap_n is None:
             return output

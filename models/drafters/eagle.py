@@ -33,6 +33,7 @@ from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, FirstToken
 from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.groups.layers import build_target_layers, layers_config
+from draftsmith.models.head_loss import TeacherRows
 from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none, smooth_l1
 
 
@@ -92,19 +93,19 @@ class EagleLayer(GroupWiseDrafter):
         hidden_nd: Tensor,
         depth_n: Tensor,
         labels_n: Tensor,
-        teacher_nd: Tensor | None,
+        teacher: TeacherRows | None,
         counts_2g: Tensor | None = None,
         previous_n: Tensor | None = None,
         summed: bool = True,
     ) -> DrafterOutput:
         """EAGLE's loss of N labelled rows, averaged over each depth's, the depths weighted with `depth_weights`."""
-        if teacher_nd is None:
+        if teacher is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        feature_loss_n = smooth_l1(hidden_nd, teacher_nd)
+        feature_loss_n = smooth_l1(hidden_nd, teacher.features_nd())
         weight_g = numbers_beside(feature_loss_n, self.depth_shares)
         read_g = None if counts_2g is None else counts_2g[1]
         bias = self.token_bias(previous_n)
-        given = (hidden_nd, depth_n, labels_n, teacher_nd, weight_g, read_g)
+        given = (hidden_nd, depth_n, labels_n, teacher, weight_g, read_g)
         output = self.loss_of_rows(*given, low_rank=bias, summed=summed)
         if not summed:
             output.losses_n = feature_loss_n + self.config.class_weight * cast(Tensor, output.losses_n)

@@ -32,7 +32,7 @@ from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.head_loss import head_loss
+from draftsmith.models.head_loss import TeacherRows, head_loss
 from draftsmith.models.losses import DrafterOutput, one_for_none
 from draftsmith.models.target.adapter import (
     ALL_LINEAR,
@@ -192,7 +192,7 @@ class Medusa2Drafter(MedusaDrafter):
             labels_n,
             ones_n / one_for_none(count),
             loss=self.config.lm_loss,
-            teacher_nd=None if original_bsd is None else original_bsd.flatten(0, 1).index_select(0, token_n),
+            teacher=None if original_bsd is None else TeacherRows(original_bsd.flatten(0, 1), token_n),
         ).loss
 
 

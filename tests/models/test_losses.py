@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from support.live_memory import LiveMemory
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models import head_loss as through_head
-from draftsmith.models.head_loss import chunk_rows, chunks_made_for, depth_loss, head_loss
+from draftsmith.models.base.depth_weights import depth_loss
+from draftsmith.models.head_loss import TeacherRows, chunk_rows, chunks_made_for, head_loss
 from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, lk_lambda, smooth_l1
 
 N, D, V, T = 7, 5, 11, 17  # rows, hidden, the head's vocabulary, a larger vocabulary of the teacher
@@ -146,7 +148,7 @@ def test_smooth_l1() -> None:
 
 
 class Setting:
-    """Rows with weights, a head with a bias, a teacher with a larger vocabulary, all fp64."""
+    """Rows with weights, a head with a bias, a teacher with a larger vocabulary and fewer rows, all fp64."""
 
     def __init__(self, trained: bool = True, reduced: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -154,7 +156,9 @@ class Setting:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        self.hidden_nd, self.teacher_nd = normal(N, D).requires_grad_(), normal(N, D)
+        self.hidden_nd = normal(N, D).requires_grad_()
+        self.teacher = TeacherRows(normal(5, D), torch.tensor([3, 0, 3, 1, 0, 3, 2]))
+        self.teacher_nd = self.teacher.features_nd()
         self.head, self.teacher_head = nn.Linear(D, V).double(), nn.Linear(D, T if reduced else V).double()
         with torch.no_grad():
             for parameter in (*self.head.parameters(), *self.teacher_head.parameters()):
@@ -168,10 +172,14 @@ class Setting:
 
     def run(self, loss: str, rows: slice = slice(None)) -> through_head.HeadLoss:
         weights_n = None if self.weights_n is None else self.weights_n[rows]
+        teacher = self.teacher._replace(token_n=self.teacher.token_n[rows])
         return head_loss(
-            self.hidden_nd[rows], self.head, self.labels_n[rows], weights_n, loss, self.teacher_nd[rows],
-            self.teacher_head, self.columns,
+            self.hidden_nd[rows], self.head, self.labels_n[rows], weights_n, loss, teacher, self.teacher_head,
+            self.columns,
         )  # fmt: skip
+
+    def taught_in(self, dtype: torch.dtype) -> TeacherRows:
+        return self.teacher._replace(features_pd=self.teacher.features_pd.to(dtype))
 
     def reference(self, loss: str) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sum, losses and logits by plain autograd."""
@@ -275,11 +283,20 @@ def test_a_frozen_head_and_no_grad(name: str) -> None:
 def test_the_teacher_has_the_same_head_by_default(name: str) -> None:
     """And so a drafter whose hidden states are the target's loses nothing."""
     setting = Setting(reduced=False)
-    result = head_loss(
-        setting.teacher_nd.clone(), setting.head, setting.labels_n, setting.weights_n, name, setting.teacher_nd
-    )
+    result = head_loss(setting.teacher_nd, setting.head, setting.labels_n, setting.weights_n, name, setting.teacher)
     torch.testing.assert_close(result.losses_n, torch.zeros(N, dtype=torch.float64))
     assert result.cross_entropy_n.min() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_alpha_beside_any_loss(name: str) -> None:
+    """Sum of min(p, q), in the rows' own order; the losses are what they are without it."""
+    setting, overlap_n = Setting(reduced=False), torch.empty(N, dtype=torch.float64)
+    given = (setting.hidden_nd, setting.head, setting.labels_n, setting.weights_n, name, setting.teacher)
+    result = head_loss(*given, setting.teacher_head, overlap_n=overlap_n)
+    q, p = setting.head(setting.hidden_nd).softmax(-1), setting.teacher_head(setting.teacher_nd).softmax(-1)
+    torch.testing.assert_close(overlap_n, torch.minimum(p, q).sum(-1).detach())
+    torch.testing.assert_close(result, setting.run(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -296,12 +313,12 @@ def test_no_rows(name: str) -> None:
 def test_dtypes(name: str) -> None:
     """Products in the head's dtype, or in autocast's; losses in fp32; gradients in their owner's dtype."""
     setting = Setting(reduced=False)
-    hidden_nd, teacher_nd = setting.hidden_nd.detach().float(), setting.teacher_nd.float()
+    hidden_nd, teacher = setting.hidden_nd.detach().float(), setting.taught_in(torch.float32)
 
     def run(head: nn.Linear, weight: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         head.requires_grad_(False).weight.requires_grad_()
         hidden = hidden_nd.clone().requires_grad_()
-        result = head_loss(hidden, head, setting.labels_n, torch.full((N,), weight), name, teacher_nd)
+        result = head_loss(hidden, head, setting.labels_n, torch.full((N,), weight), name, teacher)
         grads = torch.autograd.grad(result.loss, (hidden, head.weight))
         return result.losses_n, grads[0] / weight, grads[1].float() / weight
 
@@ -328,7 +345,7 @@ def test_dtypes(name: str) -> None:
 def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool, later: bool) -> None:
     """A mean over a million labels, scaled as a GradScaler does: no gradient is zero that is not zero in fp32."""
     setting, scale = Setting(reduced=False), 65536.0
-    hidden_nd, teacher_nd = setting.hidden_nd.detach().half(), setting.teacher_nd.half()
+    hidden_nd = setting.hidden_nd.detach().half()
     weights_n = 2.0**-20 * torch.tensor([2.0**-row for row in range(N)])
 
     def grads(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, ...]:
@@ -336,7 +353,7 @@ def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool, later
         head.bias.requires_grad_(False)
         hidden = hidden.clone().requires_grad_()
         given = None if later else weights_n
-        result = head_loss(hidden, head, setting.labels_n, given, name, teacher_nd.to(hidden.dtype))
+        result = head_loss(hidden, head, setting.labels_n, given, name, setting.taught_in(hidden.dtype))
         loss = (result.losses_n * weights_n).sum() if later else result.loss
         return torch.autograd.grad(scale * loss, (hidden, head.weight))
 
@@ -363,7 +380,7 @@ def test_fp16_without_rows_or_weights(weight: float) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"teacher_nd": None}, "pass teacher_nd"),
+        ({"teacher": None}, "pass its rows"),
         ({"head": nn.Sequential(nn.Linear(D, V, bias=False))}, "not a Sequential"),
         ({"head": nn.Linear(D, V)}, "bias=False"),
         ({"teacher_head": nn.Identity()}, "not a Identity"),
@@ -371,9 +388,27 @@ def test_fp16_without_rows_or_weights(weight: float) -> None:
 )
 def test_misuse(change: dict[str, Any], message: str) -> None:
     setting = Setting(reduced=False)
-    arguments: dict[str, Any] = {"head": setting.head, "teacher_nd": setting.teacher_nd, **change}
+    arguments: dict[str, Any] = {"head": setting.head, "teacher": setting.teacher, **change}
     with pytest.raises(ValueError, match=message):
         head_loss(setting.hidden_nd, labels_n=setting.labels_n, weights_n=setting.weights_n, loss="kl", **arguments)
+
+
+@pytest.mark.parametrize(("device_type", "teacher_rows"), [("cpu", 3 + 2), ("cuda", 12)])
+def test_rows_of_one_token_share_its_teacher(
+    device_type: str, teacher_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three depths of four tokens, in chunks of eight rows: all of two tokens and two of the third, then the others.
+
+    Elsewhere than on a CPU a chunk does not wait to hear how many tokens it has.
+    """
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 8 * V)
+    monkeypatch.setattr(through_head, "DEVICE_ROWS", 8)
+    head, teacher_head = nn.Linear(D, V, bias=False).requires_grad_(False), nn.Linear(D, V, bias=False)
+    token_n = torch.arange(4).repeat(3)
+    teacher = TeacherRows(torch.randn(4, D), token_n)
+    with chunks_made_for(device_type), FlopCounterMode(display=False) as flops, torch.no_grad():
+        head_loss(torch.randn(12, D), head, token_n % V, torch.ones(12), "kl", teacher, teacher_head)
+    assert flops.get_total_flops() == 2 * D * V * (12 + teacher_rows)
 
 
 # ---- memory ----
@@ -386,17 +421,18 @@ def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPat
     head = nn.Linear(hidden_size, vocabulary, bias=False)
 
     def peak(num_rows: int) -> int:
-        hidden_nd, teacher_nd = torch.randn(2, num_rows, hidden_size).unbind()
+        hidden_nd, features_nd = torch.randn(2, num_rows, hidden_size).unbind()
+        teacher = TeacherRows(features_nd, torch.randperm(num_rows))
         labels_n, weights_n = torch.arange(num_rows) % vocabulary, torch.rand(num_rows)
         hidden_nd.requires_grad_()
         with LiveMemory() as live:
-            head_loss(hidden_nd, head, labels_n, weights_n, name, teacher_nd).loss.backward()
+            head_loss(hidden_nd, head, labels_n, weights_n, name, teacher).loss.backward()
         return live.peak_elements
 
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * vocabulary)
     few, many = peak(100), peak(300)
     assert few < 16 * chunk * vocabulary
-    assert many - few < 200 * 5 * hidden_size
+    assert many - few < 200 * (4 * hidden_size + 10)
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 10**9)
     assert peak(300) > 300 * vocabulary  # the count sees them where they do exist
 
@@ -489,7 +525,7 @@ def test_depth_loss(name: str) -> None:
     setting = Setting()
     weights, depths = [0.4, 0.3, 0.2, 0.1], [0, 3, 1, 0, 0, 3, 1]
     result: Any = depth_loss(
-        setting.hidden_nd, torch.tensor(depths), setting.labels_n, setting.head, weights, name, setting.teacher_nd,
+        setting.hidden_nd, torch.tensor(depths), setting.labels_n, setting.head, weights, name, setting.teacher,
         setting.teacher_head, setting.columns,
     )  # fmt: skip
     assert result.depth_count.tolist() == [3, 2, 0, 2]

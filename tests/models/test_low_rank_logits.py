@@ -9,7 +9,8 @@ from support.live_memory import LiveMemory
 from torch import Tensor, nn
 
 from draftsmith.models import head_loss as through_head
-from draftsmith.models.head_loss import LowRankLogits, depth_loss, head_loss
+from draftsmith.models.base.depth_weights import depth_loss
+from draftsmith.models.head_loss import LowRankLogits, TeacherRows, head_loss
 from draftsmith.models.losses import LOSSES
 
 N, D, V, R = 11, 5, 13, 3
@@ -46,17 +47,17 @@ def test_it_equals_plain_autograd(name: str, chunk: int, frozen: bool, monkeypat
     if frozen:
         weight = weight.detach()
     head, teacher_head = head_of(weight, bias_v), head_of(torch.randn(V, D, dtype=torch.float64))
-    low_rank = LowRankLogits(rows, columns)
-    found = head_loss(hidden, head, labels_n, weights_n, name, teacher, teacher_head, low_rank=low_rank)
+    low_rank, taught = LowRankLogits(rows, columns), TeacherRows(teacher, torch.arange(N).flip(0))
+    found = head_loss(hidden, head, labels_n, weights_n, name, taught, teacher_head, low_rank=low_rank)
 
     logits = hidden @ weight.T + bias_v + rows @ columns.T
-    losses_n = LOSSES[name](logits, labels_n, teacher_head(teacher))
+    losses_n = LOSSES[name](logits, labels_n, teacher_head(teacher).flip(0))
     torch.testing.assert_close(found.losses_n, losses_n.detach())
     assert found.correct_n.tolist() == (logits.argmax(-1) == labels_n).tolist()
     expected = torch.autograd.grad((losses_n * weights_n).sum() * 2.5, wanted)
     torch.testing.assert_close(torch.autograd.grad(2.5 * found.loss, wanted), expected)
     with torch.no_grad():
-        silent = head_loss(hidden, head, labels_n, weights_n, name, teacher, teacher_head, low_rank=low_rank)
+        silent = head_loss(hidden, head, labels_n, weights_n, name, taught, teacher_head, low_rank=low_rank)
     assert silent.loss.grad_fn is None
     torch.testing.assert_close(silent.losses_n, found.losses_n)
 

@@ -18,12 +18,13 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.depth_weights import depth_loss
 from draftsmith.models.base.draft_vocabulary import supervised_token_counts
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter, load_drafter_class
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.models.drafters.peagle import PEagleDrafter
-from draftsmith.models.head_loss import depth_loss
+from draftsmith.models.head_loss import TeacherRows
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.drafter.stage import train_drafter
@@ -154,9 +155,8 @@ def test_labels_outside_the_vocabulary(loss: str) -> None:
     columns = torch.tensor([1, 4, 5])
     head, teacher_head = nn.Linear(6, 3, bias=False), nn.Linear(6, 8, bias=False)
     depth, labels = torch.tensor([0, 0, 1, 1]), torch.tensor([2, -100, -100, 0])
-    output = depth_loss(
-        hidden, depth, labels, head, [0.75, 0.25], loss, teacher_hidden, teacher_head, teacher_columns=columns
-    )
+    teacher = TeacherRows(teacher_hidden, torch.arange(4))
+    output = depth_loss(hidden, depth, labels, head, [0.75, 0.25], loss, teacher, teacher_head, columns)
     output.loss.backward()
     gradients = [hidden.grad.clone(), head.weight.grad.clone()]
     hidden.grad = head.weight.grad = None
