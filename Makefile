@@ -46,8 +46,8 @@ help:
 	@echo "make smollm2-table  every drafter on its conversations, side by side at T=0 and T=1 (many hours); the same variables"
 	@echo "make smollm2-bench  after both: transformers' own decoding beside ours, and tau against the amount of data"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
-	@echo "make ablations    the number of masks, distilled against original answers, what DFlash and DSpark add to ParallelSpec:"
-	@echo "                  runs/masks, runs/answers, runs/ideas (hours)"
+	@echo "make ablations    the number of masks, distilled against original answers, what DFlash, DSpark, D-PACE and EAGLE-3.1"
+	@echo "                  add: runs/masks, runs/answers, runs/ideas, runs/losses, runs/norms (hours)"
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
 	@echo "make test         lint, types and every test"
 	@echo "make unit         the fast tests only"
@@ -112,6 +112,8 @@ ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
 	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
 	$(BIN)/python benchmarks/drafters/ideas.py
+	$(BIN)/python benchmarks/drafters/ideas.py --of losses
+	$(BIN)/python benchmarks/drafters/ideas.py --of norms
 
 # On SmolLM2 two seeds; on a CPU that multiplies bf16, SET="target.dtype=bfloat16 train.bf16=true".
 paper: $(READY)
@@ -122,6 +124,8 @@ paper: $(READY)
 	cp runs/masks/eval/result.json docs/results/masks.json
 	cp runs/answers/eval/result.json docs/results/answers.json
 	cp runs/ideas/eval/result.json docs/results/drafters/ideas.json
+	cp runs/losses/eval/result.json docs/results/drafters/losses.json
+	cp runs/norms/eval/result.json docs/results/drafters/norms.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
 	$(BIN)/python -m draftsmith.eval.report.papers docs runs/smollm2-table/eval/traced.json
