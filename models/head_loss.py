@@ -102,12 +102,11 @@ def head_loss(
         low_rank: Added to the head's logits. The products are in the same dtype.
         overlap_n: [N] to be filled with every row's alpha. Then any loss has a teacher.
     """
-    head, device_type = _linear(head), _made_for.get() or hidden_nd.device.type
-    order_n = taught = None
+    head, order_n, taught = _linear(head), None, None
     if loss in TEACHER_LOSSES or overlap_n is not None:
         if teacher is None:
             raise ValueError(f"loss `{loss}` compares with the teacher: pass its rows")
-        if device_type == "cpu":
+        if _device_type(hidden_nd) == "cpu":
             order_n = teacher.token_n.argsort()
             teacher = teacher._replace(token_n=teacher.token_n[order_n])
         taught = _Teacher.of(teacher, head if teacher_head is None else _linear(teacher_head), teacher_columns)
@@ -237,7 +236,7 @@ class _Rows:
         head_bias_v = None if self.bias_v is None else self.bias_v.to(self.dtype)
         weights = [term.weight_vd.to(self.dtype) for term in self.terms]
         vocabulary, hidden_size = weight_vd.shape
-        device_type = _made_for.get() or hidden_nd.device.type
+        device_type = _device_type(hidden_nd)
         chunk = min(chunk_rows(vocabulary, hidden_size, wanted[0][1], device_type), max(1, len(self.labels_n)))
         logits_cv = weights[0].new_empty(chunk, vocabulary)
         teacher_cv = None if self.teacher is None else self.teacher.weight_vd.new_empty(chunk, vocabulary)
@@ -349,6 +348,10 @@ def _add_product(total_vd: Tensor, logits: Tensor, rows: Tensor) -> None:
         torch.addmm(total_vd, logits.t(), rows, out=total_vd)  # no product of the head's size beside the sum
     else:
         total_vd += logits.t() @ rows
+
+
+def _device_type(tensor: Tensor) -> str:
+    return _made_for.get() or tensor.device.type
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
