@@ -147,7 +147,10 @@ class BlockDrafter(OneForwardDrafter):
 
     def rows_of(self, present_bgs: Tensor, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
         labels_bgs = F.pad(labels_bgs, (0, 0, self.first_stream, 0), value=IGNORED_LABEL)
-        return GroupRows.of(present_bgs, labels_bgs, position_ids, self.reads_first_token, whole_groups=True)
+        one_behind_the_other = self.lays_out(present_bgs)
+        return GroupRows.of(
+            present_bgs, labels_bgs, position_ids, self.reads_first_token, one_behind_the_other, whole_groups=True
+        )
 
     def rows_hidden(
         self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None

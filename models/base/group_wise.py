@@ -119,7 +119,11 @@ class GroupWiseDrafter(DraftVocabulary):
 
     def rows_of(self, present_bgs: Tensor, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
         """The rows that are `present`, and which of them carry a label."""
-        return GroupRows.of(present_bgs, labels_bgs, position_ids, self.reads_first_token)
+        return GroupRows.of(present_bgs, labels_bgs, position_ids, self.reads_first_token, self.lays_out(present_bgs))
+
+    def lays_out(self, present_bgs: Tensor) -> bool:
+        """Whether the sequences of a batch lie one behind the other for attention, so that padding costs nothing."""
+        return self.config.attention == "folded" and len(present_bgs) > 1
 
     def features_read(self, features: Tensor) -> Tensor:
         """[B, S, F] what a training step reads of the target's features."""

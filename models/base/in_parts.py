@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.base.depth_weights import DpaceWeights, weighed
-from draftsmith.models.groups.alignment import IGNORED_LABEL, document_starts, previous_features
+from draftsmith.models.groups.alignment import IGNORED_LABEL, previous_features
 from draftsmith.models.groups.parts import Part, PartAttention, PartRows, RealStream, parts_of
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.head_loss import TeacherRows
@@ -143,12 +143,8 @@ class _Masks:
         labels_bgs, device = batch.labels_bgs, present_bgs.device
         grid, documents = real.grid, real.grid.documents
         assert documents is not None
-        total = grid.shape[2]
-        self._token_t = torch.arange(labels_bgs.shape[0] * labels_bgs.shape[2], device=device)
-        if not drafter.reads_first_token:
-            has_none = document_starts(batch.positions).flatten()
-            self._token_t = (~has_none).nonzero_static(size=total).squeeze(1)
-        self._real_t = torch.zeros(total, dtype=torch.long, device=device)
+        self._token_t = cast(Tensor, grid.token_t)
+        self._real_t = torch.zeros_like(self._token_t)
         self._real_t[grid.index_n] = torch.arange(len(grid.index_n), device=device)
         masks_bks = present_bgs[:, 1:] & (labels_bgs[:, 1:] != IGNORED_LABEL)
         self._masks_kt = masks_bks.transpose(0, 1).flatten(1)[:, self._token_t]

@@ -7,9 +7,10 @@ matter, packed as one sequence [1, N, D]; only the attention core unpacks them o
 its attention and nothing else. Real keys that a present row may see are always present, and so are the earlier masks of
 its group.
 
-Where several documents are packed into a row of the batch, the rows of the batch lie one behind the other on the grid
-of the attention core, as one sequence of documents: nothing is seen across a border, and attention costs the sum of the
-documents' squares.
+Where several documents are packed into a row of the batch, or where it is asked for, the rows of the batch lie one
+behind the other on the grid of the attention core, as one sequence of documents, without what lies behind the last
+present row of each: nothing is seen across a border, and attention costs the sum of the documents' squares, whatever
+the padding.
 
 How many rows there are has to be known before anything can be computed with them: all such numbers are asked of the
 device in one copy, the only time that it is waited for.
@@ -40,12 +41,14 @@ class Grid:
         index_n: [N] into the flattened grid.
         in_order: Whether there is a row for each place of the grid, in its order.
         documents: Of packed rows, in the grid's positions.
+        token_t: [positions] of packed rows: which token of the batch, [P], lies there.
     """
 
     shape: tuple[int, int, int]
     index_n: Tensor
     in_order: bool = False
     documents: Documents | None = None
+    token_t: Tensor | None = None
 
     def to_grid(self, packed: Tensor) -> Tensor:
         """[1, H, N, Dh] to [B, H, G, S, Dh], zeros where a row is absent."""
@@ -66,7 +69,7 @@ class Grid:
         index_n = self.index_n[place_n]
         of_batch_n = index_n // (num_streams * length)
         index_n = index_n - (of_batch_n * (num_streams - count) + first) * length
-        return Grid((batch, count, length), index_n, documents=self.documents)
+        return Grid((batch, count, length), index_n, documents=self.documents, token_t=self.token_t)
 
 
 @dataclass(frozen=True)
@@ -152,19 +155,26 @@ class GroupRows:
     ) -> GroupRows:
         """Of `present` [B, G, S], from which the rows of first tokens are taken if these have none.
 
-        in_documents: Let the sequences of a batch, too, lie one behind the other; with position ids only.
+        in_documents: Let the sequences of a batch, too, lie one behind the other, each a document at least.
         whole_groups: A group has rows in all streams but the first, or none: where no group has, one is there.
         """
         batch, num_streams, length = present_bgs.shape
-        starts_bs = None if position_ids is None else document_starts(position_ids.expand(batch, length))
+        starts_bs = None
+        if position_ids is not None:
+            starts_bs = document_starts(position_ids.expand(batch, length))
+        elif in_documents:
+            starts_bs = torch.zeros_like(present_bgs[:, 0])
+            starts_bs[:, 0].fill_(True)
         if not first_token:
             present_bgs[:, :, :1].fill_(False)
             if starts_bs is not None:
                 present_bgs &= ~starts_bs.unsqueeze(1)
         labelled_bgs = present_bgs & (labels_bgs != IGNORED_LABEL)
         asked = [present_bgs.sum((0, 2)), labelled_bgs.sum().view(1)]
+        placed_bs = None
         if starts_bs is not None:
-            asked += [starts_bs.sum().view(1), _longest(starts_bs).view(1)]
+            placed_bs = _placed(present_bgs, starts_bs, first_token)
+            asked += [starts_bs.sum().view(1), placed_bs.sum().view(1), _longest(starts_bs, placed_bs).view(1)]
         counts = torch.cat(asked).tolist()
         counts_g, num_labelled = counts[:num_streams], counts[num_streams]
         index_n = present_bgs.flatten().nonzero_static(size=sum(counts_g)).squeeze(1)
@@ -174,9 +184,8 @@ class GroupRows:
             counts_g = [1] * there + counts_g[there:]
         labelled_m = labelled_bgs.flatten()[index_n].nonzero_static(size=num_labelled).squeeze(1)
         shape = (batch, num_streams, length)
-        if starts_bs is not None and (in_documents or counts[num_streams + 1] > batch):
-            num_documents, longest = counts[num_streams + 1 :]
-            grid = _packed_grid(shape, index_n, starts_bs, num_documents, longest, first_token)
+        if starts_bs is not None and placed_bs is not None and (in_documents or counts[num_streams + 1] > batch):
+            grid = _packed_grid(shape, index_n, starts_bs, placed_bs, *counts[num_streams + 1 :])
         else:
             grid = _plain_grid(shape, index_n, first_token)
         return GroupRows(shape, index_n, counts_g, labelled_m, grid)
@@ -234,31 +243,40 @@ def _plain_grid(shape: tuple[int, int, int], index_n: Tensor, first_token: bool)
     return Grid(shape, index_n, in_order=len(index_n) == batch * num_streams * shape[2])
 
 
+def _placed(present_bgs: Tensor, starts_bs: Tensor, first_token: bool) -> Tensor:
+    """[B, S] bool: which tokens have a place on a packed grid."""
+    placed_bs = present_bgs.any(1).flip(-1).cumsum(-1).flip(-1) > 0
+    if not first_token:
+        placed_bs &= ~starts_bs
+    placed_bs[0, int(not first_token)].fill_(True)  # of the row that is there where no other is
+    return placed_bs
+
+
 def _packed_grid(
     shape: tuple[int, int, int],
     index_n: Tensor,
     starts_bs: Tensor,
+    placed_bs: Tensor,
     num_documents: int,
-    max_length_tokens: int,
-    first_token: bool,
+    total: int,
+    longest: int,
 ) -> Grid:
-    """All documents of the batch one behind the other, without the places of first tokens if these have no row."""
+    """All documents of the batch one behind the other, each of its tokens that are placed."""
     batch, num_streams, length = shape
-    starts_p = starts_bs.flatten()
-    begin_d, total = starts_p.nonzero_static(size=num_documents).squeeze(1), batch * length
-    token_n = index_n // (num_streams * length) * length + index_n % length
-    if not first_token:
-        begin_d = begin_d - torch.arange(num_documents, device=begin_d.device)
-        token_n = token_n - starts_p.cumsum(0)[token_n]
-        total, max_length_tokens = total - num_documents, max_length_tokens - 1
+    placed_p = placed_bs.flatten().long()
+    before_p = placed_p.cumsum(0) - placed_p
+    begin_d = before_p[starts_bs.flatten().nonzero_static(size=num_documents).squeeze(1)]
     bounds_d = torch.cat([begin_d, begin_d.new_full((1,), total)]).int()
-    index_n = index_n // length % num_streams * total + token_n
-    in_order = batch == 1 and len(index_n) == num_streams * total
-    return Grid((1, num_streams, total), index_n, in_order, Documents(bounds_d, max_length_tokens))
+    token_n = index_n // (num_streams * length) * length + index_n % length
+    index_n = index_n // length % num_streams * total + before_p[token_n]
+    in_order = 1 in (batch, num_streams) and len(index_n) == num_streams * total
+    token_t = placed_bs.flatten().nonzero_static(size=total).squeeze(1)
+    return Grid((1, num_streams, total), index_n, in_order, Documents(bounds_d, longest), token_t)
 
 
-def _longest(starts_bs: Tensor) -> Tensor:
-    """[] tokens of the longest document."""
-    token_p = torch.arange(starts_bs.numel(), device=starts_bs.device)
-    begin_p = token_p.where(starts_bs.flatten(), 0).cummax(0).values
-    return (token_p - begin_p).max() + 1
+def _longest(starts_bs: Tensor, placed_bs: Tensor) -> Tensor:
+    """[] placed tokens of the longest document."""
+    placed_p = placed_bs.flatten().long()
+    through_p = placed_p.cumsum(0)
+    before_p = (through_p - placed_p).where(starts_bs.flatten(), 0).cummax(0).values
+    return (through_p - before_p).max()

@@ -65,8 +65,9 @@ def test_drop_only_in_training() -> None:
 def test_documents_by_hand(first_token: bool) -> None:
     """Two rows of 5, two streams: documents x_0 x_1 x_2 and x_3 x_4, then one of 4 and padding, which is a document.
 
-    Labels at depth 1 everywhere but in the padding, at depth 2 where the document goes on that far. Without first
-    tokens their rows and their places are gone: 0, 3, 5 and 9 of ten.
+    Labels at depth 1 everywhere but in the padding, at depth 2 where the document goes on that far. What lies behind a
+    row's last label has no place: 4, 8 and 9 of ten. Without first tokens their rows and their places are gone too: 0,
+    3 and 5.
     """
     labels = torch.full((2, 2, 5), -100)
     labels[0, 0, [0, 1, 3]] = labels[0, 1, 0] = labels[1, 0, :3] = labels[1, 1, :2] = 7
@@ -92,20 +93,22 @@ def test_documents_by_hand(first_token: bool) -> None:
     if first_token:
         assert rows.counts_g == [7, 3]
         assert rows.labelled_m.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9]
-        assert rows.grid.shape == (1, 2, 10)
-        assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 10, 5, 6, 7, 15, 16]
+        assert rows.grid.shape == (1, 2, 7)
+        assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 7, 4, 5, 6, 11, 12]
+        assert rows.grid.token_t.tolist() == [0, 1, 2, 3, 5, 6, 7]
         assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
-            [0, 3, 5, 9, 10], [3, 2, 4, 1], 4,
+            [0, 3, 4, 7, 7], [3, 1, 3, 0], 3,
         )  # fmt: skip
-        assert documents.numbers(10).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
-    else:  # places 1 2, 4, 6 7 8 are left: 0 to 5
+        assert documents.numbers(7).tolist() == [0, 0, 0, 1, 2, 2, 2]
+    else:
         assert rows.counts_g == [4, 1]
-        assert rows.grid.shape == (1, 2, 6)
-        assert rows.grid.index_n.tolist() == [0, 1, 3, 4, 9]
+        assert rows.grid.shape == (1, 2, 4)
+        assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 6]
+        assert rows.grid.token_t.tolist() == [1, 2, 6, 7]
         assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
-            [0, 2, 3, 6, 6], [2, 1, 3, 0], 3,
+            [0, 2, 2, 4, 4], [2, 0, 2, 0], 2,
         )  # fmt: skip
-        assert documents.numbers(6).tolist() == [0, 0, 1, 2, 2, 2]
+        assert documents.numbers(4).tolist() == [0, 0, 2, 2]
     values = torch.arange(1.0, 1 + len(found)).view(1, 1, -1, 1)
     grid = rows.grid.to_grid(values)
     assert grid.flatten()[rows.grid.index_n].tolist() == values.flatten().tolist()
@@ -114,12 +117,12 @@ def test_documents_by_hand(first_token: bool) -> None:
     streams = [(places.tolist(), there.shape, there.index_n.tolist()) for places, there in rows.streams()]
     if first_token:
         assert streams == [
-            ([0, 1, 2, 3, 5, 6, 7], (1, 1, 10), [0, 1, 2, 3, 5, 6, 7]),
-            ([4, 8, 9], (1, 1, 10), [0, 5, 6]),
+            ([0, 1, 2, 3, 5, 6, 7], (1, 1, 7), [0, 1, 2, 3, 4, 5, 6]),
+            ([4, 8, 9], (1, 1, 7), [0, 4, 5]),
         ]
         assert [places.tolist() for places in rows.labelled_streams()] == [[0, 1, 3, 5, 6, 7], [4, 8, 9]]
     else:
-        assert streams == [([0, 1, 2, 3], (1, 1, 6), [0, 1, 3, 4]), ([4], (1, 1, 6), [3])]
+        assert streams == [([0, 1, 2, 3], (1, 1, 4), [0, 1, 2, 3]), ([4], (1, 1, 4), [2])]
 
 
 def test_one_document_in_each_row_is_not_packed() -> None:
@@ -138,3 +141,22 @@ def test_one_document_in_each_row_is_not_packed() -> None:
 def test_nothing_to_learn_leaves_one_row(first_token: bool) -> None:
     rows = GroupRows.that_matter(torch.full((2, 3, 4), -100), first_token=first_token)
     assert (rows.index_n.tolist(), rows.counts_g, rows.labelled_m.tolist()) == ([int(not first_token)], [1, 0, 0], [])
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+def test_padding_has_no_place(first_token: bool) -> None:
+    """Rows of 5, 2 and 3 tokens that matter out of 6, one behind the other; without first tokens one less of each.
+
+    Attention then costs 25 + 4 + 9 of the 3 * 36 that it would.
+    """
+    labels = torch.full((3, 1, 6), -100)
+    labels[0, 0, 4] = labels[1, 0, 1] = labels[2, 0, 2] = 7
+    rows = GroupRows.of(GroupRows.present(labels), labels, None, first_token, in_documents=True)
+    documents, skipped = rows.grid.documents, int(not first_token)
+    assert documents is not None
+    assert documents.lengths == [5 - skipped, 2 - skipped, 3 - skipped]
+    assert documents.max_length_tokens == 5 - skipped
+    tokens = [6 * row + place for row, length in enumerate((5, 2, 3)) for place in range(skipped, length)]
+    assert rows.grid.token_t.tolist() == rows.token_n.tolist() == tokens
+    assert (rows.grid.shape, rows.grid.in_order) == ((1, 1, len(tokens)), True)
+    assert GroupRows.of(GroupRows.present(labels), labels, None, first_token).grid.shape == (3, 1, 6 - skipped)
