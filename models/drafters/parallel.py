@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.base.options import Init, Loss, MaskResidual, NumLayers, ascending_layers
-from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.target.features import FINAL_FEATURES, residual_size
 
 
 class ParallelConfig(DrafterConfig):
@@ -81,7 +81,8 @@ class ParallelDrafter(MaskedDrafter):
         return self.config.mask_residual
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Masks near the mean embedding; with `init: target` also the target's last layers and a fusion that adds."""
+        """Masks near the mean embedding; with `init: target` also the target's last layers, and a fusion to inputs
+        as large as these know: smaller ones would be lost beside what they write."""
         draw_near_mean_embedding(self.masks, target)
         if self.config.inputs != "embedding":
             self.masks.div_(self.masks.pow(2).mean(-1, keepdim=True).sqrt())
@@ -93,6 +94,13 @@ class ParallelDrafter(MaskedDrafter):
             for layer, source_layer in zip(self.layers, source.layers[-len(self.layers) :], strict=True):
                 layer.load_state_dict(source_layer.state_dict())
             self.norm.load_state_dict(source.norm.state_dict())
+            if self.config.inputs != "embedding":
+                parts = self.fuse.in_features // self.fuse.out_features
+                size = residual_size(target, len(source.layers) - len(self.layers)) / parts**0.5
+                self.masks.mul_(size)
+                self.feature_norm.weight.fill_(size)
+                if self.config.inputs == "both":
+                    self.embedding_norm.weight.fill_(size)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., E] inputs of stream 0 from x_t [...] and h_{t-1} [..., F]."""
