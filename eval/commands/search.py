@@ -43,7 +43,6 @@ CHOICES: dict[str, tuple[float | str, ...]] = {
     "depth_weights": (0.5, 0.8, 1.0),
     "depth_ramp": (0.0, 0.3, 0.6),
     "init": ("target", "random"),
-    "input_size": ("unit", "residual"),
 }
 EVAL_ROWS_FRAC = 0.05  # where the recipe keeps none out
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.base.options import Init, Loss, MaskResidual, NumLayers, ascending_layers
-from draftsmith.models.target.features import FINAL_FEATURES, residual_size
+from draftsmith.models.target.features import FINAL_FEATURES
 
 
 class ParallelConfig(DrafterConfig):
@@ -46,12 +46,6 @@ class ParallelConfig(DrafterConfig):
             "what engines serve: PARD, with `inputs: embedding`)",
         )
         init: Init = "target"
-        input_size: Literal["unit", "residual"] = Field(
-            "unit",
-            description="with `init: target`, how large what layers read begins: 1 for each normalised part, or all "
-            "together as large as the target's residual stream where the layers come from; it changes which learning "
-            "rate is best",
-        )
         feature_layers: Annotated[
             list[int], AfterValidator(lambda layers, info: ascending_layers(layers, info, FINAL_FEATURES))
         ] = Field(
@@ -87,10 +81,7 @@ class ParallelDrafter(MaskedDrafter):
         return self.config.mask_residual
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Masks near the mean embedding; with `init: target` also the target's last layers and a fusion that adds.
-
-        A layer writes as much as it did in the target, whatever it reads: smaller inputs are lost beside that at first.
-        """
+        """Masks near the mean embedding; with `init: target` also the target's last layers and a fusion that adds."""
         draw_near_mean_embedding(self.masks, target)
         if self.config.inputs != "embedding":
             self.masks.div_(self.masks.pow(2).mean(-1, keepdim=True).sqrt())
@@ -102,13 +93,6 @@ class ParallelDrafter(MaskedDrafter):
             for layer, source_layer in zip(self.layers, source.layers[-len(self.layers) :], strict=True):
                 layer.load_state_dict(source_layer.state_dict())
             self.norm.load_state_dict(source.norm.state_dict())
-            if self.config.inputs != "embedding" and self.config.input_size == "residual":
-                parts = self.fuse.in_features // self.fuse.out_features
-                size = residual_size(target, len(source.layers) - len(self.layers)) / parts**0.5
-                self.masks.mul_(size)
-                self.feature_norm.weight.fill_(size)
-                if self.config.inputs == "both":
-                    self.embedding_norm.weight.fill_(size)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., E] inputs of stream 0 from x_t [...] and h_{t-1} [..., F]."""

@@ -33,19 +33,6 @@ def target_features(
         return tap.take()
 
 
-def residual_size(target: PreTrainedModel, layer: int, num_tokens: int = 64) -> Tensor:
-    """[] the root mean square of the residual stream after `layer` layers: the median over random tokens.
-
-    A median, as few positions, the first among them, are a hundred times as large. Always the same tokens.
-    """
-    embedding = target.get_input_embeddings()
-    generator = torch.Generator().manual_seed(0)
-    ids_bs = torch.randint(embedding.weight.shape[0], (1, num_tokens), generator=generator, device="cpu")
-    with torch.no_grad():
-        residual_sd = target_features(target, ids_bs.to(embedding.weight.device), layers=(layer,))[0]
-    return residual_sd.float().pow(2).mean(-1).sqrt().median()
-
-
 class _AllTapped(Exception):
     """Thrown out of the target's forward when every layer that is wanted has run."""
 

@@ -29,8 +29,8 @@ def test_trials_are_the_same_for_every_kind_and_never_change() -> None:
     drawn = [trial_values(parallel, number)["drafter.options.depth_weights"] for number in range(1, 9)]
     assert len(set(drawn)) == 3
     flagship = load_recipe("embedded-parallel")
-    for key, values in (("init", {"target", "random"}), ("input_size", {"unit", "residual"})):
-        assert {trial_values(flagship, number)[f"drafter.options.{key}"] for number in range(1, 9)} == values
+    begun = [trial_values(flagship, number)["drafter.options.init"] for number in range(1, 9)]
+    assert set(begun) == {"target", "random"}
 
 
 def test_a_trial_is_the_recipe_with_other_values() -> None:

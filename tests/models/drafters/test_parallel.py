@@ -126,27 +126,6 @@ def test_every_feature_layer_is_normalised_by_itself() -> None:
     assert (drafter.group_logits(ids, swapped) - logits).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("inputs", ["hidden", "both"])
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_copied_layers_may_begin_with_inputs_as_large_as_theirs_were(inputs: str, num_layers: int) -> None:
-    """Of a target whose layers write ten times as much as its embeddings are; otherwise each part begins with 1."""
-    target = tiny_target(num_hidden_layers=3)
-    for layer in target.base_model.layers:
-        layer.mlp.down_proj.weight.mul_(10)
-    batch = random_batch(target, 4, 60)
-    read = target_features(target, batch["input_ids"], layers=(3 - num_layers,))
-    sizes = {}
-    for size in ("residual", "unit"):
-        drafter = tiny_parallel(target, inputs=inputs, num_layers=num_layers, input_size=size)
-        features = target_features(target, batch["input_ids"], layers=drafter.feature_layers)
-        made = drafter.real_inputs(batch["input_ids"], features)
-        sizes[size] = [part.pow(2).mean(-1).sqrt().median().item() for part in (made, drafter.masks)]
-    expected, parts = read.pow(2).mean(-1).sqrt().median().item(), 1 + (inputs == "both")
-    assert expected > 5
-    assert sizes["residual"] == pytest.approx([expected, expected / parts**0.5], rel=0.35)
-    assert sizes["unit"] == pytest.approx([parts**0.5, 1.0], rel=0.35)
-
-
 def test_wrong_kind_lists_the_kinds() -> None:
     with pytest.raises(UserError, match=r"drafter.kind `paralel` does not exist: use one of .*parallel"):
         load_drafter_class("paralel")
