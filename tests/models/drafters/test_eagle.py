@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.head_loss import TeacherRows
 from draftsmith.models.target.features import target_features
 
 # Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.
@@ -92,11 +93,11 @@ def test_the_regression_by_hand() -> None:
     """0.5 off everywhere: 0.5**2 / 2 = 0.125. 3 off: 3 - 0.5 = 2.5. Their mean, with no weight on the distribution."""
     target = tiny_target()
     drafter = tiny_drafter_of("eagle", target, class_weight=0)
-    teacher = torch.zeros(2, 32)
     hidden = torch.stack([torch.full((32,), 0.5), torch.full((32,), -3.0)])
-    depth, labels = torch.zeros(2, dtype=torch.long), torch.tensor([4, 5])
-    assert drafter.label_loss(hidden, depth, labels, teacher).loss.item() == pytest.approx((0.125 + 2.5) / 2)
-    right = tiny_drafter_of("eagle", target).label_loss(hidden, depth, labels, hidden)
+    depth, labels, rows = torch.zeros(2, dtype=torch.long), torch.tensor([4, 5]), torch.arange(2)
+    zeros, itself = (TeacherRows(features, rows) for features in (torch.zeros(2, 32), hidden))
+    assert drafter.label_loss(hidden, depth, labels, zeros).loss.item() == pytest.approx((0.125 + 2.5) / 2)
+    right = tiny_drafter_of("eagle", target).label_loss(hidden, depth, labels, itself)
     assert right.loss.item() == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(ValueError, match="pass teacher_features"):
         drafter.label_loss(hidden, depth, labels, None)
