@@ -171,7 +171,6 @@ class Tuned:
 
 
 @alone_in_its_run("tune")
-@torch.inference_mode()
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
     """Find the tree, and write it into the drafter's config.
 
@@ -199,7 +198,8 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     decoder = drafter.decoder(length)
-    with TargetSession(target, length, drafter.feature_layers) as session:
+    # What was loaded, not in inference mode: packed layers ask which version their weights are.
+    with torch.inference_mode(), TargetSession(target, length, drafter.feature_layers) as session:
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
         trace, chain_trace, lookup_trace = (

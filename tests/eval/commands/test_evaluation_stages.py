@@ -13,6 +13,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from draftsmith.eval.bench.arms import load_models
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import Tuned, tune
@@ -72,6 +73,29 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
     copied = stages.recipe.model_copy(update={"runs_dir": str(tmp_path)})
     shutil.copytree(RunFolder(stages.recipe).root, RunFolder(copied).root)
     return copied
+
+
+def test_what_tune_loads_can_be_packed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed layers ask for their weights' version, which tensors made in inference mode do not have."""
+    target, _ = load_target(recipe.target)
+    vocabulary = target.config.vocab_size
+    options = {**recipe.drafter.options, "draft_vocab_size": vocabulary - 1}
+    drafter = load_drafter_class("parallel").from_target(target, options)
+    drafter.choose_draft_tokens(torch.arange(vocabulary))
+    drafter.save_pretrained(RunFolder(recipe).drafter)
+    weights: list[torch.Tensor] = []
+
+    def watched(recipe: Recipe) -> tuple[Any, ...]:
+        models = load_models(recipe)
+        weights.extend(models[0].parameters())
+        weights.extend(drafter.borrowed_head.weight for drafter in models[2].values())
+        return models
+
+    monkeypatch.setattr("draftsmith.eval.commands.tune.load_models", watched)
+    monkeypatch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)
+    tune(recipe, questions=1, new_tokens=8, turns=1)
+    assert weights
+    assert not any(weight.is_inference() for weight in weights)
 
 
 def test_one_after_the_other(stages: Stages) -> None:
