@@ -25,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import load_models, make_arms
+from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
@@ -221,12 +222,13 @@ def main() -> None:
             ("prompt lookup", PromptLookup("pld", max_ngram=3, num_tokens=10, match="earliest", partial=True)),
         )
     }
-    drafting = list(our_methods)[1:]
+    drafting, arms = list(our_methods)[1:], []
     if joint is not None:
         arms = [arm for arm in make_arms(joint, drafters, target, tokenizer, longest) if arm.lenience == 1][1:]
         our_methods |= {arm.method.name: (arm.method, arm.feature_layers) for arm in arms}
         drafting = [arm.method.name for arm in arms]
     with TargetSession(target, longest) as session:
+        give_costs(session, arms, prompts[0])
         sides = {BASELINE: transformers_side(theirs, tokens, end_ids)}
         for name, settings in settings_of(draft, arguments.gamma).items():
             sides[f"transformers: {name}"] = transformers_side(theirs, tokens, end_ids, (draft, settings))

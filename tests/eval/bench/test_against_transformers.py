@@ -1,12 +1,14 @@
 """The comparison with transformers: what it concludes, and that both sides give the same answers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.benchmark_scripts import benchmark, figures_of
 from support.finished_run import write_lines
 from support.tiny_runs import recipe_file, recipe_in, save_target, tiny_run
 
+from draftsmith.eval.bench.costs import asking
 from draftsmith.train.drafter.stage import train_drafter
 
 script = benchmark("against_transformers")
@@ -44,6 +46,16 @@ def test_all_sides_give_the_same_answers(tmp_path: Path, monkeypatch: pytest.Mon
     write_lines(tmp_path / "q.jsonl", [dict(zip(keys, question, strict=True)) for question in questions])
     asked = {"questions": str(tmp_path / "q.jsonl"), "max_new_tokens": 8}
     trees = [{"name": "chain"}, {"name": "tree", "tree": "best_first", "nodes": 4, "branch": 2}]
+    trees.append({"name": "adaptive", "tree": "adaptive", "nodes": 4, "branch": 2})
+    monkeypatch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)  # no time is asserted
+    told: dict[str, bool] = {}
+    our_side = script.our_side
+
+    def noted_side(session: Any, method: Any, *rest: Any) -> Any:
+        told[method.name] = asking(method) is None
+        return our_side(session, method, *rest)
+
+    monkeypatch.setattr(script, "our_side", noted_side)
     draft = recipe_in(tmp_path, "draft", drafter={"kind": "draft_model", "options": {"num_layers": 1}}, eval=asked)
     ours = tiny_run(tmp_path, "ours", eval={**asked, "methods": trees})
     train_drafter(ours)
@@ -55,11 +67,12 @@ def test_all_sides_give_the_same_answers(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(figures["sides"]) == [
         "transformers: generate", "transformers: assisted generation", "transformers: assisted generation, defaults",
         "transformers: prompt lookup", "ours: autoregressive", "ours: speculative sampling", "ours: prompt lookup",
-        "ours: chain", "ours: tree",
+        "ours: chain", "ours: tree", "ours: adaptive",
     ]  # fmt: skip
     assert {side["different_answers"] for side in figures["sides"].values()} == {0}
     assert figures["sides"]["ours: tree"]["tau"] >= 1
-    assert figures["best"]["ours"] in ("ours: chain", "ours: tree")
+    assert told["adaptive"]  # knows what its rounds cost before it is timed
+    assert figures["best"]["ours"] in ("ours: chain", "ours: tree", "ours: adaptive")
     assert len(figures["same_draft"]) == 3
 
 
