@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
-from draftsmith.eval.bench.arms import load_models, make_arms
+from draftsmith.eval.bench.arms import Arm, load_models, make_arms
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
@@ -222,7 +222,8 @@ def main() -> None:
             ("prompt lookup", PromptLookup("pld", max_ngram=3, num_tokens=10, match="earliest", partial=True)),
         )
     }
-    drafting, arms = list(our_methods)[1:], []
+    drafting = list(our_methods)[1:]
+    arms: list[Arm] = []
     if joint is not None:
         arms = [arm for arm in make_arms(joint, drafters, target, tokenizer, longest) if arm.lenience == 1][1:]
         our_methods |= {arm.method.name: (arm.method, arm.feature_layers) for arm in arms}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import AutoConfig
 
 from draftsmith.eval.bench.arms import load_models
 from draftsmith.eval.commands.evaluate import evaluate, report_again
@@ -21,6 +22,7 @@ from draftsmith.eval.kept.drafter_card import update_card
 from draftsmith.eval.kept.measurement import WEIGHTS
 from draftsmith.eval.kept.proof import PROOF, Proof
 from draftsmith.eval.kept.tuned_tree import write_tuned
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.errors import UserError
@@ -41,6 +43,11 @@ class Stages:
     summary: list[dict[str, Any]]
 
 
+def untrained(recipe: Recipe, **options: Any) -> Drafter:
+    target, _ = load_target(recipe.target)
+    return load_drafter_class("parallel").from_target(target, {**recipe.drafter.options, **options})
+
+
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     if not (EMBEDDED_TARGET / "config.json").exists():
@@ -57,9 +64,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     ]
     recipe = load_recipe("quickstart", overrides)
     torch.manual_seed(0)
-    target, _ = load_target(recipe.target)
-    drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
-    drafter.save_pretrained(RunFolder(recipe).drafter)
+    untrained(recipe).save_pretrained(RunFolder(recipe).drafter)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)  # no time is asserted
         tuned = tune(recipe, questions=1, new_tokens=12, turns=1)
@@ -77,10 +82,8 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
 
 def test_what_tune_loads_can_be_packed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed layers ask for their weights' version, which tensors made in inference mode do not have."""
-    target, _ = load_target(recipe.target)
-    vocabulary = target.config.vocab_size
-    options = {**recipe.drafter.options, "draft_vocab_size": vocabulary - 1}
-    drafter = load_drafter_class("parallel").from_target(target, options)
+    vocabulary = AutoConfig.from_pretrained(EMBEDDED_TARGET).vocab_size
+    drafter = untrained(recipe, draft_vocab_size=vocabulary - 1)
     drafter.choose_draft_tokens(torch.arange(vocabulary))
     drafter.save_pretrained(RunFolder(recipe).drafter)
     weights: list[torch.Tensor] = []
