@@ -339,7 +339,7 @@ def search(
     found = []
     for recipe in loaded:
         heading("search", f"{recipe.name}: {trials} trials of {steps} steps")
-        found.append(search_recipe(recipe, SearchBudget(trials, steps, rows)))
+        found.append(search_recipe(recipe, SearchBudget(trials, steps, rows), loaded))
         tell([asdict(each) for each in found])
         show_search(found[-1], console)
 

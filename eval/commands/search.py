@@ -12,6 +12,7 @@ before is found in its folder, `runs/<name>-trial-<number>-of-<steps>-steps`.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.bench.replay import replay
-from draftsmith.eval.commands.stages import make_drafter, run_distill
+from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_distill
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.sampling import Sampling
@@ -80,8 +81,11 @@ class Search:
     chosen: dict[str, float | str]
 
 
-def search_recipe(recipe: Recipe, budget: SearchBudget) -> Search:
+def search_recipe(recipe: Recipe, budget: SearchBudget, others: Sequence[Recipe] = ()) -> Search:
     """Train and score every trial that is not trained yet.
+
+    Args:
+        others: Recipes whose distilled conversations this one takes where it asks for the same ones.
 
     Raises:
         UserError: The drafter changes its target, so that the known answers are not its target's; or no method of the
@@ -94,6 +98,7 @@ def search_recipe(recipe: Recipe, budget: SearchBudget) -> Search:
     kind = load_drafter_class(recipe.drafter.kind)
     if kind.target_change is not Drafter.target_change:
         raise UserError(f"{recipe.drafter.kind} changes its target, whose known answers are not its own: use `compare`")
+    reuse_data(recipe, others)
     run_distill(recipe)
     target, _ = load_target(recipe.target)
     trials = []

@@ -7,6 +7,7 @@ Each imports what it needs when it runs, so that `--help` and a mistyped recipe 
 
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,7 @@ def make_drafter(recipe: Recipe) -> dict[str, Any]:
     return {**made, "train": run_train(recipe)}
 
 
-def reuse_data(recipe: Recipe, recipes: list[Recipe]) -> None:
+def reuse_data(recipe: Recipe, recipes: Sequence[Recipe]) -> None:
     """Copy the distilled conversations of a recipe that asked for the same ones."""
     folder = RunFolder(recipe).data
     if folder.exists():

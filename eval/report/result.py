@@ -1,10 +1,11 @@
 """An evaluation's figures for `recipes/results.py`: what a document may quote, each under a name of its own."""
 
+from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.report.seed_spread import seed_spread
 from draftsmith.eval.report.summary import OVERALL
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import MethodRecipe, Recipe
 
 OF_A_CATEGORY = (
     "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
@@ -16,6 +17,8 @@ def evaluation_figures(
     recipe: Recipe, summary: list[dict[str, Any]], timing: list[dict[str, Any]], questions: int, proof: Any
 ) -> dict[str, Any]:
     """By arm, `method@temperature`: the row over all questions, a round's time, and the main figures by category.
+
+    Beside them what each method was asked for, as `eval.methods` takes it.
 
     Args:
         summary: Rows of `summarize`.
@@ -40,10 +43,19 @@ def evaluation_figures(
         "dtype": recipe.target.dtype,
         "asked": questions,
         "settings": settings,
+        "methods": {method.name: _as_asked(method) for method in recipe.eval.methods},
         "rows": rows,
         "over_seeds": {_arm(row): row for row in seed_spread(summary)},
         "proof": proof,
     }
+
+
+def _as_asked(method: MethodRecipe) -> dict[str, Any]:
+    """What is not the default; of a drafter's folder the last two parts, which no machine's other folders shorten."""
+    asked = method.model_dump(exclude_defaults=True, exclude={"name"}, exclude_none=True)
+    if method.drafter is not None:
+        asked["drafter"] = "/".join(Path(method.drafter).parts[-2:])
+    return asked
 
 
 def _arm(row: dict[str, Any]) -> str:

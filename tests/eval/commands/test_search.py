@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.tiny_runs import recipe_file, tiny_run
+from support.tiny_runs import recipe_file, recipe_in, tiny_run
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import search as search_module
@@ -98,6 +98,21 @@ def test_trials_read_the_features_of_the_recipe(tmp_path: Path, monkeypatch: pyt
     assert len(search.trials) == 2
     trial = tmp_path / "runs" / "mine-trial-1-of-2-steps"
     assert (trial / "features").resolve() == (tmp_path / "runs" / "mine" / "features").resolve()
+
+
+def test_conversations_are_distilled_once_for_all_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "run_distill", lambda recipe: None)
+    chain = {"data": {"eval_rows_frac": 0.4}, "eval": {"methods": [{"name": "chain"}]}}
+    first = tiny_run(tmp_path, "first", **chain)
+    second = recipe_in(tmp_path, "second", drafter={"kind": "medusa", "options": {"num_heads": 2}}, **chain)
+    command = ["search", recipe_file(first), recipe_file(second), "--trials", "1", "--steps", "2"]
+    result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "found.json")])
+    assert result.exit_code == 0, result.output
+    assert [found["kind"] for found in json.loads((tmp_path / "found.json").read_text())] == ["parallel", "medusa"]
+    tokens = [
+        tmp_path / "runs" / name / "data" / "tokens" / "data-00000-of-00001.arrow" for name in ("first", "second")
+    ]
+    assert tokens[0].read_bytes() == tokens[1].read_bytes()
 
 
 def test_what_cannot_be_searched() -> None:

@@ -29,3 +29,17 @@ def test_by_arm_with_categories_timing_and_seeds() -> None:
     assert "timing" not in figures["rows"]["a/tree@1"]
     assert (figures["over_seeds"]["a/tree@0"]["tau_mean"], figures["over_seeds"]["a/tree@0"]["seeds"]) == (3.0, 2)
     assert (figures["target"], figures["asked"], figures["settings"]["runs"]) == ("small.gguf", 26, 3)
+
+
+def test_a_row_says_how_it_was_drafted() -> None:
+    methods = [
+        {"name": "chain", "drafter": "/home/someone/runs/mine/drafter"},
+        {"name": "tree", "tree": "best_first", "nodes": 12, "branch": 4, "drafter": "someone/drafter@v1"},
+        {"name": "bigram", "kind": "ngram", "options": {"n": 2}},
+    ]
+    recipe = Recipe(name="table", target={"model": "embedded"}, eval={"methods": methods})  # type: ignore[arg-type]
+    assert evaluation_figures(recipe, [], [], 1, None)["methods"] == {
+        "chain": {"drafter": "mine/drafter"},
+        "tree": {"tree": "best_first", "nodes": 12, "branch": 4, "drafter": "someone/drafter@v1"},
+        "bigram": {"kind": "ngram", "options": {"n": 2}},
+    }
