@@ -4,8 +4,9 @@ Rounding depends on how many tokens are computed at once, so a draft tree's forw
 same bits, and where two logits are nearly equal either may come out larger. In fp32 that is rare; in half precision an
 answer of some dozens of tokens often has such a place. Behind it the two answers are answers to different prefixes.
 
-Of a tie, the token that was found has a logit as large as the target's largest, within the noise between two correct
-ways of computing the same logits: all at once, and in blocks behind a cache as in decoding.
+Of a tie, the token that was found has a logit as large as the target's largest, within the noise between correct ways
+of computing the same logits: all at once, in blocks behind a cache as a draft tree's, and token by token as without a
+draft.
 
 Shapes: P prompt, n answer tokens, V vocabulary.
 """
@@ -27,13 +28,13 @@ from draftsmith.eval.trees.tree import DraftTree, TreeShape
 
 TIE_NOISE = 2.0  # a gap of up to so many times the noise is a tie
 NEAR = 8  # largest logits, of which the noise is the largest
-BLOCK_TOKENS = 8
+BLOCKS_TOKENS = (8, 1)  # the slower one only where the first does not explain the gap
 
 
 @dataclass
 class Divergence:
     """Where a greedy answer first differed, in logits: `gap` from the largest one down to the token that was found;
-    `noise` of two correct computations."""
+    `noise` of correct computations."""
 
     question_id: int | str
     position: int
@@ -73,24 +74,26 @@ def divergence_at(
     prompt: list[int],
     expected: list[int],
     found: list[int],
-    block_tokens: int = BLOCK_TOKENS,
 ) -> Divergence:
     """By how little the target decided where a greedy answer parts from the expected one.
 
     Args:
         position: See `first_difference`.
         session: Of the target, long enough for `expected` behind its prompt.
-        block_tokens: Of the answer at once behind the cache; 1 is token by token.
     """
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     at_once_v = target(input_ids=ids, use_cache=False).logits[0, -1].float()
-    in_blocks_v = _logits_in_blocks(session, prompt, expected[:position], block_tokens).float()
     largest = at_once_v.topk(min(NEAR, len(at_once_v)))
+    gap = float(largest.values[0] - at_once_v[[expected[position], found[position]]].min())
     # The logits themselves are rounded.
     spacing = torch.finfo(target.dtype).eps * float(largest.values[0].abs())
-    noise = max(float((at_once_v - in_blocks_v)[largest.indices].abs().max()), spacing)
-    gap = float(largest.values[0] - at_once_v[[expected[position], found[position]]].min())
-    return Divergence(question_id, position, expected[position], found[position], gap, noise)
+    parted = Divergence(question_id, position, expected[position], found[position], gap, spacing)
+    for block_tokens in BLOCKS_TOKENS:
+        in_blocks_v = _logits_in_blocks(session, prompt, expected[:position], block_tokens).float()
+        parted.noise = max(parted.noise, float((at_once_v - in_blocks_v)[largest.indices].abs().max()))
+        if parted.is_tie:
+            break
+    return parted
 
 
 def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[int], block_tokens: int) -> Tensor:

@@ -106,3 +106,28 @@ def test_noise_is_never_below_what_the_dtype_can_tell_apart(target: Any) -> None
     largest = target(torch.tensor([PROMPT + answer[:-1]])).logits[0, -1].float().max()
     assert found.noise >= 2**-7 * float(largest)
     assert found.gap >= 0
+
+
+def test_token_by_token_where_blocks_do_not_explain_a_gap(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the target decodes alone; its rounding may be another than that of blocks, and a tie by it is a tie."""
+    answer = greedy_answer(target)
+    other = [*answer[:-1], (answer[-1] + 1) % 61]
+    logits_v = target(torch.tensor([PROMPT + answer[:-1]])).logits[0, -1]
+    gap = float(logits_v[answer[-1]] - logits_v[other[-1]])
+    noises = {8: gap / 4, 1: gap / 1.5}
+    asked: list[int] = []
+
+    def logits(session: object, prompt: list[int], known: list[int], block_tokens: int) -> torch.Tensor:
+        asked.append(block_tokens)
+        return logits_v + noises[block_tokens]
+
+    monkeypatch.setattr("draftsmith.eval.bench.divergence._logits_in_blocks", logits)
+    with TargetSession(target, 64) as session:
+        tie = divergence_at(TOKENS - 1, target, session, 1, PROMPT, answer, other)
+        assert (asked, tie.is_tie, tie.noise) == ([8, 1], True, pytest.approx(gap / 1.5, abs=1e-4))
+        noises |= {1: gap / 3}
+        bug = divergence_at(TOKENS - 1, target, session, 1, PROMPT, answer, other)
+        assert (bug.is_tie, bug.noise) == (False, pytest.approx(gap / 3, abs=1e-4))
+        noises |= {8: gap / 1.5}
+        assert divergence_at(TOKENS - 1, target, session, 1, PROMPT, answer, other).is_tie
+    assert asked == [8, 1, 8, 1, 8]
