@@ -13,7 +13,7 @@ Shapes: P prompt, n answer tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -74,12 +74,14 @@ def divergence_at(
     prompt: list[int],
     expected: list[int],
     found: list[int],
+    blocks_tokens: Sequence[int] = BLOCKS_TOKENS,
 ) -> Divergence:
     """By how little the target decided where a greedy answer parts from the expected one.
 
     Args:
         position: See `first_difference`.
         session: Of the target, long enough for `expected` behind its prompt.
+        blocks_tokens: Of the answer at once behind the cache, tried in turn until one explains the gap.
     """
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     at_once_v = target(input_ids=ids, use_cache=False).logits[0, -1].float()
@@ -88,7 +90,7 @@ def divergence_at(
     # The logits themselves are rounded.
     spacing = torch.finfo(target.dtype).eps * float(largest.values[0].abs())
     parted = Divergence(question_id, position, expected[position], found[position], gap, spacing)
-    for block_tokens in BLOCKS_TOKENS:
+    for block_tokens in blocks_tokens:
         in_blocks_v = _logits_in_blocks(session, prompt, expected[:position], block_tokens).float()
         parted.noise = max(parted.noise, float((at_once_v - in_blocks_v)[largest.indices].abs().max()))
         if parted.is_tie:

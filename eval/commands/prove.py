@@ -130,7 +130,9 @@ def compare_answers(
         expected, found = reference[question_id], answers[question_id]
         position = first_difference(expected, found)
         if position is not None:
-            proof.divergences.append(divergence_at(position, target, session, question_id, prompt, expected, found))
+            proof.divergences.append(
+                divergence_at(position, target, session, question_id, prompt, expected, found, blocks_tokens=(1,))
+            )
     return proof
 
 

@@ -52,7 +52,7 @@ def evaluation_figures(
 
 def _as_asked(method: MethodRecipe) -> dict[str, Any]:
     """What is not the default; of a drafter's folder the last two parts, which no machine's other folders shorten."""
-    asked = method.model_dump(exclude_defaults=True, exclude={"name"}, exclude_none=True)
+    asked = method.model_dump(exclude_defaults=True, exclude={"name"})
     if method.drafter is not None:
         asked["drafter"] = "/".join(Path(method.drafter).parts[-2:])
     return asked
