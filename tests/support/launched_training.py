@@ -4,6 +4,7 @@ launch(CPU_X2, recipe)                              # as `accelerate launch` sta
 launch(CPU_X2, recipe, signals={1: (5, "SIGKILL")})  # the second process, in its fifth step
 """
 
+import atexit
 import json
 import os
 import runpy
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from support.places import ROOT
 from support.tiny_runs import recipe_file
@@ -24,6 +26,7 @@ from draftsmith.recipes.schema import Recipe
 SCRIPT = ROOT / "train" / "train_parallel.py"
 SHIPPED = ROOT / "recipes" / "accelerate"
 SIGNALS = "TEST_SIGNALS"  # {rank: [step, name]}
+NOT_LEFT = "the interpreter ends while its process group is there"
 
 
 def on_two_cpus(name: str, folder: Path) -> Path:
@@ -81,6 +84,11 @@ class SignalItself(TrainerCallback):
             os.kill(os.getpid(), getattr(signal, name))
 
 
+def _say_whether_it_left() -> None:
+    if torch.distributed.is_initialized():
+        print(NOT_LEFT, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """The script, whose trainer has one callback more."""
     from draftsmith.train.drafter import stage
@@ -91,6 +99,7 @@ def main() -> None:
             super().__init__(*args, callbacks=[SignalItself()], **kwargs)
 
     stage.DrafterTrainer = Signalled  # type: ignore[misc]
+    atexit.register(_say_whether_it_left)  # the first one registered is the last one called
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

@@ -4,12 +4,15 @@
 Trainer's own way to ask for the same.
 """
 
+import atexit
+import functools
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import distributed
 from transformers import TrainingArguments
 
 from draftsmith.recipes.errors import UserError
@@ -54,6 +57,21 @@ def launch_of(args: TrainingArguments) -> Launch:
     if _is_on("ACCELERATE_USE_MEGATRON_LM"):
         return Launch("megatron", processes)
     return Launch("ddp" if processes > 1 else "single", processes)
+
+
+@functools.cache
+def leave_at_exit() -> None:
+    """End gloo's group before the interpreter ends; to be called once the group is there.
+
+    A thread of gloo that lets go of a tensor after that asks for the interpreter's lock and aborts the process
+    (pytorch #179291), whatever it was to end with. NCCL's end, which may wait for the others, is left to torch.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 def _is_on(name: str) -> bool:

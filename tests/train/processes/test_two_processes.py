@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launched_training import launch, on_two_cpus, start_each
+from support.launched_training import NOT_LEFT, launch, on_two_cpus, start_each
 from support.tiny_runs import tiny_run
 from torch import Tensor
 
@@ -128,6 +128,7 @@ def test_stopped_and_resumed_is_unbroken_bit_for_bit(
     assert not (RunFolder(broken).drafter / "training.json").exists()
     assert max(int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*")) == checkpoint
     assert "[rank0]" not in result.stderr  # of a traceback
+    assert NOT_LEFT not in result.stderr
     if number == signal.SIGKILL:
         assert "another process of this training ended" in result.stderr
     resumed = launch(config, broken)
