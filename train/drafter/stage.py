@@ -38,7 +38,7 @@ from draftsmith.train.features.offline import open_features, refuse_obstacle
 from draftsmith.train.monitoring.trackers import refuse_missing_trackers, tracked
 from draftsmith.train.monitoring.validation import refuse_validation, validation_callbacks
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, settle
-from draftsmith.train.processes.launch import Launch, launch_of, leave_at_exit
+from draftsmith.train.processes.launch import Launch, launch_of
 from draftsmith.train.processes.layouts import refuse_other_launch
 from draftsmith.train.processes.lost_process import told_of_a_lost_process
 from draftsmith.train.processes.refusals import refuse_what_cannot_work
@@ -69,7 +69,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     args = training_arguments(
         recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=recipe.target.device == "cpu"
     )
-    leave_at_exit()
     offline = recipe.data.features.source == "offline"
     launch = launch_of(args)
     refuse_what_cannot_work(recipe, args, launch)

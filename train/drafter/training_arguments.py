@@ -11,6 +11,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.train.processes.launch import leave_at_exit
 
 
 def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False) -> TrainingArguments:
@@ -44,6 +45,7 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         args = TrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
+    leave_at_exit()
     if args.n_gpu > 1:
         # Without a launcher the Trainer would take all of them by nn.DataParallel, which copies no target.
         args._n_gpu = 1

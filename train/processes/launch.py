@@ -61,7 +61,7 @@ def launch_of(args: TrainingArguments) -> Launch:
 
 @functools.cache
 def leave_at_exit() -> None:
-    """End gloo's group before the interpreter ends; to be called once the group is there.
+    """End gloo's group before the interpreter ends; to be called where `TrainingArguments` has made it.
 
     A thread of gloo that lets go of a tensor after that asks for the interpreter's lock and aborts the process
     (pytorch #179291), whatever it was to end with. NCCL's end, which may wait for the others, is left to torch.
