@@ -1,47 +1,75 @@
-"""`torch.compile` as decoding uses it: one graph for each shape, no graph breaks, CUDA graphs where there is CUDA."""
+"""`torch.compile` as decoding uses it: no graph breaks; CUDA graphs where there is CUDA, one graph for all sizes elsewhere.
 
-import shutil
-from collections.abc import Callable
+What is compiled is kept in `$DRAFTSMITH_CACHE`, so that a second process has it in seconds.
+"""
+
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from draftsmith.models.cpu_kernels import cpp_compiler
+from draftsmith.recipes.cache import cache_root
 from draftsmith.recipes.errors import UserError
 
 BACKEND = "inductor"
 MOST_SHAPES = 64  # of one function, in one process
+SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for it
 
 
 def can_compile() -> bool:
-    """Whether there is a compiler of C++, which inductor and Triton ask for."""
-    return any(map(shutil.which, ("c++", "g++", "clang++")))
+    """Whether there is a compiler of C++, which inductor and Triton ask for, and `$DRAFTSMITH_COMPILE` is not 0."""
+    return os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
 
 
 def compiled(
-    function: Callable[..., Any], device: torch.device, what: str, backend: str = BACKEND
+    function: Callable[..., Any],
+    device: torch.device,
+    what: str,
+    backend: str = BACKEND,
+    dynamic: Sequence[tuple[int, int, int]] | None = None,
 ) -> Callable[..., Any]:
-    """The function, compiled anew for every shape of its tensors; `what` names it to the user.
+    """The function, compiled; `what` names it to the user.
 
     On CUDA its results lie in memory that the next call of any compiled function may reuse: copy what is kept longer.
+
+    Args:
+        dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least: one graph serves all
+            of them, and nothing else about a call is looked at. None: compiled anew for every shape of its tensors.
 
     Raises (when it is called):
         UserError: It cannot be compiled.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
     on_cuda = device.type == "cuda"
-    mode = "reduce-overhead" if on_cuda and backend == BACKEND else None
-    fast = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, mode=mode)
+    if dynamic is None:
+        mode = "reduce-overhead" if on_cuda and backend == BACKEND else None
+        fast = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, mode=mode)
+    else:
+        # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
+        unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
+        options = None if unguarded is None or backend != BACKEND else {"guard_filter_fn": unguarded}
+        fast = torch.compile(function, fullgraph=True, backend=backend, options=options)
+    first = True
 
     def call(*inputs: Any) -> Any:
+        nonlocal first
         if on_cuda:
             torch.compiler.cudagraph_mark_step_begin()
+        if first and dynamic is not None:
+            for number, dimension, most in dynamic:
+                torch._dynamo.mark_dynamic(inputs[number], dimension, min=2, max=most)
         try:
-            return fast(*inputs)
+            results = fast(*inputs)
         except TorchDynamoException as error:
             raise UserError(
                 f"{what} cannot be compiled on this machine ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:200]}): use eval.compile=false"
             ) from error
+        first = False
+        return results
 
     return call

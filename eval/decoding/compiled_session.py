@@ -1,14 +1,18 @@
-"""The target session with a compiled forward: trees padded to a few sizes, attention over the whole cache.
+"""Target sessions with a compiled forward. Prompts are read without compilation.
 
-Shapes and addresses are then the same in every round, so that nothing is compiled twice and CUDA graphs apply. Prompts
-are read without compilation. What sizes there are is learned from the methods (`learning`): the largest tree of each.
-A tree that is larger than any of them runs without compilation, rather than have something compiled while it is timed.
+`CompiledSession`, for CUDA: trees padded to a few sizes, attention over the whole cache. Shapes and addresses are the
+same in every round, so that nothing is compiled twice and CUDA graphs apply. What sizes there are is learned from the
+methods (`learning`): the largest tree of each. A tree that is larger than any of them runs without compilation, rather
+than have something compiled while it is timed.
+
+`DynamicSession`, for a CPU: one graph for every number of nodes and columns.
 
 Shapes: N nodes of a padded tree, S columns that are attended to, F features, V vocabulary.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +26,12 @@ from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.attention_masks import aligned
 from draftsmith.models.compiling import BACKEND, compiled
+from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.static_tree_cache import StaticTreeCache
+from draftsmith.recipes.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class CompiledSession(TargetSession):
@@ -34,6 +42,7 @@ class CompiledSession(TargetSession):
     """
 
     cache_class = StaticTreeCache
+    pads = True  # trees, to sizes that are to be learned
     _cache: StaticTreeCache
 
     def __init__(
@@ -160,11 +169,92 @@ class CompiledSession(TargetSession):
         self._graph = compiled(run, self.device, f"target {name}", self._backend)
 
 
+class DynamicSession(CompiledSession):
+    """On a CPU; arguments and errors are those of `TargetSession`.
+
+    A single token is a chain of two to the graph: a size of one would be a graph of its own.
+
+    Args:
+        must: Whether a target that cannot be compiled is an error, or runs as it is after a warning.
+    """
+
+    pads = False
+
+    def __init__(
+        self,
+        target: Any,
+        max_length_tokens: int,
+        feature_layers: tuple[int, ...] = (FINAL_FEATURES,),
+        backend: str = BACKEND,
+        must: bool = True,
+    ) -> None:
+        self._must = must
+        super().__init__(target, max_length_tokens, feature_layers, backend)
+
+    def forward_tree(self, tree: DraftTree) -> TargetStep:
+        """Run all nodes at once. Nothing is kept until `commit`."""
+        if self._learns or len(tree) > 1:
+            return TargetSession.forward_tree(self, tree)
+        step = TargetSession.forward_tree(self, DraftTree([*tree.tokens, 0], _PADDED_TOKEN))
+        return TargetStep(step.logits[:1], step.features[:1])
+
+    def forward_device_tree(self, tree: DeviceTree) -> TargetStep:
+        if self._learns or len(tree) > 1:
+            return TargetSession.forward_device_tree(self, tree)
+        return self.forward_tree(DraftTree(tree.tokens.tolist(), TreeShape.chain(0)))
+
+    @torch.inference_mode()
+    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+        rows = ids.shape[1]
+        if self._learns or mask is None or not 1 < rows <= MOST_ROWS:
+            return super()._run(ids, positions, mask, **options)
+        start = self._cache.committed
+        # Of its own, not a view: what is compiled may depend on where in a larger tensor an input begins.
+        places = self._positions[0, start : start + rows].clone()
+        try:
+            logits, features = self._graph(ids, positions.clone(), places, mask)
+        except UserError as error:
+            if self._must:
+                raise
+            logger.warning("%s; going on without", str(error).partition(": use eval.compile")[0])
+            self._learns = True
+            self._cache.places = None
+            self._tap.forget()
+            return super()._run(ids, positions, mask, **options)
+        return TargetStep(logits[None], features[None])
+
+    def _forget_graph(self) -> None:
+        name = self._target.config.name_or_path or type(self._target).__name__
+        run = _static_forward(self._target, self._cache, self._tap)
+        rows, columns = MOST_ROWS, self._cache.capacity_tokens - 1  # all of them would be another case
+        sizes = [(0, 1, rows), (1, 1, rows), (2, 0, rows), (3, 2, rows), (3, 3, columns)]
+        self._graph = compiled(run, self.device, f"target {name}", self._backend, sizes)
+
+
+_PADDED_TOKEN = TreeShape.chain(1)
+
+
+def open_session(target: Any, max_length_tokens: int, compiles: bool, must: bool = False) -> TargetSession:
+    """The session that a target's device is fastest with.
+
+    Args:
+        must: Whether a target on a CPU that cannot be compiled is an error.
+
+    Raises:
+        UserError: As `TargetSession`.
+    """
+    if not compiles:
+        return TargetSession(target, max_length_tokens)
+    if target.device.type == "cuda":
+        return CompiledSession(target, max_length_tokens)
+    return DynamicSession(target, max_length_tokens, must=must)
+
+
 def _static_forward(target: Any, cache: StaticTreeCache, tap: FeatureTap) -> Callable[..., tuple[Tensor, Tensor]]:
     """What is compiled: ids and positions [1, N], columns to write [N], mask [1, 1, N, S] to logits and features."""
 
     def run(ids: Tensor, positions: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        cache.places = places
+        cache.places, cache.view_tokens = places, mask.shape[-1]
         logits = cached_logits(target, cache, ids, positions, mask)
         cache.places = None
         return logits[0], tap.take()[0]

@@ -163,6 +163,7 @@ class TargetSession(Session):
         """Committed tokens in the cache: all but the newest."""
         return self._cache.committed
 
+    @torch.inference_mode()
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         """Forget the last sequence and read a prompt."""
         self.check_room(prompt_ids)
@@ -175,6 +176,7 @@ class TargetSession(Session):
         self._cache.committed = prompt_length
         return TargetStep(step.logits[-1:], step.features)
 
+    @torch.inference_mode()
     def forward_tree(self, tree: DraftTree) -> TargetStep:
         """Run all nodes at once. Nothing is kept until `commit`."""
         start, nodes = self._cache.committed, self._fitting(len(tree))
@@ -187,6 +189,7 @@ class TargetSession(Session):
             positions = (tree.shape.depths_tensor.to(self.device) + start)[None]
         return self._forward(tree.tokens, positions, self._tree_mask(tree.shape, start))
 
+    @torch.inference_mode()
     def forward_device_tree(self, tree: DeviceTree) -> TargetStep:
         """The same for a tree on the device, whose tokens nobody has read."""
         start, nodes = self._cache.committed, self._fitting(len(tree))
@@ -246,6 +249,7 @@ class TargetSession(Session):
         self._mask[0, 0, :nodes, start : start + nodes] = bias
         return self._mask[:, :, :nodes, : start + nodes]
 
+    @torch.inference_mode()
     def _probe(self) -> None:
         """Make sure that two siblings in a tree see their ancestors and not each other."""
         name = self._target.config.name_or_path or type(self._target).__name__
@@ -260,8 +264,11 @@ class TargetSession(Session):
             self.prefill(prompt)
             positions = torch.tensor([[2, 3, 3]], device=self.device)
             wrong = self._forward(tree.tokens, positions, self._tree_mask(TreeShape.chain(2), 2)).logits[2]
+            self.prefill(prompt)
+            self.forward_tree(DraftTree([root], TreeShape.chain(0)))
+            self.commit([0])
+            right = self.forward_tree(DraftTree([younger], TreeShape.chain(0))).logits[0]
             self._cache.reset()
-            right = self._logits_after([*prompt, root, younger])
         except UserError:
             self.close()
             raise
@@ -278,12 +285,6 @@ class TargetSession(Session):
                 f"target {name} ignores 4-D attention masks or position ids, which draft trees need; "
                 "use target.attn_implementation=sdpa or eager"
             )
-
-    @torch.inference_mode()
-    def _logits_after(self, token_ids: list[int]) -> Tensor:
-        """The last logits [V] of a plain forward without a cache."""
-        output = self._target(input_ids=torch.tensor([token_ids], device=self.device), use_cache=False)
-        return output.logits[0, -1]
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:

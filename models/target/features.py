@@ -86,6 +86,10 @@ class FeatureTap:
         self._caught.clear()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
+    def forget(self) -> None:
+        """What a forward that failed left behind."""
+        self._caught.clear()
+
     def _catch_output(self, layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             self._caught[layer] = output if isinstance(output, Tensor) else output[0]

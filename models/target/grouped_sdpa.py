@@ -1,7 +1,8 @@
-"""Masked attention of query groups on a CPU, without copies of the keys and values.
+"""Attention of a target on a CPU, without copies of the keys and values.
 
 transformers' `sdpa` repeats the whole cache for every query head whenever there is a mask, as there is in tree
-verification and in batches of several lengths. torch's kernel for CPUs reads shared heads as they are; bits are equal.
+verification and in batches of several lengths. A tree of one sequence goes through `cpu_kernels.cpp`; the rest through
+torch's kernel for CPUs, which reads shared heads as they are.
 """
 
 from typing import Any
@@ -13,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from draftsmith.models.cpu_kernels import can_attend
+
 NAME = "grouped_sdpa"
 
 
@@ -20,10 +23,14 @@ def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """query [B, H, n, D], key and value [B, Hkv, S, D], additive or boolean mask [B or 1, 1, n, S] to [B, n, H, D]."""
-    is_ours = attention_mask is not None and query.device.type == "cpu" and not torch.is_grad_enabled()
-    if not is_ours or options.get("position_bias") is not None or options.get("cache") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    plain = options.get("position_bias") is None and options.get("cache") is None
     scale = options.get("scaling")
+    if plain and can_attend(query, attention_mask):
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return torch.ops.draftsmith.attention(query, key, value, attention_mask, scale), None
+    is_ours = attention_mask is not None and query.device.type == "cpu" and not torch.is_grad_enabled()
+    if not is_ours or not plain:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
@@ -33,8 +40,6 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def use_grouped_sdpa(model: PreTrainedModel) -> None:
-    """In place of `sdpa`, where the model is on a CPU and shares keys and values among query heads."""
-    config = model.config.get_text_config()
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if config._attn_implementation == "sdpa" and model.device.type == "cpu" and heads != shared is not None:
+    """In place of `sdpa`, where the model is on a CPU."""
+    if model.config.get_text_config()._attn_implementation == "sdpa" and model.device.type == "cpu":
         model.set_attn_implementation(NAME)
