@@ -403,7 +403,7 @@ at::Tensor attention(
 }
 
 // Reads every byte once, as fast as the memory gives them; what it returns keeps the compiler from leaving that out.
-int64_t read(const at::Tensor& data) {
+int64_t read_all(const at::Tensor& data) {
   TORCH_CHECK(data.is_contiguous(), "what is read must be contiguous");
   const int64_t vectors = static_cast<int64_t>(data.nbytes()) / static_cast<int64_t>(sizeof(Words));
   const auto* from = static_cast<const Words*>(data.const_data_ptr());
@@ -432,7 +432,7 @@ TORCH_LIBRARY(draftsmith, library) {
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
-  library.impl("read", read);
+  library.impl("read", read_all);
   library.impl("pack", pack);
   library.impl("linear", linear);
   library.impl("attention", attention);
