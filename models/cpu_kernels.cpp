@@ -185,7 +185,7 @@ void multiply(
 // 2 ** x for x <= 0, to the last bit or two: a polynomial on [-1/2, 1/2], and the exponent's bits.
 inline Floats power_of_two(Floats x) {
   const Floats lowest = broadcast(-126.0f);
-  x = x > lowest ? x : lowest;
+  x = x < lowest ? lowest : x;  // what is not a number stays so
   const Ints whole = __builtin_convertvector(x - 0.5f, Ints);  // towards zero: the nearest, of what is below zero
   const Floats rest = x - __builtin_convertvector(whole, Floats);
   Floats value = broadcast(1.535336188319500e-4f);
@@ -375,6 +375,11 @@ at::Tensor attention(
     double scale) {
   const int64_t rows = query.size(2), columns = keys.size(2), head_size = query.size(3);
   TORCH_CHECK(query.size(0) == 1 && keys.size(0) == 1, "one sequence at a time");
+  TORCH_CHECK(
+      keys.size(3) == head_size && values.sizes() == keys.sizes() && query.size(1) % keys.size(1) == 0,
+      "query, keys and values differ in size");
+  TORCH_CHECK(
+      keys.dtype() == query.dtype() && values.dtype() == query.dtype(), "query, keys and values differ in dtype");
   TORCH_CHECK(
       head_size % LANES == 0 && head_size / LANES <= MOST_PARTS, "head size must be a multiple of ", LANES, ", at most ",
       MOST_PARTS * LANES);

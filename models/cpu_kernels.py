@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils import cpp_extension
 
 from draftsmith.recipes.cache import cache_root
 from draftsmith.recipes.machine import Machine
@@ -70,13 +69,19 @@ def _load() -> bool:
 
 
 def can_attend(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attention` takes these: query [B, H, R, D], mask [1, 1, R, S] additive, or None for a single row."""
+    """Whether `attention` takes these: query [B, H, R, D], mask [1, 1, R, S] additive, or None for a single row.
+
+    Keys and values must be like the query: in dtype, in head size, and contiguous in it.
+    """
     batch, _, rows, head_size = query.shape
     return (
         batch == 1
         and query.device.type == "cpu"
         and query.dtype in DTYPES
-        and (rows == 1 if mask is None else rows <= MOST_ROWS and mask.dtype == query.dtype and mask.shape[:2] == (1, 1))
+        and query.stride(3) == 1
+        and (
+            rows == 1 if mask is None else rows <= MOST_ROWS and mask.dtype == query.dtype and mask.shape[:2] == (1, 1)
+        )
         and not torch.is_grad_enabled()
         and has_kernels()
         and head_size % (_lanes or 1) == 0
@@ -109,8 +114,10 @@ def _build(compiler: str, library: Path) -> None:
     Raises:
         CalledProcessError: With what the compiler said in `stderr`.
     """
-    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-ltorch", "-lc10"]
+    # Not from torch.utils.cpp_extension, which needs setuptools.
+    folder = Path(torch.__file__).parent
+    includes = [f"-I{folder / 'include'}", f"-I{folder / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     command = [compiler, *FLAGS, abi, *includes, str(SOURCE), "-o", str(library), *libraries]
     # What a compiler may not know: the processor's own instructions, and threads, which are torch's.

@@ -1,5 +1,6 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and what is settled before any test of any process runs."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,13 @@ import torch
 from support.openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
 
 from draftsmith.data.engines import servers
+from draftsmith.models.compiling import SWITCH
+from draftsmith.models.cpu_kernels import has_kernels
+
+# Compiling takes longer than what is tested: tests that want it ask for it. Subprocesses inherit this.
+os.environ.setdefault(SWITCH, "0")
+# Now, into the user's own cache: later a test may point elsewhere, and would have them built anew.
+has_kernels()
 
 # Fixtures that lie beside what they make.
 pytest_plugins = ["support.finished_run", "support.tiny_runs", "support.tiny_disk"]

@@ -17,7 +17,7 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.compiling import can_compile
-from draftsmith.models.decoding.protocols import Compilable
+from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.target.packed_linear import pack_linears
@@ -61,10 +61,25 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether decoding is compiled: as the recipe says, or else on CUDA, where launching kernels is what costs."""
+    """Whether decoding is compiled: as the recipe says, or else where a C++ compiler is.
+
+    A step's small operations take longer to call than to compute.
+    """
     if recipe.eval.compile is not None:
         return recipe.eval.compile
-    return target_device(recipe.target).type == "cuda" and can_compile()
+    return target_device(recipe.target).type in ("cpu", "cuda") and can_compile()
+
+
+def compile_decoder(recipe: Recipe, decoder: SequenceDecoder) -> SequenceDecoder:
+    """The decoder, on CUDA its rounds compiled where the target's are.
+
+    On a CPU a compiled draft takes longer: 1.4 ms instead of 1.0 for one layer of SmolLM2-135M, whose operations are
+    few, and whose inputs are made in every round.
+    """
+    on_cuda = target_device(recipe.target).type == "cuda"
+    if on_cuda and compiles(recipe) and isinstance(decoder, Compilable):
+        decoder.compile()
+    return decoder
 
 
 def make_arms(
@@ -75,10 +90,9 @@ def make_arms(
     Raises:
         UserError: Two methods have one name, or a method's kind or options are wrong.
     """
-    decoders = {folder: drafter.decoder(max_length_tokens) for folder, drafter in drafters.items()}
-    for decoder in decoders.values():
-        if compiles(recipe) and isinstance(decoder, Compilable):
-            decoder.compile()
+    decoders = {
+        folder: compile_decoder(recipe, drafter.decoder(max_length_tokens)) for folder, drafter in drafters.items()
+    }
     arms = []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)

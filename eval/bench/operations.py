@@ -37,9 +37,8 @@ def _formulas() -> dict[Any, Any]:
     """What torch's counter lacks, and what it must not count."""
     formulas: dict[Any, Any] = {op: _nothing for op in flop_registry if "attention" in str(op)}
     formulas |= {aten.bmm: _nothing, aten.baddbmm: _nothing, aten.mv: _matrix_vector, aten.addmv: _added_matrix_vector}
-    for operations, name in ((torch.ops.mkldnn, "_linear_pointwise"), (torch.ops.mkl, "_mkl_linear")):
-        if hasattr(operations, name):
-            formulas[getattr(operations, name)] = _packed_linear
+    if hasattr(torch.ops.draftsmith, "linear"):  # loaded, when something is packed
+        formulas[torch.ops.draftsmith.linear] = _packed_linear
     return formulas
 
 

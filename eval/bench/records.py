@@ -57,13 +57,18 @@ class ArmRecord:
 
 @dataclass(slots=True)
 class QuestionRecord:
-    """What all arms did with one question in one run. `answers`: by the arm's key."""
+    """What all arms did with one question in one run.
+
+    answers: by the arm's key; weights_bytes, weights_read_s: see `WeightReading`, None of earlier versions.
+    """
 
     run: int
     question_id: int | str
     category: str
     tstamp: float
     answers: dict[str, ArmRecord]
+    weights_bytes: int | None = None
+    weights_read_s: float | None = None
 
     @property
     def where(self) -> str:

@@ -21,14 +21,14 @@ from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
 from draftsmith.eval.bench.record_log import RecordLog
 from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
 from draftsmith.eval.decoding.answer import AnswerRecord
-from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import Round, generate
-from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
@@ -51,6 +51,7 @@ class SpecBench:
         seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
         stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings`.
         compiles: Run the target through `torch.compile`, for all arms.
+        must_compile: Whether a target on a CPU that cannot be compiled is an error.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class SpecBench:
         seed: int = 0,
         stop: Sequence[str] = (),
         compiles: bool = False,
+        must_compile: bool = False,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self._max_new_tokens, self._seed = max_new_tokens, seed
         self._end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
         self._of_target = target_settings(target)
+        self._reading = WeightReading(target)
         limit = longest_sequence_tokens(target)
         # The first turn leaves room for an answer worth measuring.
         fewest = min(max_new_tokens, FEWEST_NEW_TOKENS)
@@ -83,7 +86,7 @@ class SpecBench:
                 "use shorter questions in eval.questions"
             )
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
-        self.session = CompiledSession(target, length) if compiles else TargetSession(target, length)
+        self.session = open_session(target, length, compiles, must_compile)
 
     def run(self, arms: list[Arm], log: RecordLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet.
@@ -100,10 +103,14 @@ class SpecBench:
         ]
         if not wanted:
             return
+        for arm in arms:  # what is compiled gives the layers of all of them
+            self.session.read_layers(arm.feature_layers)
         give_costs(self.session, arms, first_turn_ids(self.tokenizer, self.questions[0]))
-        if isinstance(self.session, CompiledSession):
-            # What is compiled depends on the arms' largest trees; compiling itself must not be measured.
-            warmup_questions = max(warmup_questions, 1)
+        compiled = isinstance(self.session, CompiledSession)
+        # Compiling itself must not be measured.
+        warmup_questions = max(warmup_questions, int(compiled))
+        if isinstance(self.session, CompiledSession) and self.session.pads:
+            # What is compiled depends on the arms' largest trees.
             for arm in arms:
                 with self.session.learning():
                     for question in self.questions[:warmup_questions]:
@@ -122,7 +129,10 @@ class SpecBench:
         shift = (run + index) % len(arms)
         answers = {arm.key: self.answer(arm, question, run) for arm in arms[shift:] + arms[:shift]}
         in_order = {arm.key: answers[arm.key] for arm in arms}
-        return QuestionRecord(run, question.question_id, question.category, time.time(), in_order)
+        read_s = self._reading.seconds()  # right after the answers, so that it is of their minute
+        return QuestionRecord(
+            run, question.question_id, question.category, time.time(), in_order, self._reading.bytes, read_s
+        )
 
     def answer(
         self,

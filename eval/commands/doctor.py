@@ -20,10 +20,10 @@ from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.formats.of_run import check_format
 from draftsmith.models.formats.served import caveat, kind_of, loading_words, refusal, serving_command
 from draftsmith.models.target.loading import load_target, target_location
-from draftsmith.models.target.packed_linear import layouts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
 from draftsmith.recipes.run_folder import RunFolder
@@ -156,20 +156,28 @@ def _draft_trees(target: PreTrainedModel) -> Finding:
 
 
 def _dtype(target: PreTrainedModel) -> list[Finding]:
-    """On a CPU, whether the target's dtype is one that the processor is fast in."""
+    """On a CPU, whether another dtype would be faster.
+
+    A step takes as long as reading the weights does: bf16, whose kernels sum in fp32, has half the bytes.
+    """
     if target.device.type != "cpu":
         return []
-    multiplies_bf16 = bool(layouts(torch.bfloat16))
     weights_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
-    if target.dtype == torch.float32 and multiplies_bf16 and weights_bytes > LARGE_BYTES:
+    if target.dtype == torch.float32 and weights_bytes > LARGE_BYTES and has_kernels():
         sentence = (
-            "float32; this processor multiplies bfloat16 too, in which a step reads half as much and a draft tree "
-            "costs hardly more than a token (target.dtype=bfloat16, for decoding at least)"
+            "float32; in bfloat16 a step reads half as much, and sums are of float32 in both "
+            "(target.dtype=bfloat16, for decoding at least)"
         )
         return [Finding("dtype", "ok", sentence)]
-    if target.dtype in (torch.bfloat16, torch.float16) and not (multiplies_bf16 and target.dtype == torch.bfloat16):
-        name = str(target.dtype).removeprefix("torch.")
-        return [Finding("dtype", "warning", f"this processor is slow in {name}: set target.dtype=float32")]
+    if target.dtype == torch.float16:
+        better = "bfloat16" if has_kernels() else "float32"
+        return [Finding("dtype", "warning", f"CPUs are slow in float16: set target.dtype={better}")]
+    if target.dtype == torch.bfloat16 and not has_kernels():
+        sentence = (
+            "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16: "
+            "install g++ or clang++, or set target.dtype=float32"
+        )
+        return [Finding("dtype", "warning", sentence)]
     return []
 
 

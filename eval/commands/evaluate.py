@@ -37,6 +37,7 @@ from draftsmith.eval.kept.measurement import (
 from draftsmith.eval.kept.origins import recorded_data_card, recorded_trainings
 from draftsmith.eval.kept.proof import recorded_proof
 from draftsmith.eval.kept.tuned_tree import with_tuned_trees
+from draftsmith.eval.report.baseline import baseline_speeds
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.page.forms import write_report
 from draftsmith.eval.report.report import print_table
@@ -83,7 +84,16 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
     target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, compiles(recipe))
+    bench = SpecBench(
+        target,
+        tokenizer,
+        questions,
+        choices.max_new_tokens,
+        recipe.seed,
+        choices.stop,
+        compiles(recipe),
+        must_compile=bool(choices.compile),
+    )
     try:
         arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(arms, log, choices.runs, choices.warmup_questions)
@@ -118,19 +128,20 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
     """Write tables, pictures and report from the records alone, and print the table. Returns the summary."""
-    summary = rewrite_report(recipe)
-    print_table(summary, PlainConsole(soft_wrap=False))
+    summary, baseline = rewrite_report(recipe)
+    print_table(summary, PlainConsole(soft_wrap=False), baseline)
     return summary
 
 
-def rewrite_report(recipe: Recipe) -> list[dict[str, Any]]:
-    """The same without printing."""
+def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The same without printing. Returns the summary and the rows of `baseline_speeds`."""
     folder = RunFolder(recipe)
     records = measured_records(recipe)
     recipe = as_measured(recipe)
     notes = recorded_notes(recipe)
     summary = measured_summary(records, notes, recorded_divergences(recipe))
     timing = summarize_timing(records, untimed_figures(recipe))
+    baseline = baseline_speeds(records, timing)
     write_answers(records, folder.eval / "answers", recipe.name)
     write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(folder.eval / "timing.json", json.dumps(timing, indent=2) + "\n")
@@ -138,12 +149,13 @@ def rewrite_report(recipe: Recipe) -> list[dict[str, Any]]:
     of_first_run = (record.answers.values() for record in records if record.run == 0)
     turns_left_out = sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run)
     proof, provenance = recorded_proof(recipe), folder.provenance("eval")
-    figures = evaluation_figures(recipe, summary, timing, notes.questions, proof)
+    figures = evaluation_figures(recipe, summary, timing, notes.questions, proof, baseline)
     write_result(folder.eval / "result.json", figures, notes.command, provenance)
     facts = {
         "proof": proof,
         "summary": summary,
         "timing": timing,
+        "baseline": baseline,
         "recipe": recipe.model_dump(),
         "provenance": provenance,
         "turns_left_out": turns_left_out,
@@ -157,4 +169,4 @@ def rewrite_report(recipe: Recipe) -> list[dict[str, Any]]:
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
     update_card(recipe)
-    return summary
+    return summary, baseline

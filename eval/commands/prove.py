@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
-from draftsmith.eval.bench.arms import Arm, load_models, make_arms
+from draftsmith.eval.bench.arms import Arm, compiles, load_models, make_arms
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
@@ -73,7 +74,10 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     greedy: list[GreedyProof] = []
     distribution: list[DistributionProof] = []
     reference: dict[int | str, list[int]] = {}
-    with TargetSession(target, length) as session, progress_bar(len(arms), "prove", "method") as progress:
+    with (
+        open_session(target, length, compiles(recipe)) as session,
+        progress_bar(len(arms), "prove", "method") as progress,
+    ):
         give_costs(session, arms, asked[0][1])
         for arm in arms:
             session.read_layers(arm.feature_layers)

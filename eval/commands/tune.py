@@ -27,9 +27,10 @@ from rich.table import Table
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
-from draftsmith.eval.bench.arms import drafter_folder, load_models
+from draftsmith.eval.bench.arms import compile_decoder, compiles, drafter_folder, load_models
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
@@ -197,9 +198,10 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     prompts = [ids for _, ids in asked]
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
-    decoder = drafter.decoder(length)
+    decoder = compile_decoder(recipe, drafter.decoder(length))
     # What was loaded, not in inference mode: packed layers ask which version their weights are.
-    with torch.inference_mode(), TargetSession(target, length, drafter.feature_layers) as session:
+    with torch.inference_mode(), open_session(target, length, compiles(recipe)) as session:
+        session.read_layers(drafter.feature_layers)
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
         trace, chain_trace, lookup_trace = (

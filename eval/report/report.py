@@ -13,6 +13,7 @@ from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import text
+from draftsmith.eval.report.baseline import MEANING, baseline_sentences
 from draftsmith.eval.report.categories import parts_of_mt_bench, shown_categories
 from draftsmith.eval.report.charts import series_name
 from draftsmith.eval.report.seed_spread import seed_spread
@@ -84,6 +85,8 @@ def report_values(
         "by_part": _by_category(summary, parts_of_mt_bench(summary)),
         "reduced": _with_draft_vocabulary(summary),
         "served": facts.get("served", []),
+        "baseline_sentences": baseline_sentences(facts.get("baseline", [])),
+        "baseline_meaning": MEANING,
         "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
         "pictures": _shown(root, pictures),
         "theory_pictures": _shown(root, theory_pictures),
@@ -159,8 +162,14 @@ def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], reci
     return steps
 
 
-def print_table(summary: list[dict[str, Any]], console: Console | None = None) -> None:
-    """The summary in the terminal."""
+def print_table(
+    summary: list[dict[str, Any]], console: Console | None = None, baseline: list[dict[str, Any]] | None = None
+) -> None:
+    """The summary in the terminal, and how good the baseline is.
+
+    Args:
+        baseline: Rows of `baseline_speeds`.
+    """
     table = Table(title="acceptance and speedup", title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     # A long method wraps; figures never do.
     table.add_column("method", overflow="fold")
@@ -193,8 +202,13 @@ def print_table(summary: list[dict[str, Any]], console: Console | None = None) -
             figures = (f"{found[f'{key}_mean']:.2f} ± {found[f'{key}_std']:.2f}" for key in ("tau", "speedup"))
             table.add_row(escape(found["method"]), f"{found['temperature']:g}", str(found["seeds"]), *figures)
         console.print(table)
+    sentences = baseline_sentences(baseline or [])
+    for sentence in sentences:
+        console.print(sentence)
     console.print(TAU_DEFINITION, style="italic")
     console.print(SPEEDUP_DEFINITION, style="italic")
+    if sentences:
+        console.print(MEANING, style="italic")
     if not all(row["lossless"] for row in summary):
         console.print(LENIENCE_WARNING, style="bold")
     for sentence in {row["target_change"] for row in summary if row.get("target_change")}:

@@ -14,7 +14,12 @@ OF_A_CATEGORY = (
 
 
 def evaluation_figures(
-    recipe: Recipe, summary: list[dict[str, Any]], timing: list[dict[str, Any]], questions: int, proof: Any
+    recipe: Recipe,
+    summary: list[dict[str, Any]],
+    timing: list[dict[str, Any]],
+    questions: int,
+    proof: Any,
+    baseline: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """By arm, `method@temperature`: the row over all questions, a round's time, and the main figures by category.
 
@@ -25,6 +30,7 @@ def evaluation_figures(
         timing: Rows of `summarize_timing`.
         questions: How many were asked.
         proof: What `draftsmith prove` found, if it was run.
+        baseline: Rows of `baseline_speeds`.
     """
     rows: dict[str, dict[str, Any]] = {}
     for row in summary:
@@ -47,6 +53,7 @@ def evaluation_figures(
         "rows": rows,
         "over_seeds": {_arm(row): row for row in seed_spread(summary)},
         "proof": proof,
+        "baseline": baseline,
     }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draftsmith.models.attention_masks import ALIGNMENT, aligned, open_mask
+from draftsmith.models.cpu_kernels import can_attend
 
 # RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -121,6 +122,9 @@ class CachedAttention:
             )
             return out.transpose(1, 2)
         keys, values = keys[:, :, :end], values[:, :, :end]
+        mask = None if self._mask is None else self._mask[None, None]
+        if mask is not None and can_attend(q_bhrd, mask):
+            return torch.ops.draftsmith.attention(q_bhrd, keys, values, mask, scale)
         if self._repeats == 1:
             return F.scaled_dot_product_attention(q_bhrd, keys, values, self._mask, scale=scale).transpose(1, 2)
         # Key heads as the batch and the query heads that share one as its heads: no key is copied.

@@ -25,7 +25,7 @@ def grouped_sdpa(
     """query [B, H, n, D], key and value [B, Hkv, S, D], additive or boolean mask [B or 1, 1, n, S] to [B, n, H, D]."""
     plain = options.get("position_bias") is None and options.get("cache") is None
     scale = options.get("scaling")
-    if plain and can_attend(query, attention_mask):
+    if plain and _alike(query, key, value) and can_attend(query, attention_mask):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return torch.ops.draftsmith.attention(query, key, value, attention_mask, scale), None
     is_ours = attention_mask is not None and query.device.type == "cpu" and not torch.is_grad_enabled()
@@ -33,6 +33,11 @@ def grouped_sdpa(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """DeepSeek's values, for one, are of another size than its keys."""
+    return all(of.dtype == query.dtype and of.shape[3] == query.shape[3] and of.stride(3) == 1 for of in (key, value))
 
 
 AttentionInterface.register(NAME, grouped_sdpa)

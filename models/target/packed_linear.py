@@ -23,10 +23,10 @@ class PackedLinear(nn.Linear):
 
     _packed: Tensor | None = None
     _packed_bias: Tensor | None = None  # in fp32
-    _packed_version = -1
+    _packed_of: tuple[object, ...] = ()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
-        trains = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+        trains = torch.is_grad_enabled() and (input.requires_grad or _trains(self))
         rows = input.numel() // self.in_features
         if trains or input.dtype != self.weight.dtype or rows > MOST_ROWS or not _can_be_packed(self):
             return super().forward(input)
@@ -35,11 +35,12 @@ class PackedLinear(nn.Linear):
         return torch.ops.draftsmith.linear(input, self._packed, self.out_features, self._packed_bias)
 
     def _pack_again_if_changed(self) -> None:
-        """Weights may change in place, as when an adapter is merged; the copy would be the old ones."""
-        version = self.weight._version
-        if self._packed is None or self._packed.dtype != self.weight.dtype or version != self._packed_version:
-            self._packed, self._packed_version = torch.ops.draftsmith.pack(self.weight.detach()), version
-            self._packed_bias = None if self.bias is None else self.bias.detach().float()
+        """Weights may change in place, as when an adapter is merged, or be others; the copy would be the old ones."""
+        weight, bias = self.weight, self.bias
+        of = (weight.data_ptr(), weight._version, weight.dtype, bias is not None and (bias.data_ptr(), bias._version))
+        if self._packed_of != of:
+            self._packed, self._packed_of = torch.ops.draftsmith.pack(weight.detach()), of
+            self._packed_bias = None if bias is None else bias.detach().float()
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -48,7 +49,7 @@ def pack_linears(model: nn.Module) -> None:
     Nothing happens elsewhere than in fp32 and bf16 on a CPU, or where there is no compiler to build the products with.
     """
     for module in model.modules():
-        if type(module) is nn.Linear and not module.weight.requires_grad and _can_be_packed(module) and has_kernels():
+        if type(module) is nn.Linear and not _trains(module) and _can_be_packed(module) and has_kernels():
             module.__class__ = PackedLinear
 
 
@@ -60,6 +61,10 @@ def packable_bytes(model: nn.Module) -> int:
         if isinstance(module, nn.Linear) and not module.weight.requires_grad and module.weight.dtype in DTYPES
     }
     return sum(weight.element_size() * weight.numel() for weight in weights.values())
+
+
+def _trains(linear: nn.Linear) -> bool:
+    return linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
 
 
 def _can_be_packed(linear: nn.Linear) -> bool:

@@ -26,6 +26,7 @@ SOURCES = [
             ".ci/run",
             ".ci/vllm_env",
             ".ci/smollm2_gguf",
+            ".ci/llamacpp_env",
         )
     ),
 ]

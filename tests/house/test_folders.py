@@ -1,4 +1,4 @@
-"""Folders small enough to read, each saying what is in it; the packages are those of the tree."""
+"""Each folder says what is in it; the packages are those of the tree."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,6 @@ from support.places import PACKAGES, ROOT
 FILES = [file for name in (*PACKAGES, "benchmarks") for file in (ROOT / name).rglob("*.py")]
 FOLDERS = sorted({file.parent for file in FILES} - {ROOT / "benchmarks"})
 NAMES = [folder.relative_to(ROOT).as_posix() for folder in FOLDERS]
-
-
-@pytest.mark.parametrize("folder", sorted({*FOLDERS, ROOT / "benchmarks"} - {ROOT / "recipes"}))
-def test_at_most_fifteen_entries(folder: Path) -> None:
-    assert len([entry for entry in folder.iterdir() if entry.name != "__pycache__"]) <= 15
-
-
-def test_no_file_is_longer_than_400_lines() -> None:
-    lengths = {file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
-    assert {file: lines for file, lines in lengths.items() if lines > 400} == {}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)

@@ -130,6 +130,9 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
     assert [(record.run, record.question_id) for record in records] == [
         (run, question.question_id) for run in range(2) for question in QUESTIONS
     ]
+    # 4 projections, 3 matrices of the MLP, 3 norms, the head; of the embedding a step reads a row.
+    assert {record.weights_bytes for record in records} == {4 * (4 * 16 * 16 + 3 * 16 * 24 + 3 * 16 + V * 16)}
+    assert all(record.weights_read_s and record.weights_read_s > 0 for record in records)
     summary = summarize(records)
     assert [row["category"] for row in summary[:3]] == ["writing", "math", "overall"]
     assert len(summary) == 6 * 3

@@ -345,20 +345,27 @@ def test_a_half_precision_target_is_compared_in_fp32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bf16_products", "dtype", "said"),
+    ("has_kernels", "large_bytes", "dtype", "said"),
     [
-        (True, "float32", "ok: float32; this processor multiplies bfloat16 too"),
-        (False, "float32", None),
-        (True, "bfloat16", None),
-        (False, "bfloat16", "warning: this processor is slow in bfloat16: set target.dtype=float32"),
-        (True, "float16", "warning: this processor is slow in float16: set target.dtype=float32"),
+        (True, 1000, "float32", "ok: float32; in bfloat16 a step reads half as much"),
+        (True, 2**27, "float32", None),
+        (False, 1000, "float32", None),
+        (True, 1000, "bfloat16", None),
+        (False, 1000, "bfloat16", "warning: without the kernels that a C++ compiler would build"),
+        (True, 1000, "float16", "warning: CPUs are slow in float16: set target.dtype=bfloat16"),
+        (False, 1000, "float16", "warning: CPUs are slow in float16: set target.dtype=float32"),
     ],
 )
-def test_the_dtype_that_the_processor_is_fast_in(
-    bf16_products: bool, dtype: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_dtype_that_a_cpu_is_fast_in(
+    has_kernels: bool,
+    large_bytes: int,
+    dtype: str,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor, "layouts", lambda dtype: (object(),) if bf16_products else ())
-    monkeypatch.setattr(doctor, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(doctor, "has_kernels", lambda: has_kernels)
+    monkeypatch.setattr(doctor, "LARGE_BYTES", large_bytes)
     code, findings, _ = clinic(tmp_path).examine(f"target.dtype={dtype}")
     assert code == 0
     finding = findings.get("target/dtype")

@@ -126,6 +126,10 @@ def test_one_after_the_other(stages: Stages) -> None:
     timing = {row["method"]: row for row in json.loads((folder.eval / "timing.json").read_text())}
     result = json.loads((folder.eval / "result.json").read_text())
     assert tuple(result) == RESULT_KEYS
+    (baseline,) = result["figures"]["baseline"]
+    assert baseline["step_s"] == timing["autoregressive"]["t_target_step_s"]
+    assert baseline["share"] == pytest.approx(baseline["step_bytes_per_s"] / baseline["read_bytes_per_s"])
+    assert "The baseline's step reads " in (folder.root / "report.md").read_text()
     assert {name: row["timing"] for name, row in result["figures"]["rows"].items() if "timing" in row} == {
         f"{method}@0": row for method, row in timing.items()
     }

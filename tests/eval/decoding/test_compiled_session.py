@@ -14,17 +14,19 @@ from torch._inductor.exc import InvalidCxxCompiler
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from draftsmith.eval.bench import arms
-from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.compiled_session import CompiledSession, DynamicSession, open_session
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.decoding.protocols import Compilable
-from draftsmith.models.target import packed_linear
-from draftsmith.models.target.packed_linear import PackedLinear, pack_linears
+from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
+from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodRecipe
@@ -179,18 +181,89 @@ def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
         assert session._sizes == [1]
 
 
-def test_packed_layers_are_read_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target()
-    monkeypatch.setattr(
-        packed_linear, "_packings", lambda layers, _: {layer.weight.shape: PackedLinear.packing for layer in layers}
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n != "llama")])
+def test_one_graph_for_every_tree_on_a_cpu(name: str) -> None:
+    """Chains, trees and single tokens in turns: the same greedy tokens, and one graph for all of them."""
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY[name]).eval()
+    with TargetSession(target, 48) as session:
+        wanted = [generate(session, Autoregressive(), prompt, GREEDY, 24).ids for prompt in PROMPTS]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with DynamicSession(target, 48, backend=counting) as session:
+        for prompt, answer in zip(PROMPTS, wanted, strict=True):
+            lookup: list[Method] = [PromptLookup("pld", num_tokens=4, partial=True)]
+            trees = [DrafterMethod(n, HalfRightDecoder(answer, 97), b, GREEDY) for n, b in BUILDERS.items()]
+            for method in [*trees, Autoregressive(), *lookup]:
+                assert generate(session, method, prompt, GREEDY, 24).ids == answer, method.name
+    assert len(graphs) == 1
+
+
+def test_features_on_a_cpu() -> None:
+    """Whoever reads fewer layers than another gets its own; layers that nobody asked for before make a new graph."""
+    target, tree = tiny_target(), PromptLookup("pld", partial=True)
+    tree.start([1, 2, 3, 1, 2], torch.empty(0))
+    with TargetSession(target, 40) as plain, DynamicSession(target, 40, backend="eager") as session:
+        for layers in ((-1,), (1, -1), (-1, 0)):
+            for each in (plain, session):
+                each.read_layers(layers)
+                each.prefill([5, 9, 33])
+            mine, theirs = session.forward_tree(tree.propose()), plain.forward_tree(tree.propose())
+            torch.testing.assert_close(mine.features, theirs.features, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler")
+def test_in_bf16_a_token_has_the_same_bits_alone_and_in_a_tree() -> None:
+    """In machine code: what makes greedy answers identical in half precision too."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{**SIZES, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
     )
+    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).bfloat16()
+    use_grouped_sdpa(target)
     pack_linears(target)
-    if not isinstance(target.get_output_embeddings(), PackedLinear):
-        pytest.skip("no oneDNN here")
-    with CompiledSession(target, 40, backend="eager") as session:
-        compiled = generate(session, Autoregressive(), [5, 9, 33], GREEDY, 20)
+    prompt = [5, 9, 33, 12]
+    with DynamicSession(target, 64) as session:
+        session.prefill(prompt)
+        tree = DraftTree([7, 3, 20, 21, 22, 23, 24, 25], TreeShape.of((-1, 0, 0, 1, 2, 2, 4, 6)))
+        in_tree = session.forward_tree(tree)
+        session.commit([0, 2, 4, 6])
+        after = session.forward_tree(DraftTree([30], TreeShape.chain(0))).logits[0]
+        session.prefill(prompt)
+        for token, node in ((7, 0), (20, 2), (22, 4), (24, 6)):
+            step = session.forward_tree(DraftTree([token], TreeShape.chain(0)))
+            assert torch.equal(step.logits[0], in_tree.logits[node])
+            assert torch.equal(step.features[0], in_tree.features[node])
+            session.commit([0])
+        assert torch.equal(session.forward_tree(DraftTree([30], TreeShape.chain(0))).logits[0], after)
+
+
+def test_a_target_on_a_cpu_that_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default; a recipe that asks for compilation is told that it is not to be had."""
+    target = tiny_target()
     with TargetSession(target, 40) as plain:
-        assert compiled.ids == generate(plain, Autoregressive(), [5, 9, 33], GREEDY, 20).ids
+        wanted = generate(plain, Autoregressive(), [5, 9, 33], GREEDY, 20).ids
+    forward = target.base_model.layers[0].forward
+    monkeypatch.setattr(
+        target.base_model.layers[0], "forward", lambda *a, **o: (torch._dynamo.graph_break(), forward(*a, **o))[1]
+    )
+    with open_session(target, 40, compiles=True) as session:
+        assert generate(session, Autoregressive(), [5, 9, 33], GREEDY, 20).ids == wanted
+    assert "target LlamaForCausalLM cannot be compiled" in caplog.text
+    assert "going on without" in caplog.text
+    with (
+        open_session(target, 40, compiles=True, must=True) as session,
+        pytest.raises(UserError, match=r"eval\.compile"),
+    ):
+        generate(session, Autoregressive(), [5, 9, 33], GREEDY, 20)
 
 
 def test_a_target_that_breaks_the_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +296,10 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("asked", "device", "has_one", "expected"),
-    [(None, "cuda", True, True), (None, "cuda", False, False), (None, "cpu", True, False)]
+    [(None, "cuda", True, True), (None, "cpu", True, True), (None, "cpu", False, False), (None, "mps", True, False)]
     + [(asked, device, True, asked) for asked in (True, False) for device in ("cpu", "cuda")],
 )
-def test_compiles_by_default_on_cuda(
+def test_compiles_by_default_where_a_compiler_is(
     monkeypatch: pytest.MonkeyPatch, asked: bool | None, device: str, has_one: bool, expected: bool
 ) -> None:
     monkeypatch.setattr(arms, "target_device", lambda _: torch.device(device))

@@ -21,13 +21,14 @@ def test_by_arm_with_categories_timing_and_seeds() -> None:
     ]  # fmt: skip
     timing = [{"method": "a/tree", "temperature": 0.0, "loop_efficiency": 0.97}]
     recipe = Recipe(name="table", target={"model": "/tmp/weights", "gguf_file": "small.gguf"})  # type: ignore[arg-type]
-    figures = evaluation_figures(recipe, summary, timing, 26, None)
+    figures = evaluation_figures(recipe, summary, timing, 26, None, [{"temperature": 0.0, "share": 0.89}])
     assert list(figures["rows"]) == ["a/tree@0", "a/tree@1", "a-seed-1/tree@0"]
     tree = figures["rows"]["a/tree@0"]
     assert (tree["tau"], tree["by_category"]["qa"]["tau"], tree["timing"]["loop_efficiency"]) == (2.5, 2.0, 0.97)
     assert "runs" not in tree["by_category"]["qa"]
     assert "timing" not in figures["rows"]["a/tree@1"]
     assert (figures["over_seeds"]["a/tree@0"]["tau_mean"], figures["over_seeds"]["a/tree@0"]["seeds"]) == (3.0, 2)
+    assert figures["baseline"] == [{"temperature": 0.0, "share": 0.89}]
     assert (figures["target"], figures["asked"], figures["settings"]["runs"]) == ("small.gguf", 26, 3)
 
 
@@ -38,7 +39,7 @@ def test_a_row_says_how_it_was_drafted() -> None:
         {"name": "bigram", "kind": "ngram", "options": {"n": 2}},
     ]
     recipe = Recipe(name="table", target={"model": "embedded"}, eval={"methods": methods})  # type: ignore[arg-type]
-    assert evaluation_figures(recipe, [], [], 1, None)["methods"] == {
+    assert evaluation_figures(recipe, [], [], 1, None, [])["methods"] == {
         "chain": {"drafter": "mine/drafter"},
         "tree": {"tree": "best_first", "nodes": 12, "branch": 4, "drafter": "someone/drafter@v1"},
         "bigram": {"kind": "ngram", "options": {"n": 2}},

@@ -1,0 +1,372 @@
+"""Our decoding against what a user would pick instead: transformers and llama.cpp.
+
+    python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
+    python benchmarks/against_others.py smollm2-135m-draft_model target.model=FOLDER target.gguf_file=NAME.gguf
+        --ours smollm2-135m smollm2-135m-eagle
+
+One run, the same target, prompts, token limit and end tokens, greedy; all sides take turns prompt by prompt. Seconds
+are those of a whole answer, its prompt included; decoding alone is told apart where a side tells it.
+
+transformers: `generate`, its prompt lookup, and its assisted generation with the draft model of the first recipe, if
+that has a trained one (`draftsmith train embedded-draft_model`), with `--gamma` tokens a round, as ours does, and with
+its own defaults. Its target is a copy as a user has it, ours is packed as in an evaluation. Every answer of
+transformers' and of ours is compared with `generate`'s: exit code 1 if one differs, unless at a numerical tie.
+
+llama.cpp: plain decoding by `llama-server` (`make llamacpp-env`, or `--llama-server`), if the target is a GGUF file. In
+F32 and BF16 it has the target's weights, and answers that differ are counted: another implementation rounds otherwise.
+Q8_0 and Q4_0 are other models, whose answers are not compared.
+
+`--ours`: recipes whose trained drafters and other methods stand for us; their best over transformers' best speculation,
+and over llama.cpp in the target's dtype, is what a user gains by changing.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from parts.llamacpp import OF_TORCH, LlamaServer, bench, llama_server, programs_and_files
+from transformers import GenerationConfig, PreTrainedModel
+
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.eval.bench.arms import Arm, compiles, load_models, make_arms
+from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.divergence import divergence_at, first_difference
+from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.commands.compare import joint_recipe
+from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.draft_model import DraftModelDecoder
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.registry import load_drafter, load_drafter_class
+from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.target.loading import load_target, longest_sequence_tokens
+from draftsmith.recipes.errors import UserError, exit_with_one_sentence
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.results import write_result
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import MethodRecipe, Recipe
+
+GREEDY = Sampling()
+BASELINE = "transformers: generate"
+PLAIN = "ours: autoregressive"
+# Ours with the same draft: of the same model, or of the same n-grams.
+SAME_DRAFT = {
+    PLAIN: BASELINE,
+    "ours: speculative sampling": "transformers: assisted generation",
+    "ours: prompt lookup": "transformers: prompt lookup",
+}
+# What a side's answers are of.
+TARGET = "the target"
+SAME_WEIGHTS = "the target's weights in another implementation"
+OTHER_MODEL = "another model"
+
+
+@dataclass
+class Asked:
+    """What every side is asked: prompts, the most tokens of an answer, and what ends one."""
+
+    prompts: list[list[int]]
+    tokens: int
+    end_ids: frozenset[int]
+
+    @property
+    def longest_tokens(self) -> int:
+        return max(map(len, self.prompts)) + self.tokens
+
+
+@dataclass
+class Answer:
+    """ids: the end token included; seconds: of all of it, the prompt included; decode_s: from the first token to the
+    last, where a side tells it; accept_lengths: tokens of each round, which transformers does not tell."""
+
+    ids: list[int]
+    seconds: float
+    decode_s: float | None = None
+    accept_lengths: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Side:
+    answer: Callable[[list[int]], Answer]
+    model: str = TARGET
+
+
+def transformers_side(target: PreTrainedModel, asked: Asked, draft: Any = None, **how: Any) -> Side:
+    """`generate` with these arguments; of assisted generation `draft` is (model, its settings)."""
+
+    if draft is not None:
+        how["assistant_model"] = draft[0]
+
+    def answer(prompt: list[int]) -> Answer:
+        if draft is not None:  # whose settings another side may have changed
+            draft[0].generation_config = draft[1]
+        begin_s = time.perf_counter()
+        ids = target.generate(
+            torch.tensor([prompt], device=target.device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=target.device),
+            max_new_tokens=asked.tokens,
+            do_sample=False,
+            eos_token_id=sorted(asked.end_ids) or None,
+            pad_token_id=0,
+            **how,
+        )
+        return Answer(ids[0, len(prompt) :].tolist(), time.perf_counter() - begin_s)
+
+    return Side(answer)
+
+
+def llama_side(server: LlamaServer, dtype: str, asked: Asked) -> Side:
+    def answer(prompt: list[int]) -> Answer:
+        begin_s = time.perf_counter()
+        found = server.complete(prompt, asked.tokens)
+        return Answer(found.ids, time.perf_counter() - begin_s, found.decode_s)
+
+    return Side(answer, SAME_WEIGHTS if dtype in OF_TORCH.values() else OTHER_MODEL)
+
+
+def our_side(session: TargetSession, arm: Arm, asked: Asked) -> Side:
+    def answer(prompt: list[int]) -> Answer:
+        session.read_layers(arm.feature_layers)
+        out = generate(session, arm.method, prompt, GREEDY, asked.tokens, asked.end_ids)
+        return Answer(out.ids, out.wall_time_s, out.wall_time_s - out.prefill_s, out.accept_lengths)
+
+    return Side(answer)
+
+
+def take_turns(
+    sides: dict[str, Side], prompts: list[list[int]], runs: int, is_tie: Callable[[int, list[int], list[int]], bool]
+) -> dict[str, Any]:
+    """By side: tokens/s of each run, tau, and how many answers of the first run are not the baseline's.
+
+    Args:
+        sides: The baseline first.
+        is_tie: Given a prompt's number, the baseline's answer and one that differs.
+    """
+    answers: dict[str, list[list[Answer]]] = {name: [] for name in sides}
+    for _ in range(runs + 1):
+        for name in sides:
+            answers[name].append([])
+        for prompt in prompts:
+            for name, side in sides.items():
+                answers[name][-1].append(side.answer(prompt))
+    expected = [answer.ids for answer in answers[BASELINE][0]]
+    found = {}
+    for name, side in sides.items():
+        first, *counted = answers[name]  # the first warms up
+        pairs = [(number, expected[number], answer.ids) for number, answer in enumerate(first)]
+        different = [pair for pair in pairs if pair[1] != pair[2]]
+        speeds = [sum(len(each.ids) for each in run) / sum(each.seconds for each in run) for run in counted]
+        decoding = [speed for run in counted if (speed := decode_speed(run)) is not None]
+        lengths = [length for run in counted for each in run for length in each.accept_lengths]
+        found[name] = {
+            "model": side.model,
+            "tokens_per_s": statistics.median(speeds),
+            "tokens_per_s_of_runs": speeds,
+            "decode_tokens_per_s": statistics.median(decoding) if decoding else None,
+            "tau": statistics.fmean(lengths) if lengths else None,
+            "different_answers": None if side.model == OTHER_MODEL else len(different),
+            "numerical_ties": sum(is_tie(*pair) for pair in different) if side.model == TARGET else None,
+        }
+    return found
+
+
+def decode_speed(answers: list[Answer]) -> float | None:
+    """Tokens/s behind the first token of each answer; None where no side tells its time."""
+    timed = [(len(each.ids) - 1, each.decode_s) for each in answers if each.decode_s is not None and len(each.ids) > 1]
+    return sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed) if timed else None
+
+
+def ratio(sides: dict[str, Any], ours: str, theirs: str) -> dict[str, Any]:
+    """Of tokens/s, run by run: above 1 we are faster."""
+    speeds = (sides[name]["tokens_per_s_of_runs"] for name in (ours, theirs))
+    ratios = [mine / other for mine, other in zip(*speeds, strict=True)]
+    return {"ours": ours, "theirs": theirs, "ratio_median": statistics.median(ratios), "ratios": ratios}
+
+
+def conclusions(sides: dict[str, Any], our_drafters: list[str], llama_dtype: str | None) -> dict[str, Any]:
+    """The same draft on both sides; our best method over transformers' best that speculates; and our plain loop and our
+    best over llama.cpp's plain decoding in the target's dtype."""
+    pairs = [ratio(sides, ours, theirs) for ours, theirs in SAME_DRAFT.items() if ours in sides and theirs in sides]
+    speculative = [name for name in sides if name.startswith("transformers: ") and name != BASELINE]
+    speed = {name: side["tokens_per_s"] for name, side in sides.items()}
+    their_best = max(speculative, key=speed.__getitem__)
+    our_best = max(our_drafters, key=speed.__getitem__)
+    llama = f"llama.cpp: {llama_dtype}"
+    return {
+        "same_draft": pairs,
+        "best": ratio(sides, our_best, their_best),
+        "llama_cpp": [ratio(sides, ours, llama) for ours in (PLAIN, our_best)] if llama in sides else [],
+    }
+
+
+def draft_model_of(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel | None:
+    """The recipe's trained draft model as a model of its own; None: it has none, or it is not trained."""
+    folder = RunFolder(recipe).drafter
+    if load_drafter_class(recipe.drafter.kind) is not DraftModel or not (folder / "config.json").is_file():
+        print(f"no assisted generation: recipe {recipe.name} has no trained draft_model drafter in {folder}")
+        return None
+    drafter = load_drafter(folder, target)
+    assert isinstance(drafter, DraftModel)
+    return drafter.causal_lm(target)
+
+
+def settings_of(draft: PreTrainedModel, gamma: int) -> dict[str, GenerationConfig]:
+    """Of assisted generation: gamma in every round, and what transformers does unless told otherwise."""
+    constant = GenerationConfig.from_dict(draft.generation_config.to_dict())
+    constant.num_assistant_tokens = gamma
+    constant.num_assistant_tokens_schedule = "constant"
+    constant.assistant_confidence_threshold = 0.0
+    return {"assisted generation": constant, "assisted generation, defaults": draft.generation_config}
+
+
+def transformers_sides(
+    target: PreTrainedModel, asked: Asked, draft: PreTrainedModel | None, gamma: int
+) -> dict[str, Side]:
+    sides = {BASELINE: transformers_side(target, asked)}
+    for name, settings in ({} if draft is None else settings_of(draft, gamma)).items():
+        sides[f"transformers: {name}"] = transformers_side(target, asked, (draft, settings))
+    lookup = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
+    return sides | {"transformers: prompt lookup": transformers_side(target, asked, **lookup)}
+
+
+def same_draft_arms(draft: PreTrainedModel | None, gamma: int, asked: Asked, vocab_size: int) -> Iterator[Arm]:
+    """What transformers has too: its draft model with gamma tokens a round, and its prompt lookup."""
+    if draft is not None:
+        decoder = DraftModelDecoder(draft, gamma, asked.longest_tokens, vocab_size)
+        chain = tree_builder(MethodRecipe(name="chain"), decoder)
+        yield Arm(DrafterMethod("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
+    lookup = PromptLookup("prompt lookup", max_ngram=3, num_tokens=10, match="earliest", partial=True)
+    yield Arm(lookup, GREEDY, torch.Generator())
+
+
+def get_ready(session: TargetSession, arms: list[Arm], asked: Asked) -> None:
+    """What is compiled or measured before anything is timed."""
+    for arm in arms:  # what is compiled gives the layers of all of them
+        session.read_layers(arm.feature_layers)
+    give_costs(session, arms, asked.prompts[0])
+    if isinstance(session, CompiledSession) and session.pads:
+        for arm in arms:  # the sizes of their trees
+            session.read_layers(arm.feature_layers)
+            with session.learning():
+                generate(session, arm.method, asked.prompts[0], GREEDY, asked.tokens, asked.end_ids)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="embedded-draft_model", help="of the target, and of a draft model")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, for every recipe")
+    parser.add_argument("--ours", nargs="+", default=[], help="recipes of trained drafters that stand for us")
+    parser.add_argument("--json", type=Path, help="write the result there too")
+    parser.add_argument("--prompts", type=int, default=7)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--gamma", type=int, default=4, help="tokens that the draft model drafts in a round")
+    parser.add_argument("--llama-server", type=Path, help="by default one of PATH, or what `make llamacpp-env` built")
+    return parser.parse_args()
+
+
+def measured_recipe(recipe: Recipe, names: list[str], overrides: list[str]) -> Recipe:
+    """The recipe with the methods of all that stand for us, none without any."""
+    ours = [load_recipe(name, overrides) for name in names]
+    for other in ours:
+        if other.target != recipe.target:
+            raise UserError(f"recipes {recipe.name} and {other.name} have different targets: override target.model")
+    if ours:
+        return joint_recipe(ours, "ours")
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": []})})
+
+
+@exit_with_one_sentence()
+def main() -> None:
+    arguments = parsed()
+    overrides = [*arguments.overrides, "eval.temperatures=[0.0]"]
+    recipe = load_recipe(arguments.recipe, overrides)
+    ours = measured_recipe(recipe, arguments.ours, overrides)
+    theirs, _ = load_target(recipe.target)
+    target, tokenizer, drafters = load_models(ours)
+    questions = load_questions(recipe.eval.questions, 1)
+    limit = longest_sequence_tokens(target)
+    prompts = first_turn_prompts(tokenizer, questions, arguments.prompts, arguments.new_tokens, limit)
+    end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
+    asked = Asked([ids for _, ids in prompts], arguments.new_tokens, end_ids)
+    draft = draft_model_of(recipe, theirs)
+    same_draft = list(same_draft_arms(draft, arguments.gamma, asked, target.config.vocab_size))
+    plain, *drafting = make_arms(ours, drafters, target, tokenizer, asked.longest_tokens)
+    drafting = [arm for arm in drafting if arm.lenience == 1]
+    arms = [plain, *same_draft, *drafting]
+    program, files = programs_and_files(recipe.target, target.device, arguments.llama_server)
+    threads = torch.get_num_threads()
+    benched = {dtype: bench(file, program, threads) for dtype, file in files.items()}
+    with ExitStack() as stack:
+        session = stack.enter_context(open_session(target, asked.longest_tokens, compiles(ours)))
+        get_ready(session, arms, asked)
+        sides = transformers_sides(theirs, asked, draft, arguments.gamma)
+        for dtype, file in files.items():
+            server = stack.enter_context(llama_server(program, file, threads, asked.longest_tokens))
+            sides[f"llama.cpp: {dtype}"] = llama_side(server, dtype, asked)
+        sides |= {f"ours: {arm.method.name}": our_side(session, arm, asked) for arm in arms}
+
+        def is_tie(number: int, expected: list[int], ids: list[int]) -> bool:
+            where = first_difference(expected, ids)
+            prompt = asked.prompts[number]
+            return where is not None and divergence_at(where, theirs, session, number, prompt, expected, ids).is_tie
+
+        found = take_turns(sides, asked.prompts, arguments.runs, is_tie)
+    dtype = str(target.dtype).removeprefix("torch.")
+    result = {
+        "target": recipe.target.gguf_file or recipe.target.model,
+        "dtype": dtype,
+        "draft_model_trained": draft is not None,
+        "prompts": len(asked.prompts),
+        "new_tokens": asked.tokens,
+        "gamma": arguments.gamma,
+        "threads": threads,
+        "llama_bench_tokens_per_s": benched,
+        "sides": found,
+        **conclusions(found, [f"ours: {arm.method.name}" for arm in drafting or same_draft], OF_TORCH.get(dtype)),
+    }
+    report(result)
+    if arguments.json:
+        write_result(arguments.json, result)
+    if any(side["different_answers"] != side["numerical_ties"] for side in found.values() if side["model"] == TARGET):
+        raise SystemExit("error: greedy answers differ from those of `generate` (above), and not at a numerical tie")
+
+
+def report(result: dict[str, Any]) -> None:
+    for name, side in result["sides"].items():
+        words = [f"{side['tokens_per_s']:.1f} tokens/s"]
+        if side["decode_tokens_per_s"] is not None:
+            words.append(f"{side['decode_tokens_per_s']:.1f} behind the first token")
+        if side["tau"] is not None:
+            words.append(f"tau {side['tau']:.2f}")
+        if side["model"] == OTHER_MODEL:
+            words.append("another model, whose answers are not compared")
+        else:
+            words.append(f"{side['different_answers']} different answers")
+            words.append(
+                "another implementation's rounding"
+                if side["numerical_ties"] is None
+                else f"of which {side['numerical_ties']} at a numerical tie"
+            )
+        print(f"{name}: {', '.join(words)}")
+    for dtype, speed in result["llama_bench_tokens_per_s"].items():
+        print(
+            f"llama-bench, {dtype}: {'there is none beside llama-server' if speed is None else f'{speed:.1f} tokens/s'}"
+        )
+    for pair in [*result["same_draft"], result["best"], *result["llama_cpp"]]:
+        print(f"{pair['ours']} over {pair['theirs']}: {pair['ratio_median']:.2f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What a step of the target costs beside the reading of its weights, and what more rows of a draft tree cost.
+
+    python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/machinery/step_price_fp32.json
+
+On a CPU, in one process and in turns: torch's own operations (`torch`), the products and the attention of
+`models/cpu_kernels.cpp` (`kernels`), and these in a compiled forward, as an evaluation has it (`compiled`); after each
+turn the weights are read once, which is the least that a step can cost. Medians over turns. The first call of the
+compiled forward is timed too: in a second process it finds what the first one left in $DRAFTSMITH_CACHE.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.eval.bench.bandwidth import WeightReading
+from draftsmith.eval.decoding.compiled_session import DynamicSession
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.packed_linear import pack_linears
+from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.results import write_result
+
+WARM_UP_TURNS = 3
+
+
+def bushy(rows: int) -> DraftTree:
+    """A tree of so many rows, root included, with two children a node."""
+    return DraftTree([1] * rows, TreeShape.of((-1, *((node - 1) // 2 for node in range(1, rows)))))
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def step_prices(
+    sessions: dict[str, TargetSession], reading: WeightReading, rows: list[int], context_tokens: int, turns: int
+) -> dict[str, Any]:
+    """Medians over turns of the seconds of every session's forward by rows, and of a read of all weights."""
+    trees = {count: bushy(count) for count in rows}
+    prompt = [1] * context_tokens
+    times: dict[str, dict[int, list[float]]] = {name: {count: [] for count in rows} for name in sessions}
+    reads = []
+    for session in sessions.values():
+        session.prefill(prompt)
+    for turn in range(turns + WARM_UP_TURNS):
+        for name, session in sessions.items():
+            for count, tree in trees.items():
+                spent = seconds_of(lambda session=session, tree=tree: session.forward_tree(tree))  # type: ignore[misc]
+                if turn >= WARM_UP_TURNS:
+                    times[name][count].append(spent)
+        reads.append(reading.seconds())
+    read_s = statistics.median(reads)
+    found: dict[str, Any] = {
+        "weights_bytes": reading.bytes,
+        "read_s": read_s,
+        "read_bytes_per_s": reading.bytes / read_s,
+    }
+    for name, by_rows in times.items():
+        medians = {count: statistics.median(spent) for count, spent in by_rows.items()}
+        single = medians[min(medians)]
+        found[name] = {
+            "step_s": single,
+            "tokens_per_s": 1 / single,
+            "share_of_reading": read_s / single,
+            "rows": {str(count): {"seconds": spent, "steps": spent / single} for count, spent in medians.items()},
+        }
+    return found
+
+
+@exit_with_one_sentence()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="quickstart")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 5, 8, 13, 16, 32])
+    parser.add_argument("--context", type=int, default=224, help="tokens in the cache")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the result there too")
+    arguments = parser.parse_args()
+    rows = sorted({1, *arguments.rows})
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    plain, _ = load_target(recipe.target)
+    plain.set_attn_implementation(recipe.target.attn_implementation)
+    target, _ = load_target(recipe.target)
+    pack_linears(target)
+    length = arguments.context + 2 * max(rows)
+    compiled = DynamicSession(target, length)
+    compiled.prefill([1] * arguments.context)
+    first_call_s = seconds_of(lambda: compiled.forward_tree(bushy(1)))
+    sessions = {"torch": TargetSession(plain, length), "kernels": TargetSession(target, length), "compiled": compiled}
+    found = step_prices(sessions, WeightReading(target), rows, arguments.context, arguments.turns)
+    result = {
+        "target": recipe.target.gguf_file or recipe.target.model,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "context_tokens": arguments.context,
+        "compile_s": first_call_s,
+        **found,
+    }
+    print(f"reading {result['weights_bytes'] / 1e6:.0f} MB: {1e3 * result['read_s']:.2f} ms")
+    for name in sessions:
+        side = result[name]
+        costs = ", ".join(f"{count}: {each['steps']:.2f}" for count, each in side["rows"].items())
+        print(
+            f"{name}: a step {1e3 * side['step_s']:.2f} ms ({side['tokens_per_s']:.1f}/s, "
+            f"{side['share_of_reading']:.0%} of it reading); rows in steps: {costs}"
+        )
+    print(f"first compiled call: {first_call_s:.1f} s")
+    if arguments.json:
+        write_result(arguments.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Products and attention on a CPU: against fp64, the same bits wherever a token stands, and without a compiler."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models import cpu_kernels
+from draftsmith.models.cpu_kernels import DTYPES, MOST_ROWS, MOST_VECTORS, can_attend, cpp_compiler, has_kernels
+from draftsmith.models.target.packed_linear import pack_linears
+
+KERNELS = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+# Sums are of fp32; bf16 rounds them once, to within half of its last bit.
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-8, "atol": 1e-5}}
+KERNEL = torch.ops.draftsmith
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@KERNELS
+@EVERY_DTYPE
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 71), (7, 5), (1, 1), (64, 96), (130, 16)])
+def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """Of every number of rows that fits into registers, and of several times as many."""
+    weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, seed=1)
+    packed = KERNEL.pack(weight)
+    rows = random(70, inputs, dtype=dtype, seed=2)
+    exact = rows.double() @ weight.double().T
+    for count in (*range(14), 25, 70):
+        for added in (None, bias):
+            wanted = exact[:count] + (0 if added is None else bias.double())
+            found = KERNEL.linear(rows[:count], packed, outputs, added)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.double(), wanted, **CLOSE[dtype])
+
+
+@KERNELS
+@EVERY_DTYPE
+def test_rows_of_any_shape(dtype: torch.dtype) -> None:
+    weight = random(9, 6, dtype=dtype)
+    packed, rows = KERNEL.pack(weight), random(2, 3, 6, dtype=dtype, seed=1)
+    flat = KERNEL.linear(rows.view(6, 6), packed, 9, None)
+    assert torch.equal(KERNEL.linear(rows, packed, 9, None), flat.view(2, 3, 9))
+    assert torch.equal(KERNEL.linear(rows[1, 2], packed, 9, None), flat[5])
+    strided = rows.view(6, 6).T.contiguous().T
+    assert torch.equal(KERNEL.linear(strided, packed, 9, None), flat)
+    assert torch.equal(KERNEL.pack(weight.T.contiguous().T), packed)
+    with pytest.raises(RuntimeError, match="differ in size"):
+        KERNEL.linear(rows[..., :4].contiguous(), packed, 9, None)
+    with pytest.raises(RuntimeError, match="differ in dtype"):
+        KERNEL.linear(rows.double(), packed, 9, None)
+
+
+@KERNELS
+@EVERY_DTYPE
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    for outputs, inputs in ((33, 71), (96, 64)):
+        packed, bias = KERNEL.pack(random(outputs, inputs, dtype=dtype)), random(outputs, seed=1)
+        rows = random(70, inputs, dtype=dtype, seed=2)
+        together = KERNEL.linear(rows, packed, outputs, bias)
+        for count in range(1, 30):
+            assert torch.equal(
+                KERNEL.linear(rows[count : 2 * count], packed, outputs, bias), together[count : 2 * count]
+            )
+
+
+@KERNELS
+def test_sums_are_rounded_to_the_nearest_bf16() -> None:
+    """Ties go to even: bf16 has 7 bits behind the point, 2**-8 is half of the last."""
+    inf, nan, largest = float("inf"), float("nan"), torch.finfo(torch.bfloat16).max
+    cases = [
+        (1, 2**-8, 1), (1 + 2**-7, 2**-8, 1 + 2**-6), (1, 2**-8 + 2**-15, 1 + 2**-7), (-1, -(2**-8), -1),
+        (largest, 2.0**118, largest), (largest, 2.0**119, inf), (-largest, -largest, -inf),
+        (inf, 1, inf), (-inf, 1, -inf), (inf, -inf, nan), (nan, 1, nan),
+    ]  # fmt: skip
+    rows = torch.tensor([case[:2] for case in cases], dtype=torch.bfloat16)
+    sums = KERNEL.linear(rows, KERNEL.pack(torch.ones(1, 2, dtype=torch.bfloat16)), 1, None)
+    torch.testing.assert_close(
+        sums[:, 0].double(), torch.tensor([case[2] for case in cases]).double(), equal_nan=True, rtol=0, atol=0
+    )
+
+
+def some_attention(
+    heads: int, kv_heads: int, head_size: int, rows: int, columns: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As in a step: heads side by side in the query, keys and values in a cache that is longer; a mask with holes."""
+    query = random(1, rows, heads, head_size, dtype=dtype).transpose(1, 2)
+    caches = random(2, 3, 1, kv_heads, columns + 9, head_size, dtype=dtype, seed=1)
+    hidden = random(1, 1, rows, columns + 5, seed=2) > 0.3
+    hidden[..., columns // 2] = False
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    return query, caches[0, 1, :, :, :columns], caches[1, 1, :, :, :columns], mask[..., :columns]
+
+
+def exact_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    shared = query.shape[1] // keys.shape[1]
+    keys, values = (of.double().repeat_interleave(shared, 1) for of in (keys, values))
+    scores = query.double() @ keys.transpose(2, 3) * scale
+    if mask is not None:
+        scores = scores.masked_fill(mask != 0, float("-inf"))
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
+@KERNELS
+@EVERY_DTYPE
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 2), (4, 4)])
+def test_attention(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+    for rows, columns in ((1, 1), (5, 37), (MOST_ROWS, 130)):
+        query, keys, values, mask = some_attention(heads, kv_heads, head_size, rows, columns, dtype)
+        for scale in (head_size**-0.5, 1.0):
+            found = KERNEL.attention(query, keys, values, mask, scale)
+            assert found.is_contiguous()
+            wanted = exact_attention(query, keys, values, mask, scale)
+            torch.testing.assert_close(found.double(), wanted, **CLOSE[dtype])
+    alone = query[:, :, :1]
+    found = KERNEL.attention(alone, keys, values, None, 0.2)
+    torch.testing.assert_close(found.double(), exact_attention(alone, keys, values, None, 0.2), **CLOSE[dtype])
+    assert torch.equal(found, KERNEL.attention(alone, keys, values, torch.zeros_like(mask[:, :, :1]), 0.2))
+
+
+@KERNELS
+@EVERY_DTYPE
+def test_attention_has_the_same_bits_at_other_places(dtype: torch.dtype) -> None:
+    """Between the tokens that are seen lie others, which are not even read; and other rows are computed beside."""
+    query, keys, values, _ = some_attention(9, 3, 32, 7, 21, dtype)
+    wanted = KERNEL.attention(query[:, :, 3:4], keys, values, None, 0.2)
+    generator = torch.Generator().manual_seed(3)
+    for columns in (22, 40, 77, 200):
+        places = torch.randperm(columns, generator=generator)[:21].sort().values
+        mask = torch.full((1, 1, 7, columns), torch.finfo(dtype).min, dtype=dtype)
+        mask[..., places] = 0
+        moved = [torch.full((1, 3, columns, 32), float("nan"), dtype=dtype) for _ in range(2)]
+        for to, of in zip(moved, (keys, values), strict=True):
+            to[:, :, places] = of
+        assert torch.equal(KERNEL.attention(query, *moved, mask, 0.2)[:, 3:4], wanted)
+
+
+@KERNELS
+@EVERY_DTYPE
+def test_attention_with_scores_far_apart(dtype: torch.dtype) -> None:
+    """The largest score is taken off: the best column alone is left, and what is not a number stays so."""
+    query = torch.zeros(1, 1, 2, 32, dtype=dtype)
+    query[..., 0] = 1
+    keys, values = torch.zeros(1, 1, 40, 32, dtype=dtype), random(1, 1, 40, 32, dtype=dtype)
+    keys[0, 0, :, 0], keys[0, 0, 17, 0] = -1000, 3000
+    assert torch.equal(KERNEL.attention(query, keys, values, None, 1.0), values[:, :, 17].expand(1, 2, 32)[:, :, None])
+    for wrong in (float("nan"), float("inf")):
+        keys[0, 0, 5, 0] = wrong
+        assert KERNEL.attention(query, keys, values, None, 1.0).isnan().all()
+
+
+@KERNELS
+def test_attention_refuses_what_it_cannot_do() -> None:
+    query, keys, values, mask = some_attention(4, 2, 64, 3, 10, torch.float32)
+    mask[:, :, 1] = -1
+    for arguments, said in (
+        ((query, keys, values, mask), "a row sees nothing"),
+        ((query, keys, values, mask[..., :9]), "mask must be"),
+        ((query, keys, values.bfloat16(), None), "differ in dtype"),
+        ((query, keys, values[..., :32], None), "differ in size"),
+        ((query.expand(2, -1, -1, -1), keys, values, None), "one sequence"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            KERNEL.attention(*arguments, 1.0)
+
+
+@KERNELS
+def test_what_attention_takes() -> None:
+    """The rest is for torch's own."""
+    query, mask = torch.zeros(1, 4, 3, 64), torch.zeros(1, 1, 3, 10)
+    most = torch.zeros(1, 4, MOST_ROWS + 1, 64)
+    with torch.no_grad():
+        assert can_attend(query, mask)
+        assert can_attend(query[:, :, :1], None)
+        assert can_attend(most[:, :, 1:], torch.zeros(1, 1, MOST_ROWS, 70))
+        assert not can_attend(most, torch.zeros(1, 1, MOST_ROWS + 1, 70))
+        assert not can_attend(query, None)
+        assert not can_attend(query, mask == 0)
+        assert not can_attend(query, mask.bfloat16())
+        assert not can_attend(query, mask.expand(1, 4, 3, 10))
+        assert not can_attend(query.expand(2, -1, -1, -1), mask)
+        assert not can_attend(query[..., ::2], mask)
+        assert not can_attend(query[..., :62], mask)
+        assert not can_attend(torch.zeros(1, 1, 3, MOST_VECTORS * KERNEL.lanes() * 2), mask)
+        assert not can_attend(query.double(), mask.double())
+    assert not can_attend(query, mask)  # gradients may be wanted
+
+
+@KERNELS
+def test_the_compiler_knows_the_shapes() -> None:
+    checks = ("test_schema", "test_faketensor")
+    packed, bias = KERNEL.pack(random(9, 6)), random(9)
+    for rows in (random(6), random(2, 3, 6)):
+        torch.library.opcheck(KERNEL.linear.default, (rows, packed, 9, bias), test_utils=checks)
+    query, keys, values, mask = some_attention(4, 2, 32, 3, 10, torch.float32)
+    torch.library.opcheck(KERNEL.attention.default, (query, keys, values, mask, 0.2), test_utils=checks)
+
+
+@KERNELS
+def test_reading_reads_everything() -> None:
+    assert KERNEL.read(torch.ones(100_000 // 16 * 16, dtype=torch.int32)) == 100_000
+    with pytest.raises(RuntimeError, match="contiguous"):
+        KERNEL.read(torch.ones(4, 4)[:, :2])
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As in a process that has not asked yet, of a user who has nothing built. Returns the folder of what is built."""
+    monkeypatch.setattr(cpu_kernels, "_lanes", None)
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a C++ compiler of a version, which does not compile."""
+
+    def make(version: str) -> Path:
+        script = tmp_path / "c++"
+        script.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit 0\necho "In file included from here:" >&2\n'
+            'echo "here:1:1: fatal error: no such header" >&2\nexit 1\n'
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return script
+
+    return make
+
+
+def check_without(caplog: pytest.LogCaptureFixture, said: str) -> None:
+    """There are no kernels, one sentence tells why, and everything goes on without them."""
+    linear = nn.Linear(8, 8).requires_grad_(False)
+    assert not has_kernels()
+    pack_linears(linear)
+    assert type(linear) is nn.Linear
+    with torch.no_grad():
+        assert not can_attend(torch.zeros(1, 1, 1, 64), None)
+    (told,) = (record.getMessage() for record in caplog.records if "goes on with torch's own" in record.getMessage())
+    assert said in told
+
+
+def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert cpp_compiler() is None
+    check_without(caplog, "there is no C++ compiler")
+    assert not fresh.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_compiler_that_refuses(
+    fresh: Path, compiler: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    script = compiler("1.0")
+    check_without(caplog, f"{script} does not build cpu_kernels.cpp (here:1:1: fatal error: no such header)")
+    assert not [entry for entry in fresh.iterdir() if entry.suffix != ".lock"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_library_is_built_once(fresh: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew for another compiler."""
+    built = []
+
+    def build(with_compiler: str, library: Path) -> None:
+        built.append(with_compiler)
+        library.write_bytes(b"library")
+
+    monkeypatch.setattr(cpu_kernels, "_build", build)
+    script = str(compiler("1.0"))
+    first = cpu_kernels._built(script)
+    assert cpu_kernels._built(script) == first
+    assert (first.parent, first.read_bytes(), built) == (fresh, b"library", [script])
+    compiler("2.0")
+    assert cpu_kernels._built(script) != first
+    assert len(built) == 2
+    assert len(list(fresh.glob("*.so"))) == 2
