@@ -1,5 +1,6 @@
 """An evaluation's figures for `recipes/results.py`: what a document may quote, each under a name of its own."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def evaluation_figures(
 ) -> dict[str, Any]:
     """By arm, `method@temperature`: the row over all questions, a round's time, and the main figures by category.
 
-    Beside them what each method was asked for, as `eval.methods` takes it.
+    Beside them what each method was asked for, as `eval.methods` takes it. `over_tasks`: means over Spec-Bench's tasks,
+    each of which counts alike, however long its answers are.
 
     Args:
         summary: Rows of `summarize`.
@@ -40,6 +42,11 @@ def evaluation_figures(
         else:
             by_category = arm.setdefault("by_category", {})
             by_category[row["category"]] = {key: row[key] for key in OF_A_CATEGORY}
+    for name, arm in rows.items():
+        tasks = [row for row in summary if _arm(row) == name and row["category"] == row.get("task")]
+        if len(tasks) > 1:
+            means = {key: statistics.fmean(row[key] for row in tasks) for key in ("tau", "speedup_mean")}
+            arm["over_tasks"] = {"tasks": len(tasks), **means}
     for row in timing:
         rows[_arm(row)]["timing"] = row
     settings = recipe.eval.model_dump(include={"questions", "max_new_tokens", "runs", "stop", "top_k", "top_p"})

@@ -14,6 +14,16 @@ def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dic
     }  # fmt: skip
 
 
+def test_each_task_counts_alike() -> None:
+    """Two tasks of 2 and 4 tokens a round make 3, whatever the parts of the first and all questions together say."""
+    summary = [
+        row("a", "math", 9.0) | {"task": "mt_bench"}, row("a", "mt_bench", 2.0) | {"task": "mt_bench"},
+        row("a", "qa", 4.0) | {"task": "qa"}, row("a", "overall", 2.1) | {"task": None},
+    ]  # fmt: skip
+    figures = evaluation_figures(Recipe(name="table"), summary, [], 26, None, [])
+    assert figures["rows"]["a@0"]["over_tasks"] == {"tasks": 2, "tau": 3.0, "speedup_mean": 1.5}
+
+
 def test_by_arm_with_categories_timing_and_seeds() -> None:
     summary = [
         row("a/tree", "qa", 2.0), row("a/tree", "overall", 2.5), row("a/tree", "overall", 1.5, temperature=1.0),
