@@ -13,6 +13,7 @@ from torch._dynamo.exc import TorchDynamoException
 from draftsmith.models.cpu_kernels import cpp_compiler
 from draftsmith.recipes.cache import cache_root
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import progress_bar
 
 BACKEND = "inductor"
 MOST_SHAPES = 64  # of one function, in one process
@@ -55,15 +56,21 @@ def compiled(
         fast = torch.compile(function, fullgraph=True, backend=backend, options=options)
     first = True
 
+    def first_call(inputs: tuple[Any, ...]) -> Any:
+        """Takes a minute, or seconds where the cache has what it needs."""
+        for number, dimension, most in dynamic or ():
+            torch._dynamo.mark_dynamic(inputs[number], dimension, min=2, max=most)
+        with progress_bar(1, f"compile {what}", "graph", shown=backend == BACKEND) as progress:
+            results = fast(*inputs)
+            progress.update()
+        return results
+
     def call(*inputs: Any) -> Any:
         nonlocal first
         if on_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        if first and dynamic is not None:
-            for number, dimension, most in dynamic:
-                torch._dynamo.mark_dynamic(inputs[number], dimension, min=2, max=most)
         try:
-            results = fast(*inputs)
+            results = first_call(inputs) if first else fast(*inputs)
         except TorchDynamoException as error:
             raise UserError(
                 f"{what} cannot be compiled on this machine ({type(error).__name__}: "

@@ -357,8 +357,8 @@ class EvalRecipe(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
     compile: bool | None = Field(
         None,
-        description="run target and drafters through torch.compile, the baseline too; needs a C++ compiler; by default "
-        "where the target is on CUDA and there is one",
+        description="run the target through torch.compile, for the baseline too, and on CUDA the drafters; by default "
+        "where there is a C++ compiler, which it needs, and DRAFTSMITH_COMPILE is not 0",
     )
     methods: list[MethodRecipe] = [MethodRecipe(name="parallel-chain", tree="chain")]
 

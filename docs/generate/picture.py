@@ -2,7 +2,7 @@
 
 make reference      # writes docs/pictures/speedup-{light,dark}.svg
 
-Its figures are those of two sittings of one table, docs/results/smollm2_table{_free,}.json; a test keeps the files so.
+Its figures are those of docs/results/smollm2/fast_step.json; a test keeps the files so.
 Bars are speedups over our own loop without a draft, whiskers their 95 % intervals over questions.
 """
 
@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1]
-RESULTS = (DOCS / "results" / "smollm2_table_free.json", DOCS / "results" / "smollm2_table.json")
-# Rows of the results, from the baseline down, and what they are called in the picture; the first result that has it.
+RESULT = DOCS / "results" / "smollm2" / "fast_step.json"
+# Rows of the result, from the baseline down, and what they are called in the picture.
 ARMS = {
     "autoregressive@0": "no draft",
-    "smollm2-135m-eagle/eagle-tree@0": "EAGLE, tree",
-    "smollm2-135m-medusa/medusa-tree@0": "Medusa, tree",
-    "smollm2-135m-draft_model/prompt-lookup-latest@0": "prompt lookup, no training",
-    "smollm2-135m-two_stage/two-stage-tree@0": "ParallelSpec, tree",
-    "smollm2-135m-eagle/eagle-tree-lookup@0": "EAGLE, tree with lookups",
-    "smollm2-135m-two_stage/two-stage-tree-lookup@0": "ParallelSpec, tree with lookups",
+    "tree-7@0": "ParallelSpec, tree",
+    "tree-7-lookup@0": "ParallelSpec, tree with lookups",
+    "adaptive-lookup@0": "the same, adaptive",
+    "prompt-lookup@0": "prompt lookup, no training",
 }
 COLOURS = {
     "light": {"text": "#1f2328", "faint": "#59636e", "line": "#d1d9e0", "bar": "#8c959f", "best": "#0969da"},
@@ -87,14 +85,8 @@ def _described(rows: dict[str, dict[str, Any]]) -> str:
 
 def measured() -> tuple[dict[str, dict[str, Any]], int]:
     """All rows, and the number of questions."""
-    rows: dict[str, dict[str, Any]] = {}
-    questions = set()
-    for file in RESULTS:
-        figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
-        rows = {**figures["rows"], **rows}
-        questions.add(figures["asked"])
-    (asked,) = questions
-    return rows, asked
+    figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
+    return figures["rows"], figures["asked"]
 
 
 def pictures() -> dict[Path, str]:

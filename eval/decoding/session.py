@@ -254,7 +254,7 @@ class TargetSession(Session):
         """Make sure that two siblings in a tree see their ancestors and not each other."""
         name = self._target.config.name_or_path or type(self._target).__name__
         vocabulary = self._target.config.get_text_config().vocab_size
-        # Spread over the vocabulary: what comes first in it are often special tokens, at which models are at their worst.
+        # Spread over the vocabulary: first in it are often special tokens, at which models are at their worst.
         *prompt, root, elder, younger = (place * vocabulary // 6 for place in range(1, 6))
         try:
             self.prefill(prompt)
