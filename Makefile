@@ -184,7 +184,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/batch_throughput.py --json docs/results/machinery/batch_throughput.json
 	$(BIN)/python benchmarks/offline_features.py --json docs/results/machinery/offline_features.json
 	$(BIN)/python benchmarks/tokenise.py --json docs/results/machinery/tokenise.json
-	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/machinery/step_price_embedded.json
+	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
 # What is done is kept, whatever fails: the exit code says whether all was.
 gpu: $(READY)

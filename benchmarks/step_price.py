@@ -1,6 +1,6 @@
 """What a step of the target costs beside the reading of its weights, and what more rows of a draft tree cost.
 
-    python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/machinery/step_price_fp32.json
+    python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/step/step_price_float32.json
 
 On a CPU, in one process and in turns: torch's own operations (`torch`), the products and the attention of
 `models/cpu_kernels.cpp` (`kernels`), and these in a compiled forward, as an evaluation has it (`compiled`); after each

@@ -5,6 +5,7 @@ What is compiled is kept in `$DRAFTSMITH_CACHE`, so that a second process has it
 
 import os
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for
 def can_compile() -> bool:
     """Whether there is a compiler of C++, which inductor and Triton ask for, and `$DRAFTSMITH_COMPILE` is not 0."""
     return os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy. What was compiled lies with the code: without guards another closure of the same code would run it."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def compiled(
@@ -53,7 +61,7 @@ def compiled(
         # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
         unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
         options = None if unguarded is None else {"guard_filter_fn": unguarded}
-        fast = torch.compile(function, fullgraph=True, backend=backend, options=options)
+        fast = torch.compile(_with_own_code(function), fullgraph=True, backend=backend, options=options)
     first = True
 
     def first_call(inputs: tuple[Any, ...]) -> Any:

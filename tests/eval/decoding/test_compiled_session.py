@@ -217,6 +217,19 @@ def test_features_on_a_cpu() -> None:
             torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5, rtol=1e-5)
 
 
+def test_two_sessions_on_a_cpu_do_not_share_a_graph() -> None:
+    """Nothing about a call is looked at, so that the second one would run the first one's target."""
+    torch.manual_seed(0)
+    targets = [AutoModelForCausalLM.from_config(TINY["llama"]).eval() for _ in range(2)]
+    answers = []
+    for target in targets:
+        with TargetSession(target, 48) as plain, DynamicSession(target, 48, backend="eager") as session:
+            wanted = generate(plain, Autoregressive(), PROMPTS[0], GREEDY, 16).ids
+            assert generate(session, Autoregressive(), PROMPTS[0], GREEDY, 16).ids == wanted
+            answers.append(wanted)
+    assert answers[0] != answers[1]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler")
 def test_in_bf16_a_token_has_the_same_bits_alone_and_in_a_tree() -> None:
