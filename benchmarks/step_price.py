@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from draftsmith.eval.bench.bandwidth import WeightReading
+from draftsmith.eval.bench.costs import bushy
 from draftsmith.eval.decoding.compiled_session import DynamicSession
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import exit_with_one_sentence
@@ -28,11 +29,6 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.results import write_result
 
 WARM_UP_TURNS = 3
-
-
-def bushy(rows: int) -> DraftTree:
-    """A tree of so many rows, root included, with two children a node."""
-    return DraftTree([1] * rows, TreeShape.of((-1, *((node - 1) // 2 for node in range(1, rows)))))
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -45,7 +41,7 @@ def step_prices(
     sessions: dict[str, TargetSession], reading: WeightReading, rows: list[int], context_tokens: int, turns: int
 ) -> dict[str, Any]:
     """Medians over turns of the seconds of every session's forward by rows, and of a read of all weights."""
-    trees = {count: bushy(count) for count in rows}
+    trees = {count: DraftTree([1] * count, bushy(count)) for count in rows}
     prompt = [1] * context_tokens
     times: dict[str, dict[int, list[float]]] = {name: {count: [] for count in rows} for name in sessions}
     reads = []
@@ -97,7 +93,7 @@ def main() -> None:
     length = arguments.context + 2 * max(rows)
     compiled = DynamicSession(target, length)
     compiled.prefill([1] * arguments.context)
-    first_call_s = seconds_of(lambda: compiled.forward_tree(bushy(1)))
+    first_call_s = seconds_of(lambda: compiled.forward_tree(DraftTree([1], bushy(1))))
     sessions = {"torch": TargetSession(plain, length), "kernels": TargetSession(target, length), "compiled": compiled}
     found = step_prices(sessions, WeightReading(target), rows, arguments.context, arguments.turns)
     result = {

@@ -83,7 +83,7 @@ def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
     """(nodes, root included; median seconds of a forward over so many), sizes in turns."""
     sizes = [size for size in (1, *(size + 1 for size in SIZES)) if len(prompt) + size <= session.max_length_tokens]
     session.prefill(prompt)
-    trees = {size: DraftTree([prompt[-1]] * size, _bushy(size)) for size in sizes}
+    trees = {size: DraftTree([prompt[-1]] * size, bushy(size)) for size in sizes}
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(TIMED_FORWARDS + 3):
         for size, tree in trees.items():
@@ -95,8 +95,8 @@ def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
     return never_falling(tuple((size, statistics.median(times[size])) for size in sizes))
 
 
-def _bushy(size: int) -> TreeShape:
-    """Two children a node."""
+def bushy(size: int) -> TreeShape:
+    """A tree of so many nodes, root included, with two children a node."""
     return TreeShape.of((-1, *((node - 1) // 2 for node in range(1, size))))
 
 
