@@ -38,7 +38,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
-.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test test-vllm lint format hooks unit target docs reference bench bench-vllm gpu release clean
+.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly test-vllm lint format hooks target docs reference bench bench-vllm gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -52,8 +52,9 @@ help:
 	@echo "make ablations    the number of masks, distilled against original answers, what DFlash, DSpark, D-PACE and EAGLE-3.1"
 	@echo "                  add: runs/masks, runs/answers, runs/ideas, runs/losses, runs/norms (hours)"
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
-	@echo "make test         lint, types and every test"
+	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
+	@echo "make nightly      the long tests, which make test leaves out"
 	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (2.5 GB, made by make vllm-env)"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       what ruff can put right by itself"
@@ -140,15 +141,19 @@ paper: $(READY)
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
 	$(BIN)/python -m draftsmith.eval.report.papers docs runs/smollm2-table/eval/traced.json
 
+# worksteal: a worker that has nothing left to do takes half of what another one still has.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly"
 
 # Without a wheel there is no environment, which vllm-env has said.
 test-vllm: vllm-env
 	@if test -e $(VLLM_READY); then OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm; else echo "test-vllm: skipped"; fi
 
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly"
+
+nightly: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
 
 lint: $(READY)
 	$(BIN)/ruff check .

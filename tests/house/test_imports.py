@@ -1,6 +1,7 @@
 """Imports point one way, between folders and between files, and there is no circle."""
 
 import ast
+import tomllib
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -95,6 +96,13 @@ def test_no_circle_of_folders() -> None:
         folder = folder_of(module)
         folders.setdefault(folder, set()).update({folder_of(other) for other in others} - {folder})
     TopologicalSorter(folders).prepare()
+
+
+def test_every_folder_is_a_package_of_pyproject() -> None:
+    """A folder that is not listed is silently absent from the wheel."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {folder_of(module) for module in FILES}
+    assert sorted(setuptools["packages"]) == sorted("draftsmith." + name.replace("/", ".") for name in folders)
 
 
 def test_no_test_imports_another_test() -> None:
