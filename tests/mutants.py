@@ -1,0 +1,320 @@
+"""Mistakes that the fast tests must catch: each is made in a copy of the tree, and the tests that should fail are run.
+
+    python tests/mutants.py            # `make mutants`: all of them
+    python tests/mutants.py residual   # those whose name holds a word
+
+A mistake is one line in place of another, which must be in its file exactly once: a line that was moved or rewritten is
+reported, not passed over. The tests are first run on the copy as it is, where they must pass. Tests that are `slow` or
+`nightly` count for nothing here.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).parents[1]
+COPIES = 2  # one a worker
+PYTEST = (*("-q", "-x", "-p", "no:cacheprovider", "--no-header"), "-m", "not slow and not nightly and not cuda")
+FAILED_TESTS = 1  # pytest's exit code
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: `old` in `file` becomes `new`, and one of `tests` (files, or arguments of pytest) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+VERIFY, SAMPLING = "eval/trees/verify.py", "eval/trees/sampling.py"
+GROUP_WISE, ALIGNMENT = "models/base/group_wise.py", "models/groups/alignment.py"
+MUTANTS = (
+    # ---- verification and trees ----
+    Mutant(
+        "p and q swapped",
+        VERIFY,
+        "p_token / (lenience * q_token)",
+        "lenience * q_token / max(p_token, 1e-300)",
+        "tests/eval/trees/test_verify.py",
+    ),
+    Mutant(
+        "residual not renormalised",
+        VERIFY,
+        "return left / mass if mass > 0 else p",
+        "return left if mass > 0 else p",
+        "tests/eval/trees/test_verify.py",
+    ),
+    Mutant(
+        "a rejected sibling stays in q",
+        VERIFY,
+        "q = _without(q, tree.tokens[child])",
+        "q = q.clone()",
+        "tests/eval/trees/test_verify.py",
+    ),
+    Mutant(
+        "a sibling drawn twice",
+        "eval/trees/candidates.py",
+        "drawn = race(q, generator).topk(count, dim=-1).indices",
+        "drawn = torch.multinomial(q, count, replacement=True, generator=generator)",
+        "tests/eval/trees",
+    ),
+    Mutant(
+        "temperature applied twice",
+        SAMPLING,
+        "logits = logits / self.temperature",
+        "logits = logits / self.temperature**2",
+        "tests/eval/trees/test_sampling.py",
+    ),
+    Mutant(
+        "top-p drops the token that reaches it",
+        SAMPLING,
+        "dropped = mass.cumsum(-1) - mass >= self.top_p",
+        "dropped = (mass.cumsum(-1) > self.top_p) & (mass.cumsum(-1) > mass)",
+        "tests/eval/trees/test_sampling.py",
+    ),
+    Mutant(
+        "lookups in a tree of sampled tokens",
+        "eval/trees/path_lookup.py",
+        "assert tree.q is None",
+        "assert tree is not None",
+        "tests/eval/trees/test_path_lookup.py",
+    ),
+    # ---- the decoding loop ----
+    Mutant(
+        "the KV cache keeps the first nodes, not the path's",
+        "models/target/tree_cache.py",
+        "source = path_on_device[settled:] + start",
+        "source = torch.arange(settled, len(path)) + start",
+        "tests/eval/decoding/test_session.py",
+    ),
+    Mutant(
+        "position ids of a tree's nodes count on",
+        "eval/decoding/session.py",
+        "positions = (tree.shape.depths_tensor.to(self.device) + start)[None]",
+        "positions = self._positions[:, start : start + nodes]",
+        "tests/eval/decoding/test_session.py",
+    ),
+    Mutant(
+        "features of the nodes in order, not of the path's",
+        "eval/decoding/loop.py",
+        "features = features[: len(path)] if path[-1] == len(path) - 1 else features[path]",
+        "features = features[: len(path)]",
+        "tests/eval/decoding/test_loop.py tests/eval/test_speculative_decoder.py tests/eval/methods",
+    ),
+    # ---- training ----
+    Mutant(
+        "a label off by one",
+        ALIGNMENT,
+        "torch.where(valid, input_ids_bs[:, shift:], IGNORED_LABEL)",
+        "torch.where(valid, input_ids_bs[:, shift - 1 : length - 1], IGNORED_LABEL)",
+        "tests/models/groups/test_alignment.py",
+    ),
+    Mutant(
+        "the feature at a token in place of the one that predicted it",
+        ALIGNMENT,
+        "previous_bsf = torch.cat([torch.zeros_like(features_bsf[:, :1]), features_bsf[:, :-1]], dim=1)",
+        "previous_bsf = features_bsf.clone()",
+        "tests/models/groups/test_alignment.py",
+    ),
+    Mutant(
+        "a mask's position off by one",
+        GROUP_WISE,
+        "return rows.position_n + rows.stream_n",
+        "return rows.position_n + (rows.stream_n - 1).clamp_min(0)",
+        "tests/models/drafters/test_every_drafter.py -k training_equals",
+    ),
+    Mutant(
+        "the teacher's row off by one",
+        GROUP_WISE,
+        "teacher = TeacherRows(teacher_features.flatten(0, 1), before_m)",
+        "teacher = TeacherRows(teacher_features.flatten(0, 1).roll(1, 0), before_m)",
+        "tests/models/drafters",
+    ),
+    Mutant(
+        "KL the other way round",
+        "models/losses.py",
+        "losses.copy_(torch.linalg.vecdot(p, log_p.sub_(log_q)))",
+        "losses.copy_(torch.linalg.vecdot(log_q.exp(), log_q - log_p))",
+        "tests/models/test_losses.py",
+    ),
+    Mutant(
+        "the weight of another depth",
+        "models/base/depth_weights.py",
+        "weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n",
+        "weights_n = (weight_g.flip(0) / one_for_none(rows_g))[depth_n] * counts_n",
+        "tests/models/test_depth_weights.py tests/models/test_losses.py",
+    ),
+    Mutant(
+        "d2t holds ids in place of offsets",
+        "models/base/draft_vocabulary.py",
+        "self.d2t.copy_(chosen - torch.arange(len(chosen)))",
+        "self.d2t.copy_(chosen)",
+        "tests/models/drafters/test_draft_vocabulary.py",
+    ),
+    Mutant(
+        "feature layers in the order of the layers",
+        "models/target/features.py",
+        "parts = [self._caught[layer] for layer in self._layers]",
+        "parts = [self._caught[layer] for layer in sorted(self._layers)]",
+        "tests/models/target/test_features.py",
+    ),
+    Mutant(
+        "gradients of several processes averaged, not added up",
+        "train/drafter/trainer.py",
+        "loss = loss * processes",
+        "loss = loss * 1",
+        "tests/train/drafter",
+    ),
+    Mutant(
+        "the first batches again after a resume",
+        "train/drafter/stage.py",
+        "trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)",
+        "args.ignore_data_skip = True; trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)",
+        "tests/train/drafter/test_resume.py",
+    ),
+    Mutant(
+        "offline features of another row",
+        "train/features/cache.py",
+        "begin, end = shard.offsets[place], shard.offsets[place + 1]",
+        "begin, end = 0, shard.offsets[place + 1] - shard.offsets[place]",
+        "tests/train/features/test_cache.py",
+    ),
+    Mutant(
+        "a sharded target left gathered",
+        "train/processes/frozen_target.py",
+        "fully_shard(layer, mesh=mesh)",
+        "fully_shard(layer, mesh=mesh, reshard_after_forward=False)",
+        "tests/train/processes/test_frozen_target.py",
+    ),
+    # ---- data ----
+    Mutant(
+        "an end token without a label",
+        "data/tokens/answer_spans.py",
+        "return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))",
+        "return Span(start, content_end, content_end)",
+        "tests/data/tokens/test_chat_tokens.py",
+    ),
+    Mutant(
+        "a conversation asked twice",
+        "data/distill/ledger.py",
+        "elif row[0] == WAITING:",
+        "elif row[0] in (WAITING, LEASED):",
+        "tests/data/distill",
+    ),
+    Mutant(
+        "an answer that was cut short kept as if it had ended",
+        "data/distill/distill.py",
+        'if outcome.finish_reason == "length":',
+        'if outcome.finish_reason == "":',
+        "tests/data/distill/test_distill.py",
+    ),
+    # ---- figures ----
+    Mutant(
+        "a speedup over the wrong baseline",
+        "eval/report/summary.py",
+        'record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]',
+        'record.answers[f"{AUTOREGRESSIVE}@0"]',
+        "tests/eval/bench/test_spec_bench.py tests/eval/report",
+    ),
+    Mutant(
+        "tau without the bonus token counts it",
+        "eval/report/summary.py",
+        "sum(turn.accepted_drafts for turn in turns) / rounds",
+        "sum(sum(turn.accept_lengths) for turn in turns) / rounds",
+        "tests/eval/bench/test_spec_bench.py tests/eval/report",
+    ),
+    Mutant(
+        "a bootstrap that pairs nothing",
+        "eval/report/bootstrap.py",
+        "_ends(figure(mine, counts) / figure(other, counts))",
+        "_ends(figure(mine, counts) / figure(other, counts[::-1]))",
+        "tests/eval/report/test_bootstrap.py",
+    ),
+)
+
+
+def copied_tree(folder: Path) -> Path:
+    """The files that are in git, or would be, and the link by which `draftsmith` is imported from there."""
+    listing = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("docs/results/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    (folder / ".typing").mkdir()
+    (folder / ".typing" / "draftsmith").symlink_to("..")
+    return folder
+
+
+def run_tests(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
+    """pytest in a copy, which its imports are taken from."""
+    environment = os.environ | {"PYTHONPATH": str(folder / ".typing"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}  # a copy's files change within a second
+    command = [sys.executable, "-m", "pytest", *PYTEST, *tests.split()]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def unknown_places(mutants: Sequence[Mutant]) -> list[str]:
+    """What of the table does not fit the tree: lines that are not there exactly once, tests that are gone."""
+    wrong = []
+    for each in mutants:
+        file = ROOT / each.file
+        found = file.read_text(encoding="utf-8").count(each.old) if file.is_file() else 0
+        if found != 1:
+            wrong.append(f"{each.name}: found {found} times in {each.file}: {each.old}")
+        paths = [word for word in each.tests.split() if word.startswith("tests/")]
+        wrong += [f"{each.name}: no {path}" for path in paths if not (ROOT / path).exists()]
+    return wrong
+
+
+def verdict(mutant: Mutant, copies: SimpleQueue[Path]) -> str:
+    """`caught`, with the test that did, or what happened instead."""
+    folder, began = copies.get(), time.monotonic()
+    file = folder / mutant.file
+    whole = file.read_text(encoding="utf-8")
+    try:
+        before = run_tests(folder, mutant.tests)
+        if before.returncode:
+            return f"UNKNOWN, as the tests fail without it: {before.stdout[-600:]}"
+        file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
+        result = run_tests(folder, mutant.tests)
+    finally:
+        file.write_text(whole, encoding="utf-8")
+        copies.put(folder)
+    if result.returncode == FAILED_TESTS:
+        by = next((line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+        return f"caught by {by.split(' - ')[0].removeprefix('FAILED ')} ({time.monotonic() - began:.0f} s)"
+    return "NOT CAUGHT" if result.returncode == 0 else f"UNKNOWN: {result.stdout[-600:]}"
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    mutants = [each for each in MUTANTS if not words or any(word in each.name for word in words)]
+    wrong = unknown_places(mutants)
+    if wrong:
+        print("The table no longer fits the code:", *wrong, sep="\n")
+        return 2
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(COPIES) as workers:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(COPIES):
+            copies.put(copied_tree(Path(folder) / str(number)))
+        caught = 0
+        for each, found in zip(mutants, workers.map(lambda each: verdict(each, copies), mutants), strict=True):
+            print(f"{each.name}: {found}", flush=True)
+            caught += found.startswith("caught")
+    print(f"{caught} of {len(mutants)} caught")
+    return int(caught < len(mutants))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
