@@ -38,7 +38,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
-.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly test-vllm lint format hooks target docs reference bench bench-vllm gpu release clean
+.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm lint format hooks target docs reference bench bench-vllm gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -54,13 +54,14 @@ help:
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
 	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
-	@echo "make nightly      the long tests, which make test leaves out"
+	@echo "make nightly      the long tests, which make test leaves out, and make mutants"
+	@echo "make mutants      shows that the fast tests catch two dozen mistakes"
 	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (2.5 GB, made by make vllm-env)"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make docs         the documents as a site, in site/ (open site/index.html)"
-	@echo "make reference    what of the documents is made from the code: recipe keys, commands, formats, pictures"
+	@echo "make reference    the picture of the README, from docs/results/"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: the tests that need a GPU, then speed, memory and launches (25 minutes), into docs/results/"
@@ -154,6 +155,11 @@ unit: $(READY)
 
 nightly: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
+	$(MAKE) mutants
+
+# Mistakes that the fast tests must catch, each made in a copy of the tree.
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -167,15 +173,14 @@ format: $(READY)
 hooks: $(READY)
 	$(BIN)/pre-commit install
 
-# A broken link or anchor is an error.
+# The pages of docs/generate/reference.py are made from the code; a broken link or anchor is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
-# What of the documents is made from the code and from docs/results/.
+# The README's picture, from docs/results/.
 reference: $(READY)
-	cd docs && for page in commands recipe_keys picture; do "$(abspath $(BIN))/python" -m generate.$$page || exit 1; done
-	$(BIN)/python -m draftsmith.models.formats.table >docs/reference/formats.md
+	cd docs && "$(abspath $(BIN))/python" -m generate.picture
 
 target: $(READY)
 	$(BIN)/python train/train_target.py recipes/target.yaml

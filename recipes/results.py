@@ -19,6 +19,7 @@ from draftsmith.recipes.masking import masked
 from draftsmith.recipes.run_folder import Provenance, source_commit, versions, write_atomically
 
 RESULT_KEYS = ("machine", "date", "commit", "versions", "command", "figures")
+FOLD_DEPTH, FOLD_CHARACTERS = 3, 100  # of a result's lines: see `folded_json`
 # From the root, behind a space, a quote, a bracket or a sign; not the path of a URL.
 _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:~-])/(?:[^\s/'",:{}\[\]]+/)+(?=[^\s/'",{}\[\]])""")
 
@@ -44,7 +45,20 @@ def write_result(
         "command": command or _own_command(),
         "figures": figures,
     }
-    write_atomically(file, json.dumps(masked(portable(result)), indent=2) + "\n")
+    write_atomically(file, folded_json(masked(portable(result))) + "\n")
+
+
+def folded_json(value: Any, depth: int = 0) -> str:
+    """JSON in lines that a reader can find his way in: what is short, or `FOLD_DEPTH` levels down, is on one line."""
+    line = json.dumps(value)
+    if depth == FOLD_DEPTH or len(line) <= FOLD_CHARACTERS or not isinstance(value, dict | list):
+        return line
+    names = [f"{json.dumps(str(key))}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    inner = list(value.values()) if isinstance(value, dict) else value
+    opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    indent = " " * (depth + 1)
+    lines = [f"{indent}{name}{folded_json(each, depth + 1)}" for name, each in zip(names, inner, strict=True)]
+    return opening + "\n" + ",\n".join(lines) + f"\n{' ' * depth}" + closing
 
 
 def portable(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Imports point one way, between folders and between files, and there is no circle."""
 
 import ast
+import sys
 import tomllib
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
@@ -114,3 +115,10 @@ def test_no_test_imports_another_test() -> None:
             parts = {part for name in names for part in name.split(".")}
             assert "tests" not in parts, file
             assert not any(part.startswith("test_") for part in parts), file
+
+
+def test_no_file_is_named_like_a_module_of_others() -> None:
+    """A launched script puts its own folder first on sys.path: a `tokenize.py` there would break `import torch`."""
+    names = {file.stem for file in FILES.values()} - {"__init__"}
+    dependencies = {"torch", "transformers", "datasets", "tokenizers", "accelerate", "safetensors", "yaml", "jinja2"}
+    assert names.isdisjoint(sys.stdlib_module_names | dependencies | {"rich", "openai", "tqdm"})

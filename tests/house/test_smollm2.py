@@ -51,13 +51,10 @@ def test_the_table_has_every_recipe() -> None:
     assert {f"smollm2-135m-{suffix}" for suffix in suffixes.split()} == files
 
 
-def test_from_the_hub(tmp_path: Path) -> None:
+def test_from_the_hub_or_a_folder(tmp_path: Path) -> None:
     printed, (run, *_) = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
     assert ".ci/smollm2_gguf" not in printed
     assert (run.target.model, run.target.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
-
-
-def test_a_folder_that_holds_it(tmp_path: Path) -> None:
     (tmp_path / GGUF).touch()
     printed, (run, *_) = made(tmp_path, f"SMOLLM2={tmp_path}")
     assert ".ci/smollm2_gguf" not in printed
@@ -84,11 +81,6 @@ def fetch(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, check=False
     )
-
-
-def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
-    (tmp_path / GGUF).touch()
-    assert fetch(tmp_path, "/nowhere/python").returncode == 0
 
 
 def test_a_failed_fetch_leaves_nothing_and_names_the_way_out(tmp_path: Path) -> None:

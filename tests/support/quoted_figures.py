@@ -19,9 +19,11 @@ def disagreements(page: str, folder: Path) -> list[str]:
         page: The document.
         folder: It lies in.
     """
-    wrong = []
+    wrong: list[str] = []
+    read: dict[str, Any] = {}
     for text, name, path in LINK.findall(page):
-        found = value_at(json.loads((folder / name).read_text(encoding="utf-8")), path)
+        read[name] = read.get(name) or json.loads((folder / name).read_text(encoding="utf-8"))
+        found = value_at(read[name], path)
         if not isinstance(found, int | float) or not rounds_to(float(found), text):
             wrong.append(f"{text} is quoted from {name}, where {path} is {found!r}")
     return wrong
