@@ -128,7 +128,8 @@ def _shard(target: PreTrainedModel, device: torch.device) -> None:
     of_layers = set()
     for layer in decoder_layers(target):
         whole = layer.state_dict() if distributed.get_rank() == 0 else {}
-        fully_shard(layer, mesh=mesh)
+        # By default a root stays gathered after its forward, and every layer is a root of its own.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         set_model_state_dict(layer, whole, options=options)
         of_layers |= {id(tensor) for _, tensor in layer.named_parameters()}
     for _, tensor in _tensors(target):

@@ -27,8 +27,10 @@ from draftsmith.eval.trees.builders import (
 from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
 from draftsmith.eval.trees.round_costs import RoundCosts
 from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()
@@ -307,3 +309,36 @@ def test_sampling_keeps_the_distribution(
     assert expected.min() > 1
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 29.6
+
+
+class OneOfTwo(Autoregressive):
+    """Proposes a wrong sibling before every right token, and keeps the features that it is shown."""
+
+    def __init__(self, answer: list[int]) -> None:
+        super().__init__()
+        self._answer = answer
+        self.seen: list[Tensor] = []
+        self._length = 0
+
+    def propose(self) -> DraftTree:
+        right = self._answer[self._length : self._length + 2]
+        wrong = [(token + 1) % V for token in right]
+        return DraftTree([self._newest, wrong[0], right[0], wrong[1], right[1]], TreeShape.of((-1, 0, 0, 2, 2)))
+
+    def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        super().observe(committed_ids, features)
+        self._length += len(committed_ids)
+        self.seen.append(features)
+
+
+def test_a_method_is_shown_the_features_of_the_accepted_path(target: LlamaForCausalLM, session: TargetSession) -> None:
+    """Which are those at the token before each committed one, as one forward over the whole answer has them."""
+    answer = answer_of(session, 16)
+    method = OneOfTwo(answer)
+    out = generate(session, method, PROMPT, GREEDY, 10)
+    assert out.ids == answer[:10]
+    assert out.accept_lengths == [3, 3, 3]
+    seen = torch.cat(method.seen)
+    expected = target_features(target, torch.tensor([[*PROMPT, *answer]]))[0, len(PROMPT) - 1 :]
+    torch.testing.assert_close(seen, expected[: len(seen)], atol=1e-5, rtol=1e-5)
+    assert len(seen) >= 7

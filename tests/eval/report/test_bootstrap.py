@@ -41,6 +41,8 @@ def test_pairing_takes_the_questions_difficulty_away() -> None:
     slow = sums_of(kept, [each / 2 for each in kept])
     fast = sums_of(kept, [each / 2.2 for each in kept])
     assert bootstrap.paired_ratio(bootstrap.speedup, fast, slow) == pytest.approx([1.1, 1.1])
+    longer = sums_of([1.1 * each for each in kept], kept)  # and another keeps 10 % more tokens in each round
+    assert bootstrap.paired_ratio(bootstrap.tau, longer, slow) == pytest.approx([1.1, 1.1])
     hard = sums_of(kept, chance.uniform(5, 30, size=20).tolist())
     low, high = bootstrap.paired_ratio(bootstrap.speedup, hard, slow) or [0.0, 0.0]
     assert high - low > 0.1

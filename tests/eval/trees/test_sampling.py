@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.eval.trees.sampling import drawn, largest
+from draftsmith.eval.trees.sampling import Sampling, drawn, largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -40,3 +40,15 @@ def test_rare_tokens_keep_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     rare[0] = 1 - 2.0**-4
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2.0**-5, dtype=torch.float64))
     assert drawn(rare, None).item() == 1 + 2**19
+
+
+def test_temperature_top_k_and_top_p_by_hand() -> None:
+    """Logits log 16, log 8, log 4, log 1: at T = 2 the odds are 4 : 2.83 : 2 : 1, at T = 1 16 : 8 : 4 : 1 of 29."""
+    logits = torch.tensor([16.0, 8.0, 4.0, 1.0], dtype=torch.float64).log()
+    odds = torch.tensor([4.0, 8**0.5, 2.0, 1.0], dtype=torch.float64)
+    assert torch.allclose(Sampling(2.0).probabilities(logits), odds / odds.sum(), atol=1e-12)
+    two, three = (torch.tensor([16.0, 8.0, third, 0.0], dtype=torch.float64) for third in (0.0, 4.0))
+    assert torch.allclose(Sampling(1.0, top_k=2).probabilities(logits), two / 24, atol=1e-12)
+    # The token that reaches top_p stays: 16 / 29 = 0.55 alone is too little for 0.6, and 24 / 29 = 0.83 for 0.9.
+    assert torch.allclose(Sampling(1.0, top_p=0.6).probabilities(logits), two / 24, atol=1e-12)
+    assert torch.allclose(Sampling(1.0, top_p=0.9).probabilities(logits), three / 28, atol=1e-12)

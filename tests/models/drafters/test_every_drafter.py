@@ -158,7 +158,7 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, of
     positions = torch.arange(LENGTH).unsqueeze(0) + offset
     features = target_features(target, ids, None, positions, drafter.feature_layers)
     with torch.no_grad():
-        training = drafter.group_logits(ids, features, positions)[0]
+        training = drafter.group_logits(ids, features, positions if offset else None)[0]
     assert training.shape == (drafter.config.num_depths, LENGTH, VOCABULARY)
     decoder = drafter.decoder(LENGTH)
     for _second_use_of_the_same_decoder in range(2):

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.held_targets import hold_target
+from support.tiny_models import tiny_target
 from support.tiny_runs import save_target, tiny_run
+from torch import distributed
+from torch.distributed.tensor import DTensor
 from transformers.integrations import deepspeed
 
 from draftsmith.models.base.registry import load_drafter_class
@@ -19,7 +22,7 @@ from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, outside_the_launch
+from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, _shard, outside_the_launch
 
 
 def two_processes(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
@@ -70,6 +73,22 @@ def test_what_each_process_holds(
             alone = target_features(target, torch.arange(3, 15)[None], layers=(1, 3, -1))
             assert each["features"] == alone.flatten().tolist()
     assert [each["reads"] for each in found] == reads
+
+
+def test_a_sharded_target_is_split_again_after_its_forward(tmp_path: Path) -> None:
+    """One process is enough to see it: a layer's weights are parts of distributed tensors, not whole ones."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        target, ids = tiny_target(), torch.arange(3, 15)[None]
+        expected = target_features(target, ids)
+        _shard(target, torch.device("cpu"))
+        for _ in range(2):
+            assert torch.equal(target_features(target, ids), expected)
+            weights = [weight for layer in decoder_layers(target) for weight in layer.parameters()]
+            assert all(isinstance(weight, DTensor) for weight in weights)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_outside_the_launch_transformers_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
