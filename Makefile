@@ -38,7 +38,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
-.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm lint format hooks target docs reference bench bench-vllm gpu release clean
+.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm lint format hooks target docs reference bench gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -66,7 +66,6 @@ help:
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: the tests that need a GPU, then speed, memory and launches (25 minutes), into docs/results/"
 	@echo "make release      wheel and sdist of the version that the git tag says, checked, into dist/; uploads nothing"
-	@echo "make bench-vllm   what our vllm engine costs against LLM.generate"
 	@echo "make setup        only make the environment in $(VENV)"
 
 setup: $(READY)
@@ -112,7 +111,7 @@ smollm2-table: $(READY) smollm2-target
 # tau against the amount of data.
 smollm2-bench: $(READY) smollm2-target
 	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
-	$(BIN)/python benchmarks/drafters/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
+	$(BIN)/python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))
@@ -123,9 +122,9 @@ table: $(READY)
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
 	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
-	$(BIN)/python benchmarks/drafters/ideas.py
-	$(BIN)/python benchmarks/drafters/ideas.py --of losses
-	$(BIN)/python benchmarks/drafters/ideas.py --of norms
+	$(BIN)/python benchmarks/ideas.py
+	$(BIN)/python benchmarks/ideas.py --of losses
+	$(BIN)/python benchmarks/ideas.py --of norms
 
 # On SmolLM2 two seeds; on a CPU that multiplies bf16, SET="target.dtype=bfloat16 train.bf16=true".
 paper: $(READY)
@@ -188,21 +187,15 @@ target: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/group_attention.py --json docs/results/machinery/group_attention.json
 	$(BIN)/python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
-	$(BIN)/python benchmarks/training_step.py --json docs/results/machinery/training_step.json --picture docs/results/machinery/training_step.png
+	$(BIN)/python benchmarks/training_step.py --json docs/results/machinery/training_step.json
 	$(BIN)/python benchmarks/loop_efficiency.py --json docs/results/machinery/loop_efficiency.json
-	$(BIN)/python benchmarks/turn_scheduling.py --json docs/results/machinery/turn_scheduling.json
-	$(BIN)/python benchmarks/batch_throughput.py --json docs/results/machinery/batch_throughput.json
 	$(BIN)/python benchmarks/offline_features.py --json docs/results/machinery/offline_features.json
 	$(BIN)/python benchmarks/tokenise.py --json docs/results/machinery/tokenise.json
 	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
 # What is done is kept, whatever fails: the exit code says whether all was.
 gpu: $(READY)
-	$(BIN)/python benchmarks/gpu.py --json docs/results/machinery/gpu.json --picture docs/results/machinery/gpu.png
-
-# On a CPU vLLM's scheduler is best in the same process, and its threads not pinned.
-bench-vllm: vllm-env
-	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python benchmarks/vllm_overhead.py quickstart target.dtype=float32 --json docs/results/machinery/vllm_overhead.json
+	$(BIN)/python benchmarks/gpu.py --json docs/results/machinery/gpu.json
 
 # Each is built by itself in an environment of its own: the wheel from the sdist, as others build it.
 release: $(READY)

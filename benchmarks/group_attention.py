@@ -7,10 +7,11 @@ The two backends take turns; the ratio is the median over turns, so that another
 
 import argparse
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from parts.timing import in_turns
 from torch import Tensor
 
 from draftsmith.models.groups.attention import group_attention
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--turns", type=int, default=7, help="measurements of each backend")
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for length in options.lengths:
         row = measure(length, options.masks, options.heads, options.head_size, options.turns, device)
@@ -38,23 +39,19 @@ def main() -> None:
             flush=True,
         )
     if options.json:
-        name = torch.cuda.get_device_name() if device == "cuda" else None
+        name = torch.cuda.get_device_name() if device.type == "cuda" else None
         write_result(options.json, {"device": name, "threads": torch.get_num_threads(), "rows": rows})
 
 
 def measure(
-    length: int, num_masks: int, num_heads: int, head_size: int, turns: int, device: str
+    length: int, num_masks: int, num_heads: int, head_size: int, turns: int, device: torch.device
 ) -> dict[str, float | int]:
     """Medians over alternating turns, after one turn to warm up."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, num_heads, num_masks + 1, length, head_size)
     qkv = [torch.randn(shape, generator=generator).to(device).requires_grad_() for _ in range(3)]
-    times_s: dict[str, list[float]] = {"folded": [], "dense": []}
-    for turn in range(turns + 1):
-        for backend, times in times_s.items():
-            time_s = forward_backward_s(qkv, backend)
-            if turn:
-                times.append(time_s)
+    works = {backend: partial(forward_backward, qkv, backend) for backend in ("folded", "dense")}
+    times_s = in_turns(works, device, turns, warmup=1)
     ratios = [dense / folded for folded, dense in zip(times_s["folded"], times_s["dense"], strict=True)]
     return {
         "length_tokens": length,
@@ -68,22 +65,12 @@ def measure(
     }
 
 
-def forward_backward_s(qkv: list[Tensor], backend: str) -> float:
-    """Seconds of one forward and backward."""
+def forward_backward(qkv: list[Tensor], backend: str) -> None:
     for part in qkv:
         part.grad = None
-    _wait(qkv[0])
-    begin_s = time.perf_counter()
     q_bhgsd, k_bhgsd, v_bhgsd = qkv
     out = group_attention(q_bhgsd, k_bhgsd, v_bhgsd, backend=backend)
     out.backward(torch.ones_like(out))
-    _wait(qkv[0])
-    return time.perf_counter() - begin_s
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A whole training step of the parallel drafter, `folded` against `dense`: tokens/s in turns, and peak memory.
 
-    OMP_NUM_THREADS=2 python benchmarks/training_step.py [--json FILE] [--picture FILE.png]
+    OMP_NUM_THREADS=2 python benchmarks/training_step.py [--json FILE]
 
 A step is the target's forward, the drafter's layer with all its groups, the LM head, the backward and AdamW, at the
 embedded target's widths with random weights and every token supervised (the worst case: no row can be skipped).
@@ -93,36 +93,9 @@ def _peak_bytes() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Both curves over S, on doubly logarithmic axes: slope 1 is linear, slope 2 quadratic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    lengths = [row["length_tokens"] for row in rows]
-    for backend, marker in zip(BACKENDS, "os", strict=True):
-        speed.plot(lengths, [row[f"{backend}_tokens_per_s"] for row in rows], marker=marker, label=backend)
-        memory.plot(lengths, [row[f"{backend}_mib"] for row in rows], marker=marker, label=backend)
-    speed.set(xlabel="sequence length S, tokens", ylabel="tokens/s", title="training step")
-    memory.set(xlabel="sequence length S, tokens", ylabel="MiB", title="peak memory of a step")
-    memory.set_xscale("log", base=2)
-    memory.set_yscale("log", base=2)
-    speed.set_xscale("log", base=2)
-    speed.set_ylim(bottom=0)
-    for axes in (speed, memory):
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.grid(alpha=0.3)
-        axes.legend()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time a training step, folded against dense.")
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--picture", type=Path, help="draw both curves here")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="sequence lengths S")
     parser.add_argument("--masks", type=int, default=4, help="K")
     parser.add_argument("--turns", type=int, default=5, help="measurements of each backend")
@@ -139,8 +112,6 @@ def main() -> None:
             f"speedup {row['speedup']:.2f}x ({row['lowest']:.2f} to {row['highest']:.2f})",
             flush=True,
         )
-    if options.picture:
-        draw(rows, options.picture)
     if options.json:
         write_result(options.json, {"threads": torch.get_num_threads(), "rows": rows})
 

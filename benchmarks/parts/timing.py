@@ -1,15 +1,25 @@
-"""Seconds and bytes of what runs on a device, and which device that is."""
+"""Seconds and bytes of what runs on a device, what it asks of the device, and which device that is."""
 
 import gc
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Work = Callable[[], Any]
+# Names as CUPTI gives them, by their beginnings.
+KINDS = {
+    "kernel_launches": ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"),
+    "graph_launches": ("cudaGraphLaunch",),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+    "copies_back": ("Memcpy DtoH",),
+    "copies_in": ("Memcpy HtoD",),
+    "operators": ("aten::",),
+}
 
 
 def wait(device: torch.device) -> None:
@@ -84,3 +94,37 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "torch": torch.__version__,
     }
+
+
+def launches_per_round(answer: Callable[[int], int], few: int, many: int, device: torch.device) -> dict[str, float]:
+    """Mean number of launches, waits and copies of a round, or of a training step, by torch's profiler.
+
+    Two answers of different length are profiled: their difference belongs to the rounds alone, not to the prompt.
+
+    Args:
+        answer: Generates so many tokens, or takes so many steps; in how many rounds.
+        few, many: Numbers of tokens.
+    """
+    counts, rounds = zip(*(_profiled(answer, tokens, device) for tokens in (few, many)), strict=True)
+    return per_round(counts[0], counts[1], rounds[0], rounds[1])
+
+
+def per_round(few: dict[str, int], many: dict[str, int], rounds_few: int, rounds_many: int) -> dict[str, float]:
+    return {kind: (many[kind] - few[kind]) / (rounds_many - rounds_few) for kind in many}
+
+
+def count(events: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """By kind, of (name, how often)."""
+    counts = dict.fromkeys(KINDS, 0)
+    for name, times in events:
+        for kind, beginnings in KINDS.items():
+            if name.startswith(beginnings):
+                counts[kind] += times
+    return counts
+
+
+def _profiled(answer: Callable[[int], int], tokens: int, device: torch.device) -> tuple[dict[str, int], int]:
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities) as profiler:
+        rounds = answer(tokens)
+    return count((event.key, event.count) for event in profiler.key_averages()), rounds

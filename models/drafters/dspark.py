@@ -8,7 +8,7 @@ that trees are grown along paths under an exact q, still from one forward of the
 The confidence head says of each drafted token, c_k = sigmoid(w [h_k; W1[x_{k-1}]] + b), how likely it is accepted where
 its path was: h_k is the row's final-normed state. It learns alpha_k = sum_v min(p(v), q(v)), the target's and the
 drafter's distributions after the true prefix, by binary cross entropy, whose gradient reaches the layers too. Engines
-may ask it; our trees do not, as q itself predicts better (`benchmarks/drafters/confidence.py`).
+may ask it; our trees do not, as q itself predicts better (`docs/results/drafters/confidence.json`).
 
 The published loss of a token is 0.1 CE + 0.9 L1(p, q) + 1.0 BCE, weighted with exp(-(k-1)/gamma), gamma = 4 for blocks
 of 7 (deepseek-ai/DeepSpec, config/dspark; speculators' default is KL in place of the first two). Here it is `loss`, KL

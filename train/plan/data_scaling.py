@@ -1,4 +1,4 @@
-"""What more data is worth: tau against distilled answer tokens, as `benchmarks/drafters/data_scaling.py` measured it.
+"""What more data is worth: tau against distilled answer tokens, as `benchmarks/data_scaling.py` measured it.
 
 tau(n) = a + b log2(n / 100,000): each doubling of the data adds b. Two parameters, since a power law's third (where it
 levels off) is not determined by four sizes; how far the points lie from the line is told with it, and beyond the

@@ -23,7 +23,7 @@ from draftsmith.train.plan.data_scaling import (
 )
 from draftsmith.train.plan.plan import make_plan
 
-script = benchmark("drafters/data_scaling")
+script = benchmark("data_scaling")
 
 
 def test_the_line_by_hand() -> None:

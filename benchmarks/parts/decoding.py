@@ -1,8 +1,9 @@
-"""Every kind of drafter at work: its draft alone, the loop around it, and what a round asks of the device.
+"""Decoding: the target's forward over draft trees, and every kind of drafter in the loop, compiled or not.
 
-The drafters are random, but agree with the random target (`shapes.agree`): at T = 0 everything is accepted, at T = 1
-most. Loop efficiency is the speed that was measured over the one that tau predicts, with the times of the draft and of
-the target's forward: `loop_efficiency` with the times inside the loop, as `eval/report/summary.py` has it,
+Trees of 1 to 64 nodes are timed beside a single token, in turns. Of drafters: the draft alone, the loop around it, and
+what a round asks of the device. They are random, but agree with the random target (`shapes.agree`): at T = 0 everything
+is accepted, at T = 1 most. Loop efficiency is the measured speed over the one that tau predicts, with the times of the
+draft and of the target's forward: `loop_efficiency` with the times inside the loop, as `eval/report/summary.py` has it,
 `loop_efficiency_of_parts` with those of each alone. On a GPU the former counts what the device idles to a phase.
 
 Shapes: P prompt, n committed tokens, F features.
@@ -20,16 +21,16 @@ from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.compiling import BACKEND
 from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
-from parts.launches import launches_per_round
 from parts.shapes import (
     SEED,
     Shape,
@@ -39,12 +40,14 @@ from parts.shapes import (
     random_drafter,
     random_prompt,
     random_target,
+    random_tree,
     tree_paths,
 )
 from parts.suite import Suite
-from parts.target_steps import BACKENDS, forward, open_session
-from parts.timing import seconds
+from parts.timing import compare, launches_per_round, seconds
 
+# Without CUDA only to see that it works: Dynamo without a compiler.
+BACKENDS = {"cuda": BACKEND, "cpu": "eager"}
 CHANGES_TARGET = "medusa2"  # merges its LoRA into the target: last
 COMPILED_KINDS = ("parallel", "eagle")  # one that drafts at once, one that drafts level by level
 OBSERVED_TOKENS = 3  # committed between two drafts
@@ -52,12 +55,68 @@ DEEPEST = 5
 RUNS = 2
 
 
-def run(suite: Suite) -> None:
+def trees(suite: Suite) -> None:
+    run_trees(suite, compiles=False)
+
+
+def compiled_trees(suite: Suite) -> None:
+    run_trees(suite, compiles=True)
+
+
+def run_trees(suite: Suite, compiles: bool) -> None:
+    shape, device = suite.shape, suite.device
+    target = random_target(shape, device)
+    weights_bytes = sum(p.numel() * p.element_size() for p in target.parameters())
+    weights_bytes -= target.get_input_embeddings().weight.nbytes  # of which a step reads a row
+    with ExitStack() as stack:
+        session = stack.enter_context(open_session(target, shape.session_tokens, compiles))
+        stack.enter_context(torch.inference_mode())
+        session.prefill(random_prompt(shape))
+        if isinstance(session, CompiledSession):
+            for nodes in shape.tree_nodes:
+                with session.learning():
+                    forward(session, tree_of(nodes, device))
+        for nodes in shape.tree_nodes:
+            suite.measure(f"{nodes}_nodes", figures_of_tree, session, nodes, suite, weights_bytes)
+
+
+def open_session(target: Any, length_tokens: int, compiles: bool) -> TargetSession:
+    if compiles:
+        return CompiledSession(target, length_tokens, backend=BACKENDS[target.device.type])
+    return TargetSession(target, length_tokens)
+
+
+def forward(session: TargetSession, tree: DraftTree | DeviceTree) -> TargetStep:
+    """As the loop runs a tree: one that lies on the device as such."""
+    return session.forward_device_tree(tree) if isinstance(tree, DeviceTree) else session.forward_tree(tree)
+
+
+def tree_of(nodes: int, device: torch.device) -> DraftTree | DeviceTree:
+    """On a GPU it lies there."""
+    tree = random_tree(nodes)
+    return DeviceTree.of(tree, device) if device.type == "cuda" else tree
+
+
+def figures_of_tree(session: TargetSession, nodes: int, suite: Suite, weights_bytes: int) -> dict[str, Any]:
+    """base_s: of the single token; weight_bytes_per_s: of the target's weights, read once."""
+    tree, single = (partial(forward, session, tree_of(number, suite.device)) for number in (nodes, 1))
+    single()  # compiled, if at all, before the other
+    first_s = seconds(tree, suite.device)
+    compared = compare(tree, single, suite.device, suite.shape.repeats)
+    return {
+        **compared,
+        "first_s": first_s,
+        "context_tokens": session.length_tokens,
+        "weight_bytes_per_s": weights_bytes / compared["median_s"],
+    }
+
+
+def drafts(suite: Suite) -> None:
     kinds = sorted(drafter_kinds(), key=lambda kind: (kind == CHANGES_TARGET, kind != "parallel", kind))
     run_kinds(suite, kinds, compiles=False)
 
 
-def run_compiled(suite: Suite) -> None:
+def compiled_drafts(suite: Suite) -> None:
     run_kinds(suite, list(COMPILED_KINDS), compiles=True)
 
 

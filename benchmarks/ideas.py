@@ -1,6 +1,6 @@
 """What is each idea of the later drafters worth? One at a time, on the embedded target.
 
-    python benchmarks/drafters/ideas.py [--of blocks|losses|norms]
+    python benchmarks/ideas.py [--of blocks|losses|norms]
 
 `blocks`, on top of ParallelSpec: two ways for the target's features to go in (`into_inputs`: beside the tokens'
 embeddings, ParallelSpec's, of three layers; `as_keys`: as keys and values of every layer, DFlash's, of five) times one
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--name", help="the folder of the common table under runs_dir")
     options = parser.parse_args()
     chosen = [] if options.of == "blocks" else ["--of", options.of]
-    command = " ".join(["python benchmarks/drafters/ideas.py", *chosen, *options.overrides])
+    command = " ".join(["python benchmarks/ideas.py", *chosen, *options.overrides])
     compare(recipes_of(options.of, options.overrides), options.name or FOLDERS[options.of], command)
 
 

@@ -1,6 +1,6 @@
 """How much data does a drafter need? tau against distilled answer tokens, on nested parts of one distilled set.
 
-    python benchmarks/drafters/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa \\
+    python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa \\
         --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png --store
 
 The first recipe must be distilled (`draftsmith distill`), with its features on disk where `data.features.source` is
