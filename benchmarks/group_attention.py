@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from parts.timing import in_turns
+from parts.timing import Work, in_turns
 from torch import Tensor
 
 from draftsmith.models.groups.attention import group_attention
@@ -50,7 +50,7 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     shape = (1, num_heads, num_masks + 1, length, head_size)
     qkv = [torch.randn(shape, generator=generator).to(device).requires_grad_() for _ in range(3)]
-    works = {backend: partial(forward_backward, qkv, backend) for backend in ("folded", "dense")}
+    works: dict[str, Work] = {backend: partial(forward_backward, qkv, backend) for backend in ("folded", "dense")}
     times_s = in_turns(works, device, turns, warmup=1)
     ratios = [dense / folded for folded, dense in zip(times_s["folded"], times_s["dense"], strict=True)]
     return {

@@ -5,16 +5,20 @@
 without a description is an error.
 """
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
@@ -47,6 +51,8 @@ Training over several processes is `accelerate launch train/train_parallel.py RE
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the site."""
+    from mkdocs.structure.files import File
+
     for uri, text in pages().items():
         files.append(File.generated(config, uri, content=text))
     return files

@@ -9,7 +9,7 @@ is a large tree, where it is not a small one. A drafter that drafts level by lev
 the next one cannot promise what its forward costs.
 
 Only what the drafter's distribution says decides, before the target has said anything: answers keep theirs. (DSpark's
-confidence head is not asked: it makes the estimate of a token worse, measured in `docs/results/drafters/confidence.json`.)
+confidence head is not asked: it makes the estimate of a token worse, see `docs/results/drafters/confidence.json`.)
 
 How often a drafter is right at a given confidence is not what it says. Both are counted while decoding, by the
 confidence's order of magnitude: over `FIRST_ROUNDS` of whole trees, then of what is verified, at least one token. What
