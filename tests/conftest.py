@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterator
 
+import openai
 import pytest
 import torch
 from support.openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
 
-from draftsmith.data.engines import servers
+from draftsmith.data.engines import openai_engine
 from draftsmith.models.compiling import SWITCH
 from draftsmith.models.cpu_kernels import has_kernels
 
@@ -34,7 +35,8 @@ def start_server() -> Iterator[StartServer]:
 @pytest.fixture
 def start_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartEngine]:
     """The openai engine, with short pauses."""
-    monkeypatch.setattr(servers, "FIRST_BACKOFF_S", 0.02)
-    monkeypatch.setattr(servers, "LONGEST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
+    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
     with engines_to_start() as start:
         yield start

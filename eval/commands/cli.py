@@ -107,10 +107,10 @@ def evaluate_command(
     ] = None,
     concurrency: Annotated[str, typer.Option(help="Questions in flight, a measurement each.")] = LEVELS,
     engine_options: Annotated[
-        str, typer.Option(help="Of vLLM in this process, as in data.distill.options: '{max_model_len: 2048, ...}'.")
+        str, typer.Option(help="Of the vLLM that is started, as data.distill.options: '{max_model_len: 2048, ...}'.")
     ] = "{}",
     server: Annotated[
-        str | None, typer.Option(help="URL of a vLLM server that drafts, instead of vLLM in this process.")
+        str | None, typer.Option(help="URL of a vLLM server that drafts, instead of one that is started and ended.")
     ] = None,
     plain_server: Annotated[str | None, typer.Option(help="URL of one with the same target that does not.")] = None,
     server_model: Annotated[str | None, typer.Option(help="The target's name there; by default the only one.")] = None,

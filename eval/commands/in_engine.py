@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
+from transformers import PreTrainedConfig
 
 from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
-from draftsmith.data.engines.vllm_engine import require_vllm
+from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.eval.bench.record_log import RecordLog
@@ -22,15 +27,14 @@ from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.kept.measurement import NOTES, RECORDS, drafter_weights, recorded_settings
 from draftsmith.eval.kept.proof import GreedyProof
-from draftsmith.eval.serving.asking import Asked, Asking, MeasuredEngine, ask
-from draftsmith.eval.serving.cpu_sampling import corrected_cpu_sampling
-from draftsmith.eval.serving.endpoint import ServedEndpoint
-from draftsmith.eval.serving.figures import DRAFTING, PLAIN, level_figures, with_speedups
-from draftsmith.eval.serving.offline import measured_arguments, offline_engine, read_options
-from draftsmith.eval.serving.options import CORRECTION, ServingOptions
+from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, Asking, ask, level_figures, with_speedups
+from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
+from draftsmith.eval.serving.endpoint import Endpoint
+from draftsmith.eval.serving.options import CORRECTION, OPTIONS_KEY, ServingOptions
 from draftsmith.eval.serving.own import chain_of, own_figures
-from draftsmith.eval.serving.result import IN_PROCESS, SERVER, Served, recorded_served
+from draftsmith.eval.serving.result import GIVEN, STARTED, Served, recorded_served
 from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.decoding.kv_cache import cache_shape
 from draftsmith.models.formats.export import refuse_inexpressible
 from draftsmith.models.formats.of_run import export_run, trained_drafter
 from draftsmith.models.formats.served import drafted_tokens, speculative_config
@@ -43,6 +47,7 @@ from draftsmith.models.target.loading import (
     target_without_weights,
 )
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import explain
 from draftsmith.recipes.masking import masked
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
@@ -51,6 +56,9 @@ from draftsmith.recipes.schema import MethodRecipe, Recipe
 
 ENGINE_FORMAT = "vllm"
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
+LARGEST_CPU_CACHE_BYTES = 4 << 30
+CACHE_BLOCK_TOKENS = 128  # vLLM's on a CPU
+BYTES_OF_AN_ELEMENT = 4
 
 
 @dataclass(frozen=True)
@@ -80,52 +88,55 @@ class _Measured:
 
 @alone_in_its_run("eval")
 def evaluate_in_engine(recipe: Recipe, options: ServingOptions, console: Console) -> Served:
-    """Measure, show, and write `eval/vllm.json` (`vllm-server.json` of a server); the report, if there is one, again.
+    """Measure, show, and write `eval/vllm.json` (`vllm-server.json` of a given server); the report, if there is one,
+    again.
 
     Raises:
         UserError: No trained drafter, one that vLLM cannot serve, no vLLM, no server, or a wrong option.
     """
     if recipe.eval.stop:
         raise UserError("eval.stop: strings that end an answer are not sent to an engine: set eval.stop=[]")
-    folder, tokenizer = RunFolder(recipe), load_tokenizer(recipe.target)
+    tokenizer = load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
     setting = _Setting(recipe, options, questions, tokenizer, end_ids)
     notes: list[str] = []
-    correction = corrected_cpu_sampling if options.correct_cpu_sampling else nullcontext
     with ExitStack() as stack:
-        arms = _offline_arms(setting, notes) if options.server is None else _served_arms(setting, notes, stack)
-        stack.enter_context(correction())
-        measured = [each for arm, engine in arms.items() for each in _measure(setting, arm, engine)]
+        arms = _started_arms(setting, notes) if options.server is None else _given_arms(setting, notes, stack)
+        measured = [each for arm, endpoint in arms.items() for each in _measure(setting, arm, endpoint)]
     rows = with_speedups([level_figures(m.asked, m.arm, m.temperature, m.concurrency) for m in measured])
-    greedy = _greedy_proofs(setting, measured)
     own = _own_rows(setting, rows, notes)
-    notes += [*_greedy_sentences(greedy), *_count_sentences(measured)]
+    notes += _count_sentences(measured)
     figures = {
         "place": _place(options),
         "questions": len(questions),
         "rows": rows,
         "own": own,
-        "greedy": [asdict(proof) for proof in greedy.values()],
+        "greedy": [],
         "notes": notes,
     }
-    write_result(folder.eval / (IN_PROCESS if options.server is None else SERVER), figures)
-    _write_answers(folder, options, measured)
+    # Written before the target is loaded for the greedy answers that differ: measuring takes long.
+    file = RunFolder(recipe).eval / (STARTED if options.server is None else GIVEN)
+    _write_answers(file, measured)
+    write_result(file, figures)
+    greedy = _greedy_proofs(setting, measured)
+    figures |= {"greedy": [asdict(proof) for proof in greedy.values()], "notes": [*notes, *_greedy_sentences(greedy)]}
+    write_result(file, figures)
     served = next(each for each in recorded_served(recipe) if each.place == figures["place"])
     served.show(console)
-    if (folder.eval / NOTES).is_file():
+    if (file.parent / NOTES).is_file():
         rewrite_report(recipe)
     return served
 
 
 def _place(options: ServingOptions) -> str:
-    return "in this process" if options.server is None else f"served at {masked(options.server)}"
+    return "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
 
 
-def _offline_arms(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[MeasuredEngine]]:
-    """Both by how they are opened, one after the other; the drafter is exported."""
+def _started_arms(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
+    """Both servers by how they are opened, one after the other; the drafter is exported."""
     recipe, options = setting.recipe, setting.options
-    engine_options = read_options(options.engine_options)
+    engine_options = read_engine_options(options.engine_options)
     drafter = trained_drafter(recipe)
     refuse_inexpressible(drafter, ENGINE_FORMAT)
     require_vllm("--engine vllm")
@@ -147,55 +158,103 @@ def _offline_arms(setting: _Setting, notes: list[str]) -> dict[str, AbstractCont
         max(options.concurrency),
     )
     return {
-        PLAIN: offline_engine(arguments, setting.end_ids),
-        DRAFTING: offline_engine({**arguments, "speculative_config": speculative}, setting.end_ids),
+        PLAIN: _started(setting, arguments),
+        DRAFTING: _started(setting, {**arguments, "speculative_config": speculative}),
     }
 
 
+@contextmanager
+def _started(setting: _Setting, arguments: dict[str, Any]) -> Iterator[Endpoint]:
+    environment = {SWITCH: "1"} if setting.options.correct_cpu_sampling else {}
+    with closing(VllmServer(arguments, OPTIONS_KEY, environment)) as server:
+        most = max(setting.options.concurrency)
+        with closing(Endpoint(server.url, None, None, setting.end_ids, most, is_ours=True)) as endpoint:
+            yield endpoint
+
+
+def read_engine_options(values: dict[str, Any]) -> VllmOptions:
+    """
+    Raises:
+        UserError: They are not vLLM's, or of several copies of the target.
+    """
+    try:
+        options = VllmOptions.model_validate(values)
+    except ValidationError as error:
+        raise UserError(explain(VllmOptions, error, OPTIONS_KEY)) from None
+    if options.data_parallel_size > 1:
+        raise UserError(f"{OPTIONS_KEY}: data_parallel_size is of distillation: one copy of the target is measured")
+    return options
+
+
+def measured_arguments(
+    options: VllmOptions, setting: EngineSetting, config: PreTrainedConfig, length_tokens: int, most_at_once: int
+) -> dict[str, Any]:
+    """The arguments of `VllmServer`; those that the user left open are sized for these questions.
+
+    Args:
+        config: The target's.
+        length_tokens: Of the longest conversation, with room for a draft.
+        most_at_once: Requests.
+    """
+    sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": most_at_once}
+    if not torch.cuda.is_available():
+        sized |= {"enforce_eager": True, "kv_cache_memory_bytes": cpu_cache_bytes(config, length_tokens, most_at_once)}
+    chosen = {key: value for key, value in sized.items() if key not in options.model_fields_set}
+    return server_arguments(options.model_copy(update=chosen), setting)
+
+
+def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, most_at_once: int) -> int:
+    """Keys and values of as many conversations, the drafter's as many again; at most 4 GiB unless one needs more."""
+    capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
+    of_one = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
+    return max(of_one, min(most_at_once * of_one, LARGEST_CPU_CACHE_BYTES))
+
+
 def _check_sampling(options: ServingOptions) -> None:
-    if not torch.cuda.is_available() and not options.correct_cpu_sampling:
+    on_a_cpu = not torch.cuda.is_available()
+    if options.correct_cpu_sampling and not on_a_cpu:
+        raise UserError(f"{CORRECTION} is for vLLM on a CPU, and this machine has a GPU: leave it out")
+    if options.correct_cpu_sampling and not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
+        raise UserError(f"{CORRECTION}: vLLM does not see draftsmith's plugin: install draftsmith into its environment")
+    if on_a_cpu and not options.correct_cpu_sampling:
         raise UserError(
             "vLLM 0.32 on a CPU draws from another distribution while it drafts at temperatures above 0: give "
-            f"{CORRECTION}, which replaces the one function at fault in this process, or eval.temperatures=[0.0]"
+            f"{CORRECTION}, which replaces the one function at fault in the server, or eval.temperatures=[0.0]"
         )
 
 
-def _served_arms(
-    setting: _Setting, notes: list[str], stack: ExitStack
-) -> dict[str, AbstractContextManager[MeasuredEngine]]:
-    """Connected to at once, so that what is wrong shows before anything is measured."""
+def _given_arms(setting: _Setting, notes: list[str], stack: ExitStack) -> dict[str, AbstractContextManager[Endpoint]]:
+    """Connected to before anything is measured, so that what is wrong shows first."""
     options = setting.options
     assert options.server is not None
     urls = {PLAIN: options.plain_server, DRAFTING: options.server}
-    engines: dict[str, AbstractContextManager[MeasuredEngine]] = {}
+    arms: dict[str, AbstractContextManager[Endpoint]] = {}
     for arm, url in urls.items():
         if url is not None:
-            endpoint = ServedEndpoint(
-                url, options.server_model, options.api_key, setting.end_ids, max(options.concurrency)
-            )
-            engines[arm] = nullcontext(stack.enter_context(closing(endpoint)))
+            endpoint = Endpoint(url, options.server_model, options.api_key, setting.end_ids, max(options.concurrency))
+            arms[arm] = nullcontext(stack.enter_context(closing(endpoint)))
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
     if max(setting.recipe.eval.temperatures) > 0:
         notes.append("A vLLM 0.32 server on a CPU draws from another distribution at temperatures above 0.")
-    return engines
+    return arms
 
 
-def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[MeasuredEngine]) -> Iterator[_Measured]:
+def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoint]) -> Iterator[_Measured]:
     """Every temperature and concurrency in one engine, each with prompts that it has forgotten, where it can."""
     recipe = setting.recipe
-    with opened as engine:
+    with opened as endpoint:
         warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, recipe.eval.max_new_tokens))
-        warmed = ask(engine, setting.questions[:WARMUP_QUESTIONS], Asking(setting.tokenizer, warmup, recipe.seed), 2)
+        warmed = ask(endpoint, setting.questions[:WARMUP_QUESTIONS], Asking(setting.tokenizer, warmup, recipe.seed), 2)
         if warmed.answers:
             _check_arm(setting, arm, warmed)
         for temperature in recipe.eval.temperatures:
             settings = GenerationSettings(temperature, recipe.eval.top_k, recipe.eval.top_p, recipe.eval.max_new_tokens)
             for concurrency in setting.options.concurrency:
-                engine.forget_prompts()
+                endpoint.forget_prompts()
                 asking = Asking(setting.tokenizer, settings, recipe.seed)
                 label = f"{arm}, T={temperature:g}, {concurrency} at once"
-                asked = ask(engine, setting.questions, asking, concurrency, label)
+                asked = ask(endpoint, setting.questions, asking, concurrency, label)
                 if not asked.answers:
                     reasons = ", ".join(asked.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
                     raise UserError(f"vLLM {arm} answered nothing ({reasons})")
@@ -300,9 +359,8 @@ def _own_rows(setting: _Setting, rows: list[dict[str, Any]], notes: list[str]) -
     return with_speedups(own)
 
 
-def _write_answers(folder: RunFolder, options: ServingOptions, measured: list[_Measured]) -> None:
+def _write_answers(file: Path, measured: list[_Measured]) -> None:
     """Every answer, beside the figures."""
-    name = (IN_PROCESS if options.server is None else SERVER).removesuffix(".json")
     lines = []
     for each in measured:
         where = {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency}
@@ -310,4 +368,4 @@ def _write_answers(folder: RunFolder, options: ServingOptions, measured: list[_M
             values = asdict(answer)
             del values["prompt_ids"]
             lines.append(json.dumps(where | values) + "\n")
-    write_atomically(folder.eval / f"{name}-answers.jsonl", "".join(lines))
+    write_atomically(file.with_name(f"{file.stem}-answers.jsonl"), "".join(lines))

@@ -1,21 +1,22 @@
-"""The correction that vLLM 0.32 needs on a CPU before it drafts at temperatures above 0.
+"""The correction that vLLM 0.32 needs on a CPU before it drafts at temperatures above 0: a plugin of vLLM's.
 
-Its kernel that gives each drafted token its request's temperature (top-k and top-p too) is called with an int64 copy of
-the output there, which is thrown away, so that the target's probabilities are those of whatever lay in memory
+vLLM's kernel that gives each drafted token its request's temperature (top-k and top-p too) is called with an int64 copy
+of the output there, which is thrown away, so that the target's probabilities are those of whatever was in memory
 (`utils/cpu_triton_utils.py`, `_expand_kernel_impl`). Greedy answers do not pass through it, and GPUs have another.
+
+vLLM calls `correct` in each of its processes (entry point `vllm.general_plugins` in pyproject.toml); it does nothing
+unless the environment has `SWITCH=1`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from typing import Any
 
 from torch import Tensor
 
-from draftsmith.eval.serving.options import CORRECTION
-from draftsmith.recipes.errors import UserError
-
+SWITCH = "DRAFTSMITH_CORRECT_CPU_SAMPLING"
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "draftsmith_cpu_sampling"
 REPLACED = "_expand_kernel_impl"
 
 
@@ -34,32 +35,21 @@ def expanded(
         input_val: [requests].
         cu_num_tokens: [requests], tokens up to and with each.
         replace_from, replace_to: A value, and what stands for it.
-        MAX_NUM_TOKENS: Of a request; of no use here.
+        MAX_NUM_TOKENS: Of a request; not needed here.
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     output.copy_(input_val.masked_fill(input_val == replace_from, replace_to).repeat_interleave(counts))
 
 
-@contextmanager
-def corrected_cpu_sampling() -> Iterator[None]:
-    """For every `vllm.LLM` that is made within, in this process.
-
-    Raises:
-        UserError: This vLLM does not run on a CPU, or has no such function.
+def correct() -> None:
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        raise UserError(
-            f"{CORRECTION} is for vLLM on a CPU, and this one runs on {current_platform.device_type}: leave it out"
-        )
+    Raises:
+        RuntimeError: This vLLM does not run on a CPU, or has no such function.
+    """
+    if os.environ.get(SWITCH) != "1":
+        return
     from vllm.utils import cpu_triton_utils
 
-    original = getattr(cpu_triton_utils, REPLACED, None)
-    if original is None:
-        raise UserError(f"{CORRECTION} is for vLLM 0.32, and this one has no {REPLACED}: leave it out")
+    if not hasattr(cpu_triton_utils, REPLACED):
+        raise RuntimeError(f"{SWITCH} is for vLLM 0.32, and this one has no {REPLACED}: leave it out")
     setattr(cpu_triton_utils, REPLACED, expanded)
-    try:
-        yield
-    finally:
-        setattr(cpu_triton_utils, REPLACED, original)

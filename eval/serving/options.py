@@ -19,9 +19,9 @@ LEVELS = "1,4,16,64"
 class ServingOptions:
     """concurrency: how many questions are in flight, one measurement each.
 
-    server: that drafts; plain_server: the same target without a drafter. Without a server vLLM runs in this process.
+    server: URL of one that drafts; plain_server: the same target without a drafter. Without, vLLM's is started.
     server_model: its name there; api_key_env: the environment variable that holds the key.
-    engine_options: `VllmOptions`. correct_cpu_sampling: see `cpu_sampling`.
+    engine_options: `VllmOptions` of a server that is started. correct_cpu_sampling: see `cpu_sampling`.
     """
 
     concurrency: tuple[int, ...] = (1, 4, 16, 64)
@@ -48,7 +48,7 @@ class ServingOptions:
         else:
             for name, given in ((CORRECTION, self.correct_cpu_sampling), (OPTIONS_KEY, self.engine_options)):
                 if given:
-                    raise UserError(f"option {name} is of vLLM in this process: give it without --server")
+                    raise UserError(f"option {name} is for a server that is started here: give it without --server")
         for url in (self.server, self.plain_server):
             if url is not None and not url.startswith(("http://", "https://")):
                 raise UserError(f"{url} is no URL of a server: it begins with http:// or https://")

@@ -11,9 +11,8 @@ from draftsmith.eval.bench.fair_clock import answer_settings
 from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.serving.asking import ServedAnswer
-from draftsmith.eval.serving.counts import DraftCounts
-from draftsmith.eval.serving.figures import DRAFTING, PLAIN, clock_figures, draft_figures
+from draftsmith.eval.serving.asking import DRAFTING, PLAIN, ServedAnswer, clock_figures, draft_figures
+from draftsmith.eval.serving.endpoint import DraftCounts
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe
 

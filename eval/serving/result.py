@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.eval.serving.figures import DRAFTING
+from draftsmith.eval.serving.asking import DRAFTING
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 
-# In the run's eval folder: vLLM in our process, and behind a URL.
-IN_PROCESS, SERVER = "vllm.json", "vllm-server.json"
+# In the run's eval folder: of servers that were started for it, and of given ones.
+STARTED, GIVEN = "vllm.json", "vllm-server.json"
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as vLLM counts them, over all drafts together; by question: the mean of the "
     "questions' tau, asked one at a time; committed: without what was accepted past an answer's end, which is "
@@ -89,7 +89,7 @@ def recorded_served(recipe: Recipe) -> list[Served]:
     Raises:
         UserError: A file is damaged.
     """
-    files = [RunFolder(recipe).eval / name for name in (IN_PROCESS, SERVER)]
+    files = [RunFolder(recipe).eval / name for name in (STARTED, GIVEN)]
     return [read_json(file, _ResultFile, _way_out(file)).figures for file in files if file.is_file()]
 
 

@@ -3,8 +3,7 @@
 from collections import deque
 
 from draftsmith.data.engines.engine import Failure, Outcome, Request
-from draftsmith.eval.serving.asking import TimedCompletion
-from draftsmith.eval.serving.counts import DraftCounts
+from draftsmith.eval.serving.endpoint import DraftCounts, TimedCompletion
 
 KEPT = {5: [2, 0, 1], 6: [0, 0]}  # by the last id of a prompt but one: drafted tokens kept of two, by round
 

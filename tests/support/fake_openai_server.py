@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -69,7 +70,7 @@ class FakeServer:
         self.checks = 0
         self.check_fault: Fault | None = None
         self.in_flight = self.most_in_flight = 0
-        self.headers: list[dict[str, str]] = []
+        self.headers: list[Message] = []  # names in any case
         self._lock = threading.Lock()
         self._connections: set[Any] = set()
         self._http: BreakingHTTPServer | None = None
@@ -110,7 +111,7 @@ class FakeServer:
             choice["token_ids"] = ids
         return Fault(body={"object": "text_completion", "model": self.model, "choices": [choice]})
 
-    def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Fault:
+    def _post(self, path: str, body: dict[str, Any], headers: Message) -> Fault:
         if body["max_tokens"] == 1:
             self.checks += 1
             if self.check_fault is not None:
@@ -157,7 +158,7 @@ class FakeServer:
                 if self.path not in ("/v1/completions", "/v1/chat/completions"):
                     self._send(Fault(404, body={"detail": "Not Found"}))
                     return
-                self._send(server._post(self.path, body, dict(self.headers)))
+                self._send(server._post(self.path, body, self.headers))
 
             def _send(self, response: Fault) -> None:
                 if response.hang_up:

@@ -3,12 +3,13 @@
 import importlib.util
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.greedy_reference import check_greedy
-from support.vllm_server import VllmServer, vllm_environment
+from support.vllm_server import vllm_environment
 
 from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger_view import read_distilled
@@ -22,6 +23,7 @@ from draftsmith.data.engines.engine import (
     Request,
     open_engine,
 )
+from draftsmith.data.engines.vllm_engine import VllmEngine
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
@@ -49,24 +51,18 @@ def target() -> Any:
 
 
 @pytest.fixture(scope="module")
-def vllm_engine() -> Iterator[Engine]:
-    with open_engine(setting("vllm", **SMALL)) as engine:
+def vllm_engine() -> Iterator[VllmEngine]:
+    # Defaults of a server that would spoil every answer, greedy ones too, if requests left them open.
+    spoiled = {"repetition_penalty": 1.8, "top_k": 2, "min_p": 0.5}
+    llm = {"generation_config": "vllm", "override_generation_config": spoiled}
+    with open_engine(setting("vllm", **SMALL, llm=llm)) as engine:
+        assert isinstance(engine, VllmEngine)
         yield engine
 
 
 @pytest.fixture(scope="module")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    # Defaults of a server that would spoil every answer, greedy ones too, if requests left them open.
-    spoiled = json.dumps({"repetition_penalty": 1.8, "top_k": 2, "min_p": 0.5})
-    server = VllmServer(
-        tmp_path_factory.mktemp("server") / "log",
-        "--generation-config",
-        "vllm",
-        "--override-generation-config",
-        spoiled,
-    )
-    yield server.url
-    server.stop()
+def server_url(vllm_engine: VllmEngine) -> str:
+    return vllm_engine._servers[0].url
 
 
 def setting(engine: str, **options: Any) -> EngineSetting:
@@ -160,11 +156,9 @@ def test_text_alone_is_the_text_of_the_ids(server_url: str) -> None:
         assert outcome == Completion(None, "length", TOKENIZER.decode(token_ids(ids[key])))
 
 
-def test_a_prompt_too_long_is_a_failure_of_its_own(vllm_engine: Engine, server_url: str) -> None:
+def test_a_prompt_too_long_is_a_failure_of_its_own(vllm_engine: Engine) -> None:
     long = Request("long", [5] * 600, [], GenerationSettings(max_new_tokens=8), 0)
-    assert run(vllm_engine, [long]) == {"long": Failure("prompt longer than max_model_len")}
-    with open_engine(setting("openai", base_urls=[server_url])) as engine:
-        outcomes = run(engine, [long, *questions(2)])
+    outcomes = run(vllm_engine, [long, *questions(2)])
     refused = outcomes["long"]
     assert isinstance(refused, Failure)
     assert refused.reason.startswith("HTTP 400: ")
@@ -181,8 +175,8 @@ def test_sampled_answers_depend_on_their_seed_alone(vllm_engine: Engine) -> None
     assert run(vllm_engine, reseeded) != together
 
 
-def test_conversations_of_several_turns(target: Any, vllm_engine: Engine, server_url: str, tmp_path: Path) -> None:
-    """The project's own scheduler over both engines: every answer is the target's after the rewritten history."""
+def test_conversations_of_several_turns(target: Any, server_url: str, tmp_path: Path) -> None:
+    """The project's own scheduler over the engine: every answer is the target's after the rewritten history."""
     turns = [question.turns[0] for question in load_questions("embedded")][:24]
     source = tmp_path / "chats.jsonl"
     with source.open("w") as stream:
@@ -194,50 +188,23 @@ def test_conversations_of_several_turns(target: Any, vllm_engine: Engine, server
             ]
             stream.write(json.dumps({"conversations": chat}) + "\n")
     data = {"conversations": {"source": str(source), "decontaminate": []}, "max_length_tokens": 500}
-    for engine, opened in (
-        ("vllm", lambda: _Open(vllm_engine)),
-        ("openai", lambda: open_engine(setting("openai", base_urls=[server_url]))),
-    ):
-        values = {
-            "name": engine, "runs_dir": str(tmp_path), "target": TARGET.model_dump(),
-            "data": {**data, "distill": {"engine": engine, "max_new_tokens": 120}},
-        }  # fmt: skip
-        recipe = Recipe.model_validate(values)
-        folder = RunFolder(recipe)
-        report = distill(recipe, TOKENIZER, folder, opened, progress=False)
-        assert report.kept >= 4
-        answers = {}
-        for distilled in read_distilled(folder.data):
-            history = distilled.conversation.turns
-            at = [n for n, turn in enumerate(history) if turn.role == "assistant"]
-            for n, ids in zip(at, distilled.answer_ids, strict=True):
-                assert ids is not None
-                answers[f"{distilled.conversation.id[:6]}/{n}"] = (prompt_token_ids(TOKENIZER, history[:n]), ids)
-        assert len(answers) >= 16
-        check = check_greedy(target, answers)
-        print(engine, check.sentence())
-        assert not check.wrong
-
-
-class _Open:
-    """An engine that stays open."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def __enter__(self) -> Engine:
-        return self.engine
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.slow
-def test_two_copies_in_two_processes(target: Any) -> None:
-    asked = questions(12, max_new_tokens=32)
-    with open_engine(setting("vllm", data_parallel_size=2, **SMALL)) as pool:
-        assert pool.concurrency == 40
-        assert_the_targets_own(target, asked, run(pool, asked))
+    values = {
+        "name": "openai", "runs_dir": str(tmp_path), "target": TARGET.model_dump(),
+        "data": {**data, "distill": {"engine": "openai", "max_new_tokens": 120}},
+    }  # fmt: skip
+    recipe = Recipe.model_validate(values)
+    folder = RunFolder(recipe)
+    opened = partial(open_engine, setting("openai", base_urls=[server_url]))
+    assert distill(recipe, TOKENIZER, folder, opened, progress=False).kept >= 4
+    answers = {}
+    for distilled in read_distilled(folder.data):
+        history = distilled.conversation.turns
+        at = [n for n, turn in enumerate(history) if turn.role == "assistant"]
+        for n, ids in zip(at, distilled.answer_ids, strict=True):
+            assert ids is not None
+            answers[f"{distilled.conversation.id[:6]}/{n}"] = (prompt_token_ids(TOKENIZER, history[:n]), ids)
+    assert len(answers) >= 16
+    assert not check_greedy(target, answers).wrong
 
 
 @pytest.mark.parametrize(

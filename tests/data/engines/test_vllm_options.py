@@ -1,11 +1,11 @@
-"""What the vllm engine hands to vLLM, and what it says without it."""
+"""What the vllm engine starts vLLM's server with, and what it says without vLLM."""
 
 import importlib.util
 
 import pytest
 
 from draftsmith.data.engines.engine import EngineSetting, open_engine
-from draftsmith.data.engines.vllm_engine import VllmOptions, device_environments, llm_arguments
+from draftsmith.data.engines.vllm_engine import VllmOptions, command_line, server_arguments
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -15,28 +15,24 @@ def setting(**options: object) -> EngineSetting:
         "name": "x", "seed": 3, "target": {"model": "m", "dtype": "bfloat16", "revision": "abc"},
         "data": {"distill": {"engine": "vllm", "options": options}},
     }  # fmt: skip
-    return EngineSetting(Recipe.model_validate(values), None, "where/it/lies", (2,))
+    return EngineSetting(Recipe.model_validate(values), None, "a/folder", (2,))
 
 
-def test_arguments_of_llm() -> None:
-    options = VllmOptions(tensor_parallel_size=2, concurrency=99, max_model_len=512, llm={"dtype": "half", "swap": 1})
-    assert llm_arguments(options, setting()) == {
-        "model": "where/it/lies", "dtype": "half", "trust_remote_code": False, "tensor_parallel_size": 2,
-        "enforce_eager": False, "max_num_seqs": 99, "seed": 3, "enable_prefix_caching": True, "max_model_len": 512,
-        "revision": "abc", "swap": 1,
+def test_the_server_s_arguments() -> None:
+    options = VllmOptions(
+        tensor_parallel_size=2, data_parallel_size=4, concurrency=99, max_model_len=512, llm={"dtype": "half", "x": [1]}
+    )
+    arguments = server_arguments(options, setting())
+    assert arguments == {
+        "model": "a/folder", "dtype": "half", "trust_remote_code": False, "tensor_parallel_size": 2,
+        "data_parallel_size": 4, "enforce_eager": False, "max_num_seqs": 99, "seed": 3, "enable_prefix_caching": True,
+        "max_model_len": 512, "revision": "abc", "x": [1],
     }  # fmt: skip
-
-
-def test_devices_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert device_environments(2, 2) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-8f,1")
-    assert device_environments(3, 1) == [{"CUDA_VISIBLE_DEVICES": name} for name in ("3", "5", "GPU-8f")]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert device_environments(2, 2) == [{}, {}]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with pytest.raises(UserError, match="2 copies of 2 devices need 4, CUDA_VISIBLE_DEVICES names 3"):
-        device_environments(2, 2)
+    assert " ".join(command_line(arguments)) == (
+        "--model a/folder --dtype half --no-trust-remote-code --tensor-parallel-size 2 --data-parallel-size 4 "
+        "--no-enforce-eager --max-num-seqs 99 --seed 3 --enable-prefix-caching --max-model-len 512 --revision abc "
+        "--x [1]"
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

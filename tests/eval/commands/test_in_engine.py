@@ -120,7 +120,10 @@ def test_others_on_the_server_are_noticed(recipe: str, servers: list[StreamingSe
         (["--concurrency", "0"], "option --concurrency: numbers above 0"),
         (["--plain-server", "http://a"], "option --plain-server goes with --server"),
         (["--server", "a:8000"], "a:8000 is no URL of a server: it begins with http:// or https://"),
-        (["--server", "http://a", "--correct-cpu-sampling"], "is of vLLM in this process: give it without --server"),
+        (
+            ["--server", "http://a", "--correct-cpu-sampling"],
+            "is for a server that is started here",
+        ),
         (["--engine-options", "{a"], "option --engine-options: give a mapping"),
         (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no NOT_SET"),
         (["eval.stop=[x]"], "set eval.stop=[]"),

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.data.engines.engine import GenerationSettings
 from draftsmith.data.sources.questions import Question
-from draftsmith.eval.serving.asking import Asked, Asking, ask
-from draftsmith.eval.serving.figures import DRAFTING, PLAIN, level_figures, with_speedups
+from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, Asking, ask, level_figures, with_speedups
 
 QUESTIONS = [Question(1, "writing", ("w5",)), Question(2, "math", ("w6", "w7"))]
 

@@ -1,10 +1,8 @@
-"""Counters of drafting, read from both places that vLLM shows them in."""
-
-from types import SimpleNamespace
+"""Counters of drafting, read off the page where vLLM shows them."""
 
 import pytest
 
-from draftsmith.eval.serving.counts import DraftCounts, of_metrics, of_page
+from draftsmith.eval.serving.endpoint import DraftCounts
 
 PAGE = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -21,7 +19,7 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 
 
 def test_from_a_servers_page() -> None:
-    counts = of_page(PAGE)
+    counts = DraftCounts.of_page(PAGE)
     assert counts == DraftCounts(10, 30, 13, (8, 4, 1), 105)
     assert counts.tau == pytest.approx(2.3)
     assert counts.acceptance_by_depth == [0.8, 0.4, 0.1]
@@ -29,30 +27,16 @@ def test_from_a_servers_page() -> None:
 
 
 def test_engines_behind_one_page_are_added() -> None:
-    counts = of_page(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
+    counts = DraftCounts.of_page(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
     assert counts == DraftCounts(20, 60, 26, (16, 8, 2), 210)
 
 
 def test_a_page_of_another_program() -> None:
-    assert of_page('sglang:num_running_reqs{model="m"} 1.0\n') is None
-    without_drafts = of_page('vllm:generation_tokens_total{engine="0"} 7.0\n')
+    assert DraftCounts.of_page('sglang:num_running_reqs{model="m"} 1.0\n') is None
+    without_drafts = DraftCounts.of_page('vllm:generation_tokens_total{engine="0"} 7.0\n')
     assert without_drafts == DraftCounts(generated_tokens=7)
     assert without_drafts.tau is None
     assert without_drafts.acceptance_by_depth == without_drafts.acceptance_conditional == []
-
-
-def test_from_vllm_in_this_process() -> None:
-    metrics = [
-        SimpleNamespace(name="vllm:spec_decode_num_drafts", value=4),
-        SimpleNamespace(name="vllm:spec_decode_num_draft_tokens", value=8),
-        SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=3),
-        SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[3, 0]),
-        SimpleNamespace(name="vllm:kv_cache_usage_perc", value=0.5),
-        SimpleNamespace(name="vllm:generation_tokens", value=11),
-    ]
-    counts = of_metrics(metrics)
-    assert counts == DraftCounts(4, 8, 3, (3, 0), 11)
-    assert counts.acceptance_conditional == [0.75, 0.0]
 
 
 def test_what_lay_between() -> None:

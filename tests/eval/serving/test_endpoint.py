@@ -9,9 +9,7 @@ import pytest
 from support.streaming_server import StreamingServer
 
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
-from draftsmith.eval.serving.asking import TimedCompletion
-from draftsmith.eval.serving.counts import DraftCounts
-from draftsmith.eval.serving.endpoint import ServedEndpoint
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedCompletion
 from draftsmith.recipes.errors import UserError
 
 
@@ -19,7 +17,7 @@ from draftsmith.recipes.errors import UserError
 def endpoint(model: str | None = None, key: str | None = None, **options: Any) -> Iterator[Any]:
     server = StreamingServer(**options)
     try:
-        with closing(ServedEndpoint(server.url + "/v1/", model, key, (2,), 16)) as engine:
+        with closing(Endpoint(server.url + "/v1/", model, key, (2,), 16)) as engine:
             yield server, engine
     finally:
         server.stop()
@@ -74,7 +72,7 @@ def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: s
     wanted = "wanted" if "model" in options else None
     server = StreamingServer(**options)
     with pytest.raises(UserError) as error:
-        ServedEndpoint(server.url, wanted, None, (2,), 4)
+        Endpoint(server.url, wanted, None, (2,), 4)
     assert str(error.value) == f"{server.url}{sentence}" or str(error.value) == f"{server.url} {sentence}"
     server.stop()
 
@@ -84,7 +82,7 @@ def test_a_server_that_is_down() -> None:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(UserError, match=f"^no vLLM server answers at {url} "):
-        ServedEndpoint(url, None, None, (2,), 4)
+        Endpoint(url, None, None, (2,), 4)
 
 
 def test_a_key_that_is_refused_ends_it() -> None:

@@ -1,10 +1,9 @@
-"""`draftsmith eval --engine vllm` with real vLLM and the embedded target: in process, served, and sampling on a CPU."""
+"""`draftsmith eval --engine vllm` with real vLLM and the embedded target: started, given, and sampling on a CPU."""
 
 import importlib.util
 import json
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from rich.console import Console
 from support.finished_run import write_lines
 from support.served_drafters import SERVED, briefly_trained
 from support.tiny_runs import recipe_in
-from support.vllm_server import EMBEDDED_ALONE, VllmServer, vllm_environment
+from support.vllm_server import vllm_environment
 
-from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
+from draftsmith.data.engines.engine import GenerationSettings
+from draftsmith.data.engines.vllm_engine import VllmServer
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
@@ -27,15 +27,14 @@ from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.commands.in_engine import evaluate_in_engine
 from draftsmith.eval.commands.prove import chi_square_uniform, rosenblatt
 from draftsmith.eval.serving.asking import Asked, Asking, ask
-from draftsmith.eval.serving.counts import DraftCounts
-from draftsmith.eval.serving.cpu_sampling import REPLACED, corrected_cpu_sampling
-from draftsmith.eval.serving.offline import measured_arguments, offline_engine, read_options
+from draftsmith.eval.serving.cpu_sampling import SWITCH
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint
 from draftsmith.eval.serving.options import ServingOptions
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.export import export_drafter
-from draftsmith.models.formats.served import drafted_tokens, speculative_config
-from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target, target_location
+from draftsmith.models.formats.served import speculative_config
+from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -46,6 +45,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
 KIND, _, OPTIONS = SERVED["eagle"]
+EMBEDDED = {
+    "model": str(EMBEDDED_TARGET), "dtype": "float32", "enforce_eager": True, "max_model_len": 512,
+    "kv_cache_memory_bytes": 128 << 20,
+}  # fmt: skip
 QUESTIONS, NEW_TOKENS, DEPTH = 16, 20, 3
 TEMPERATURE, SAMPLED_TOKENS, SEEDS = 0.6, 8, 6
 
@@ -114,7 +117,7 @@ def past_the_end(setup: Setup) -> list[list[int]]:
     return by_question
 
 
-def test_in_process_as_in_our_decoder(setup: Setup) -> None:
+def test_started_as_in_our_decoder(setup: Setup) -> None:
     evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(1, 16)), Console())
     figures = result(setup, "vllm.json")
     ours = figures["own"][1]
@@ -136,15 +139,10 @@ def test_in_process_as_in_our_decoder(setup: Setup) -> None:
     assert [(proof["prompts"], proof["divergences"]) for proof in figures["greedy"]] == [(QUESTIONS, [])] * 2
 
 
-def test_served_to_sixteen_at_once(setup: Setup, tmp_path: Path) -> None:
+def test_given_and_asked_sixteen_at_once(setup: Setup, tmp_path: Path) -> None:
     """Streamed over HTTP: none fails, the answers are our decoder's, and so are the drafts."""
-    export_drafter(setup.drafter, "vllm", tmp_path / "served", str(EMBEDDED_TARGET), RunFolder(setup.recipe).drafter)
-    speculative = json.dumps(speculative_config(setup.drafter.config, str(tmp_path / "served")))
-    server = VllmServer(tmp_path / "log", "--speculative-config", speculative, command=EMBEDDED_ALONE)
-    try:
+    with closing(drafting_server(setup, tmp_path)) as server:
         evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(16,), server=server.url), Console())
-    finally:
-        server.stop()
     figures = result(setup, "vllm-server.json")
     (row,) = figures["rows"]
     assert (row["answers"], row["failures"], row["tokens"]) == (QUESTIONS, {}, QUESTIONS * NEW_TOKENS)
@@ -156,23 +154,15 @@ def test_served_to_sixteen_at_once(setup: Setup, tmp_path: Path) -> None:
     assert served == {record.question_id: record.answers["autoregressive@0"].turns[0].ids for record in setup.own}
 
 
-def sampled(setup: Setup, folder: Path) -> list[Asked]:
-    """Answers of vLLM with the drafter, to half of the questions, with as many seeds as `SEEDS`."""
-    recipe, end_ids = setup.recipe, tuple(answer_end_ids(setup.target.generation_config, setup.tokenizer))
-    export_drafter(setup.drafter, "vllm", folder / "served", str(EMBEDDED_TARGET), RunFolder(recipe).drafter)
-    setting = EngineSetting(recipe, setup.tokenizer, target_location(recipe.target), end_ids)
-    length = 256 + drafted_tokens(setup.drafter.config)
-    arguments = measured_arguments(read_options({}), setting, setup.target.config, length, 16)
-    arguments["speculative_config"] = speculative_config(setup.drafter.config, str(folder / "served"))
-    settings = GenerationSettings(TEMPERATURE, max_new_tokens=SAMPLED_TOKENS)
-    questions = load_questions(recipe.eval.questions)[: QUESTIONS // 2]
-    with offline_engine(arguments, end_ids) as engine:
-        return [ask(engine, questions, Asking(setup.tokenizer, settings, seed), 16) for seed in range(SEEDS)]
+def drafting_server(setup: Setup, folder: Path, **environment: str) -> VllmServer:
+    export_drafter(setup.drafter, "vllm", folder / "served", str(EMBEDDED_TARGET), RunFolder(setup.recipe).drafter)
+    speculative = speculative_config(setup.drafter.config, str(folder / "served"))
+    return VllmServer({**EMBEDDED, "speculative_config": speculative}, "options", environment)
 
 
 @torch.inference_mode()
 def p_value(setup: Setup, drawn: list[Asked]) -> float:
-    """Of all tokens behind each answer's first, by Rosenblatt's transform; a token without probability is 0."""
+    """Of all tokens after each answer's first, by Rosenblatt's transform; a token without probability is 0."""
     uniforms, generator = [], torch.Generator().manual_seed(0)
     for answer in (answer for asked in drawn for answer in asked.answers):
         logits = setup.target(torch.tensor([answer.prompt_ids + answer.ids])).logits[0, len(answer.prompt_ids) : -1]
@@ -182,31 +172,15 @@ def p_value(setup: Setup, drawn: list[Asked]) -> float:
     return chi_square_uniform(torch.cat(uniforms))[1]
 
 
-@contextmanager
-def memory_that_holds(value: float) -> Iterator[None]:
-    """Fills what vLLM's function is to write to, which comes uninitialised: else an earlier answer's may lie there."""
-    from vllm.utils import cpu_triton_utils
-
-    original = getattr(cpu_triton_utils, REPLACED)
-
-    def filled(output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        output.fill_(value)
-        original(output, *args, **kwargs)
-
-    setattr(cpu_triton_utils, REPLACED, filled)
-    try:
-        yield
-    finally:
-        setattr(cpu_triton_utils, REPLACED, original)
-
-
-def test_sampling_on_a_cpu_is_wrong_without_the_correction_and_right_with_it(setup: Setup, tmp_path: Path) -> None:
+def test_sampling_on_a_cpu_is_right_with_the_correction(setup: Setup, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("of vLLM on a CPU")
-    found = []
-    for correction in (nullcontext(), corrected_cpu_sampling()):
-        with correction, memory_that_holds(3.0):
-            found.append(p_value(setup, sampled(setup, tmp_path)))
-    print("p-values without and with the correction:", found)
-    assert found[0] < 1e-9
-    assert found[1] > 1e-3
+    end_ids = tuple(answer_end_ids(setup.target.generation_config, setup.tokenizer))
+    settings = GenerationSettings(TEMPERATURE, max_new_tokens=SAMPLED_TOKENS)
+    questions = load_questions(setup.recipe.eval.questions)[: QUESTIONS // 2]
+    with (
+        closing(drafting_server(setup, tmp_path, **{SWITCH: "1"})) as server,
+        closing(Endpoint(server.url, None, None, end_ids, 16)) as endpoint,
+    ):
+        drawn = [ask(endpoint, questions, Asking(setup.tokenizer, settings, seed), 16) for seed in range(SEEDS)]
+    assert p_value(setup, drawn) > 1e-3
