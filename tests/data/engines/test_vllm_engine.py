@@ -211,7 +211,7 @@ def test_conversations_of_several_turns(target: Any, server_url: str, tmp_path: 
     ("options", "message"),
     [
         ({"max_model_len": 5000}, "vLLM does not start with data.distill.options: .*max_model_len.*5000"),
-        ({"llm": {"no_such_argument": 1}}, "vLLM does not start with data.distill.options: .*no_such_argument"),
+        ({"llm": {"no_such_argument": 1}}, "vLLM does not start with data.distill.options: .*no-such-argument"),
     ],
 )
 def test_options_that_vllm_refuses(options: dict[str, Any], message: str) -> None:
