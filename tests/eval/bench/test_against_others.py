@@ -146,7 +146,6 @@ def test_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert (found["different_answers"], found["numerical_ties"]) == (3 if same else None, None)
         assert figures["llama_bench_tokens_per_s"][dtype] == 33.5
     assert sides["transformers: generate"]["decode_tokens_per_s"] is None
-    assert sides["ours: autoregressive"]["decode_tokens_per_s"] > sides["ours: autoregressive"]["tokens_per_s"]
     assert [(pair["ours"], pair["theirs"]) for pair in figures["llama_cpp"]] == [
         ("ours: autoregressive", "llama.cpp: F32"),
         ("ours: prompt lookup", "llama.cpp: F32"),
