@@ -1,11 +1,12 @@
 """`draftsmith doctor`: everything about a recipe that can be found out before hours of training, in one checklist.
 
-The data (`draftsmith.data.checks`), the target (can it run draft trees?) and the drafter (is it trained on what it is
-asked for in decoding? `draftsmith.train.drafter.parity`).
+The data (`doctor_data`), the target (can it run draft trees?) and the drafter (is it trained on what it is asked for
+while decoding? `draftsmith.train.drafter.parity`).
 """
 
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,11 +14,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from draftsmith.data.checks.dataset import check_source, check_token_rows
-from draftsmith.data.checks.finding import Checked, Finding
-from draftsmith.data.checks.rows import expected_of
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation
+from draftsmith.eval.commands.doctor_data import Checked, Expected, Finding, check_source, check_token_rows
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
@@ -28,8 +27,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import collate_right_padded
-from draftsmith.train.drafter.parity import check_parity
+from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import training_arguments
 
@@ -115,7 +113,7 @@ def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> 
     text = Text()
     shown = list(zip(row.input_ids, row.loss_mask, strict=True))[:PREVIEW_TOKENS]
     for carries_loss, run in groupby(shown, key=lambda pair: bool(pair[1])):
-        # A negative id is a defect of the data that is told elsewhere; decode() would raise.
+        # A negative id is a defect of the data that is reported elsewhere; decode() would raise.
         piece = tokenizer.decode([max(0, token_id) for token_id, _ in run], skip_special_tokens=False)
         text.append(f"«{piece}»" if marks and carries_loss else piece, "bold green" if carries_loss else "dim")
     if len(row.input_ids) > PREVIEW_TOKENS:
@@ -131,7 +129,7 @@ def _legend(console: Console) -> Text:
 
 def _data(recipe: Recipe, target: PreTrainedModel, tokenizer: Any) -> list[Checked]:
     try:
-        expected = expected_of(target, tokenizer, collate_right_padded)
+        expected = Expected.of(target, tokenizer)
     except UserError as error:
         return [Checked("data", [Finding("chat template", "defect", str(error))])]
     parts = [check_source(recipe, expected)]
@@ -142,7 +140,7 @@ def _data(recipe: Recipe, target: PreTrainedModel, tokenizer: Any) -> list[Check
         except UserError as error:
             parts.append(Checked("tokens to train on", [Finding("tokens", "defect", str(error))]))
         else:
-            parts.append(check_token_rows(dataset, run.data, recipe.data.max_length_tokens, expected))
+            parts.append(check_token_rows(dataset, run.data, expected))
     return parts
 
 
@@ -223,10 +221,33 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
 
 
 def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Finding:
+    """Train = decode, for a new drafter on one of the rows."""
+    kind, check = recipe.drafter.kind, "train = decode"
     try:
-        return check_parity(recipe.drafter.kind, recipe.drafter.options, target, rows)
+        found = check_parity(kind, recipe.drafter.options, target, rows)
     except UserError as error:
         return Finding("drafter", "defect", str(error))
     except torch.OutOfMemoryError:
         sentence = "not checked: the target in fp32 does not fit into the GPU's memory; try target.device=cpu"
-        return Finding("train = decode", "warning", sentence)
+        return Finding(check, "warning", sentence)
+    worst = found.worst
+    figures = {
+        "kind": kind,
+        "largest_difference": worst.size if isfinite(worst.size) else None,
+        "tolerance": TOLERANCE,
+        "prefix_tokens": worst.prefix_tokens,
+        "depth": worst.depth,
+        "drafts": found.drafts,
+        "row_tokens": found.row_tokens,
+        "trainable_parameters": found.parameters,
+    }
+    measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
+    if worst.size <= TOLERANCE:
+        agrees = f"training = decoding after {found.drafts} prefixes"
+        return Finding(check, "ok", f"{kind}, {found.parameters:,} parameters: {agrees}, {measured}", figures)
+    sentence = (
+        f"{kind} decodes something else than it would be trained on: {measured}, at depth {worst.depth} after "
+        f"{worst.prefix_tokens} tokens; compare group_logits with the decoder in models/drafters/{kind}.py: group t "
+        "reads x_t and the feature at t-1, and depth d predicts x_(t+d)"
+    )
+    return Finding(check, "defect", sentence, figures)

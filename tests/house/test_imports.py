@@ -13,7 +13,7 @@ from support.places import PACKAGES, ROOT
 # A folder may import itself and the folders before it.
 ORDER = [
     *["recipes"],
-    *["data/stdlib", "data/sources", "data/tokens", "data/engines", "data/distill", "data/checks", "data/card", "data"],
+    *["data/stdlib", "data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
     *["models/formats"],
     *["train/batches", "train/features", "train/processes", "train/monitoring", "train/drafter", "train/plan"],
