@@ -39,31 +39,10 @@ def synthetic(sources: list[Conversation], count: int) -> Iterator[Answered]:
         yield Conversation(f"{number:012d}", (asked, *turns[1:])), None
 
 
-def peak_mib(process: str = "self") -> float:
-    """Largest resident set of a process so far."""
-    lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
+def peak_mib() -> float:
+    """Largest resident set of this process so far."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
-
-
-def children() -> list[str]:
-    """Process ids of the workers that are there."""
-    here = os.getpid()
-    tasks = Path(f"/proc/{here}/task").glob("*/children")
-    return [process for task in tasks for process in task.read_text(encoding="ascii").split()]
-
-
-class Bar(tqdm):
-    """A progress bar that looks at the workers' memory now and then."""
-
-    workers_mib: float = 0.0
-
-    def update(self, n: float | None = 1) -> bool | None:
-        for process in children():
-            try:
-                self.workers_mib = max(self.workers_mib, peak_mib(process))
-            except (OSError, StopIteration):
-                continue
-        return super().update(n)
 
 
 def measure(count: int, processes: int) -> dict[str, Any]:
@@ -74,7 +53,7 @@ def measure(count: int, processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         rows_file, final = Path(folder) / "rows.arrow", Path(folder) / "tokens"
         interpreter_mib, begin_s = peak_mib(), time.perf_counter()
-        with Bar(total=count, desc="tokenise", unit="conv") as bar:
+        with tqdm(total=count, desc="tokenise", unit="conv") as bar:
             conversations = synthetic(sources, count)
             counts = write_token_rows(conversations, tokenizer, MAX_LENGTH_TOKENS, rows_file, processes, bar)
         save_rows(rows_file, final)
@@ -91,7 +70,6 @@ def measure(count: int, processes: int) -> dict[str, Any]:
             "tokens_per_s": counts.tokens / wall_time_s,
             "interpreter_mib": interpreter_mib,
             "above_interpreter_mib": peak_mib() - interpreter_mib,
-            "largest_worker_mib": bar.workers_mib,  # its own interpreter and libraries included
         }
 
 
@@ -105,8 +83,7 @@ def main() -> None:
     print(
         f"{row['conversations']:,} conversations, {row['tokens']:,} tokens, {row['processes']} processes: "
         f"{row['wall_time_s']:.0f} s, {row['conversations_per_s']:,.0f} conversations/s, "
-        f"{row['tokens_per_s']:,.0f} tokens/s; {row['above_interpreter_mib']:.0f} MiB above the interpreter, largest "
-        f"worker {row['largest_worker_mib']:.0f} MiB with all its libraries"
+        f"{row['tokens_per_s']:,.0f} tokens/s; {row['above_interpreter_mib']:.0f} MiB above the interpreter"
     )
     if options.json:
         write_result(options.json, row)
