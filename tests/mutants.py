@@ -86,8 +86,15 @@ MUTANTS = (
     Mutant(
         "lookups in a tree of sampled tokens",
         "eval/trees/path_lookup.py",
-        "assert tree.q is None",
-        "assert tree is not None",
+        "if tree.q is not None or tree.log_confidence is None:",
+        "if tree.log_confidence is None:",
+        "tests/eval/trees/test_path_lookup.py",
+    ),
+    Mutant(
+        "a sampled tree cut by its own q",
+        "eval/trees/adaptive.py",
+        "if tree.q is not None or confidence is None:",
+        "if confidence is None:",
         "tests/eval/trees/test_path_lookup.py",
     ),
     # ---- the decoding loop ----

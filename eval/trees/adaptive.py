@@ -63,7 +63,10 @@ class AdaptiveTree:
     def fitting(self, tree: DraftTree) -> DraftTree:
         """The part of the tree that promises most tokens per second. Deterministic trees with `log_confidence`."""
         confidence = tree.log_confidence
-        assert confidence is not None
+        if tree.q is not None or confidence is None:
+            raise ValueError(
+                "only deterministic trees with confidences are cut: a sampled one would be biased by its q"
+            )
         # The sort is stable and no child is more confident than its parent, so parents come first.
         order = sorted(range(1, len(tree)), key=confidence.__getitem__, reverse=True)
         size = self._best_size([confidence[node] for node in order])

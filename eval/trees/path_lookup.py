@@ -90,9 +90,12 @@ def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
 
     Args:
         tree: Deterministic, with `log_confidence`: the drafter's most likely paths, `nodes` or more of them.
+
+    Raises:
+        ValueError: The tree's tokens were sampled: one that is cut or continued by its own q is biased.
     """
-    assert tree.q is None
-    assert tree.log_confidence is not None
+    if tree.q is not None or tree.log_confidence is None:
+        raise ValueError("lookups continue deterministic trees with confidences, not sampled ones")
     tokens, parents, log_confidence = [tree.tokens[0]], [-1], [0.0]
     paths: list[list[int]] = [[]]
     # A path is at most as likely as the one that it continues, so the best candidates are met in order. Entries:

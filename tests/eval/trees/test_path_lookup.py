@@ -13,6 +13,7 @@ from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
 from draftsmith.eval.trees.sampling import Sampling
@@ -140,3 +141,12 @@ def test_of_which_trees() -> None:
     for wrong in ({"tree": "chain"}, {"kind": "ngram", "tree": "best_first"}):
         with pytest.raises(ValueError, match="`lookup: true` goes with a drafter's `tree: best_first`"):
             MethodRecipe(name="x", lookup=True, **wrong)
+
+
+def test_sampled_trees_are_neither_continued_nor_cut() -> None:
+    """Verification of what q itself has chosen among draws from q would not keep the target's distribution."""
+    sampled = DraftTree([1, 2, 3], TreeShape.chain(2), torch.full((3, 5), 0.2), log_confidence=[0.0, -1.0, -2.0])
+    with pytest.raises(ValueError, match="not sampled ones"):
+        with_lookups(sampled, PathLookup(), 3)
+    with pytest.raises(ValueError, match="only deterministic trees"):
+        AdaptiveTree().fitting(sampled)
