@@ -221,25 +221,6 @@ def test_where_a_server_is_found(
         llamacpp.find_server(tmp_path)
 
 
-def test_a_dtype_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "tiny.gguf").write_text("GGUF")
-    server = fake_llama(tmp_path / "bin")
-    for _ in range(2):
-        made = llamacpp.in_dtype(tmp_path / "tiny.gguf", "Q8_0", server)
-        assert made.read_text() == "GGUF"
-    assert (tmp_path / "bin" / "quantized").read_text() == "--allow-requantize Q8_0\n"
-    (tmp_path / "bin" / "llama-quantize").write_text("#!/bin/sh\ntouch $3\necho no such type >&2\nexit 2\n")
-    with pytest.raises(UserError, match=r"ended with exit code 2; its last line: no such type"):
-        llamacpp.in_dtype(tmp_path / "tiny.gguf", "Q4_0", server)
-    assert list((tmp_path / "cache" / "llamacpp").iterdir()) == [made]
-    for name in ("llama-quantize", "llama-bench"):
-        server.with_name(name).unlink()
-    with pytest.raises(UserError, match=r"is no llama-quantize to make F32 of tiny\.gguf: `make llamacpp-env` has it"):
-        llamacpp.in_dtype(tmp_path / "tiny.gguf", "F32", server)
-    assert llamacpp.bench(made, server, 1) is None
-
-
 def test_a_wrong_answer_is_counted_by_hand() -> None:
     """The other sides give another token in one of two prompts, and two tokens in half a second each. Behind the first
     there is one token an answer, in a quarter of a second: 4 tokens/s."""
@@ -275,14 +256,3 @@ def test_a_wrong_answer_is_counted_by_hand() -> None:
     baseline = found[script.BASELINE]
     assert (baseline["tokens_per_s"], baseline["different_answers"]) == (2.0, 0)
     assert (baseline["decode_tokens_per_s"], baseline["tau"]) == (None, None)
-
-
-def test_decoding_is_counted_behind_the_first_token() -> None:
-    """2 and 4 tokens behind the first in 3 s; an answer of one token has none."""
-    answers = [
-        script.Answer([1, 2, 3], 9.0, 1.0),
-        script.Answer([1, 2, 3, 4, 5], 9.0, 2.0),
-        script.Answer([1], 9.0, 1.0),
-    ]
-    assert script.decode_speed(answers) == 2.0
-    assert script.decode_speed(answers[2:]) is None
