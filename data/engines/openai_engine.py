@@ -108,14 +108,21 @@ class OpenAIEngine:
     """
 
     Options = OpenAIOptions
+    retries = 2  # the client's own, of each attempt
+    asks_trial = True  # for one token, so that wrong settings show before anything else happens
 
     @classmethod
     def make(cls, options: OpenAIOptions, setting: EngineSetting) -> "OpenAIEngine":
         return cls(options, setting)
 
+    @staticmethod
+    def option(name: str) -> str:
+        """Where a user finds an option, for messages."""
+        return f"data.distill.options.{name}"
+
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
         if setting.recipe.data.distill.top_k > 0 and not options.extensions:
-            raise UserError("data.distill.top_k is not of OpenAI's API: it needs data.distill.options.extensions: true")
+            raise UserError(f"data.distill.top_k is not of OpenAI's API: it needs {self.option('extensions')}: true")
         turns = PROBE[:1]
         self._trial = Request(
             key="",
@@ -130,7 +137,7 @@ class OpenAIEngine:
         self._model = options.model
         self._end_ids = setting.end_ids
         self._vocabulary_size = max(setting.tokenizer.get_vocab().values()) + 1
-        self._api_key = _api_key(options.api_key_env)
+        self._api_key = None if options.api_key_env is None else self._read_api_key(options.api_key_env)
         self._waiting: asyncio.Queue[tuple[Request, int]] = asyncio.Queue()  # with the attempts so far
         self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
         self._in_flight = 0
@@ -182,10 +189,11 @@ class OpenAIEngine:
             await server.client.close()
 
     def _server(self, url: str) -> Server:
-        address, login = _split_credentials(url)
+        address, login = self._split_credentials(url)
         client = openai.AsyncOpenAI(
             base_url=address,
             api_key=self._api_key or NO_KEY,
+            max_retries=self.retries,
             timeout=openai.Timeout(self.options.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.options.timeout_s)),
             default_headers={} if login is None else {"Authorization": login},
         )
@@ -197,7 +205,7 @@ class OpenAIEngine:
         if all(problems):
             reasons = ", ".join(f"{server.url}: {p}" for server, p in zip(self._servers, problems, strict=True))
             raise UserError(
-                f"no server answers ({reasons}): start one, or correct data.distill.options.base_urls; "
+                f"no server answers ({reasons}): start one, or correct {self.option('base_urls')}; "
                 "`python -m vllm.entrypoints.openai.api_server --model ...` is one"
             )
         for server in self._servers:
@@ -226,7 +234,7 @@ class OpenAIEngine:
                 self._waiting.put_nowait((request, attempts))
                 continue
             try:
-                self._finished.put((request.key, await self._complete(server, request)))
+                self._finished.put((request.key, await self.complete(server, request)))
                 server.failures = 0
             except ServerFails as problem:
                 server.failures += 1
@@ -287,53 +295,74 @@ class OpenAIEngine:
             UserError: It will not: another model, a shorter context, a refusal.
         """
         try:
-            content = await self._content(server, server.client.models.with_raw_response.list())
-        except _Refused as refusal:
+            response = await self.response(server, server.client.models.with_raw_response.list())
+        except Refused as refusal:
             raise UserError(f"{server.url}/models says {refusal}") from None
-        offered = read_models(content)
+        offered = read_models(response.content)
         names = ", ".join(offered) or "no model"
         if self._model is None and len(offered) == 1:
             self._model = next(iter(offered))
         if self._model is None:
-            raise UserError(f"{server.url} offers {names}: name one in data.distill.options.model")
+            raise UserError(f"{server.url} offers {names}: name one in {self.option('model')}")
         if self._model not in offered:
             raise UserError(f"{server.url} serves {names}, not {self._model}: every server must serve the same model")
-        outcome = await self._complete(server, self._trial)
+        outcome = await self.complete(server, self._trial) if self.asks_trial else None
         if outcome == Failure(OTHER_PROMPT):
             raise UserError(
                 f"{server.url} renders `{PROBE[0].content}` by another chat template than the target's: "
-                "set data.distill.options.api: completions"
+                f"set {self.option('api')}: completions"
             )
         if isinstance(outcome, Failure):
             raise UserError(
                 f"{server.url} refuses a request of one token ({outcome.reason}): for a server that does not know "
-                "vLLM's fields set data.distill.options.extensions: false, for one that takes no token ids api: chat"
+                f"vLLM's fields set {self.option('extensions')}: false, for one that takes no token ids api: chat"
             )
         longest, bound = offered[self._model], self.max_length_tokens
         if self._tasks and longest is not None and bound is not None and longest < bound:
             raise UserError(f"{server.url} takes {longest} tokens, the other servers {bound}")
         return longest
 
-    async def _complete(self, server: Server, request: Request) -> Outcome:
+    async def complete(self, server: Server, request: Request) -> Outcome:
         """
         Raises:
             ServerFails: The server does not answer, or not with an answer.
             UserError: The server refuses what every request has in common: the key, the URL, the model.
         """
-        assert self._model is not None
         api = self.options.api
         endpoint: Any = server.client.completions if api == "completions" else server.client.chat.completions
-        arguments = request_arguments(request, self._model, api, self._end_ids, self.options.extensions)
         try:
-            content = await self._content(server, endpoint.with_raw_response.create(**arguments))
-        except _Refused as refusal:
+            response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
+        except Refused as refusal:
             return Failure(str(refusal))
-        return read_answer(content, request, api, self._end_ids, self._vocabulary_size)
+        return read_answer(response.content, request, api, self._end_ids, self._vocabulary_size)
 
-    async def _content(self, server: Server, call: Awaitable[Any]) -> bytes:
-        """The body of a response with status 200."""
+    def arguments(self, request: Request) -> dict[str, Any]:
+        """Of the client's `completions.create` or `chat.completions.create`."""
+        settings = request.settings
+        arguments: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+        }
+        is_chat = self.options.api == "chat"
+        arguments |= {"messages": request.messages} if is_chat else {"prompt": request.prompt_ids}
+        if settings.temperature > 0:
+            arguments["seed"] = request.seed
+        if self.options.extensions:
+            body = {"top_k": settings.top_k or -1, "stop_token_ids": list(self._end_ids), "return_token_ids": True}
+            body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+            arguments["extra_body"] = body
+        return arguments
+
+    async def response(self, server: Server, call: Awaitable[Any]) -> Any:
+        """What a call of the client gives.
+
+        Raises:
+            Refused, ServerFails, UserError: It is about this request, about the server now, about every request.
+        """
         try:
-            return bytes((await call).content)
+            return await call
         except openai.APITimeoutError:
             raise ServerFails("timeout") from None
         except openai.APIConnectionError as error:
@@ -341,16 +370,49 @@ class OpenAIEngine:
         except openai.APIStatusError as error:
             status, reason = error.status_code, refusal_reason(error, self._api_key)
             if status in REQUEST_REFUSED:
-                raise _Refused(reason) from None
+                raise Refused(reason) from None
             if status < 400 or status in (408, 409, 429) or status >= 500:
                 raise ServerFails(reason, is_throttled=status == 429) from None
             raise UserError(
-                f"{server.url} says {reason}: "
-                "check base_urls (they usually end in /v1), model and api_key_env in data.distill.options"
+                f"{server.url} says {reason}: check {self.option('base_urls')} (usually with /v1 at the end), "
+                f"{self.option('model')} and {self.option('api_key_env')}"
             ) from None
 
+    def _read_api_key(self, variable: str) -> str:
+        key = self._from_environment(variable, "api_key_env").strip()
+        if not key.isascii() or not key.isprintable():
+            raise UserError(
+                f"{self.option('api_key_env')}: {variable} holds line breaks or other characters "
+                "that no HTTP header takes: set it to the key alone"
+            )
+        return key
 
-class _Refused(Exception):
+    def _from_environment(self, name: str, option: str) -> str:
+        """The variable's value. A name that is none is taken for the secret itself, and not shown."""
+        if not os.environ.get(name):
+            shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
+            raise UserError(f"{self.option(option)}: the environment has no variable {shown}")
+        return os.environ[name]
+
+    def _split_credentials(self, url: str) -> tuple[str, str | None]:
+        """The URL as it may be shown, and the header for the user and password in it."""
+        address = httpx2.URL(url)
+        if not address.userinfo:
+            return url, None
+        parts = (address.username, address.password)
+        if MASK in parts:
+            raise UserError(
+                f"{self.option('base_urls')}: this recipe was written without the passwords of its servers: give the "
+                "URLs on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
+            )
+        login = ":".join(
+            ENVIRONMENT_VARIABLE.sub(lambda found: self._from_environment(found[1], "base_urls"), part)
+            for part in parts
+        )
+        return str(address.copy_with(userinfo=b"")), "Basic " + base64.b64encode(login.encode()).decode()
+
+
+class Refused(Exception):
     """The server will never answer this request."""
 
 
@@ -382,27 +444,6 @@ class _Choice(BaseModel):
 class _Answer(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
     prompt_token_ids: list[int] | None = None
-
-
-def request_arguments(
-    request: Request, model: str, api: Api, end_ids: tuple[int, ...], extensions: bool
-) -> dict[str, Any]:
-    """The arguments of the client's `completions.create` or `chat.completions.create`."""
-    settings = request.settings
-    arguments: dict[str, Any] = {
-        "model": model,
-        "max_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-    }
-    arguments |= {"prompt": request.prompt_ids} if api == "completions" else {"messages": request.messages}
-    if settings.temperature > 0:
-        arguments["seed"] = request.seed
-    if extensions:
-        body = {"top_k": settings.top_k or -1, "stop_token_ids": list(end_ids), "return_token_ids": True}
-        body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        arguments["extra_body"] = body
-    return arguments
 
 
 def read_models(content: bytes) -> dict[str, int | None]:
@@ -473,43 +514,6 @@ def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
 def warn(message: str) -> None:
     """A line on stderr that leaves a progress bar whole."""
     tqdm.write(f"warning: {message}", file=sys.stderr)
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = _from_environment(variable, "api_key_env").strip()
-    if not key.isascii() or not key.isprintable():
-        raise UserError(
-            f"data.distill.options.api_key_env: {variable} holds line breaks or other characters "
-            "that no HTTP header takes: set it to the key alone"
-        )
-    return key
-
-
-def _from_environment(name: str, option: str) -> str:
-    """The variable's value. A name that is none is taken for the secret itself, and not shown."""
-    if not os.environ.get(name):
-        shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
-        raise UserError(f"data.distill.options.{option}: the environment has no variable {shown}")
-    return os.environ[name]
-
-
-def _split_credentials(url: str) -> tuple[str, str | None]:
-    """The URL as it may be shown, and the header for the user and password in it, which the environment may hold."""
-    address = httpx2.URL(url)
-    if not address.userinfo:
-        return url, None
-    parts = (address.username, address.password)
-    if MASK in parts:
-        raise UserError(
-            "data.distill.options.base_urls: this recipe was written without the passwords of its servers: give the "
-            "URLs on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
-        )
-    login = ":".join(
-        ENVIRONMENT_VARIABLE.sub(lambda variable: _from_environment(variable[1], "base_urls"), part) for part in parts
-    )
-    return str(address.copy_with(userinfo=b"")), "Basic " + base64.b64encode(login.encode()).decode()
 
 
 ENGINE = OpenAIEngine

@@ -72,6 +72,10 @@ class _Setting:
     end_ids: tuple[int, ...]
 
     @property
+    def of_engine(self) -> EngineSetting:
+        return EngineSetting(self.recipe, self.tokenizer, target_location(self.recipe.target), self.end_ids)
+
+    @property
     def first_prompts(self) -> dict[int | str, tuple[Question, list[int]]]:
         return {each.question_id: (each, first_turn_ids(self.tokenizer, each)) for each in self.questions}
 
@@ -152,7 +156,7 @@ def _started_arms(setting: _Setting, notes: list[str]) -> dict[str, AbstractCont
     length += drafted_tokens(drafter.config) + 1
     arguments = measured_arguments(
         engine_options,
-        EngineSetting(recipe, setting.tokenizer, target_location(recipe.target), setting.end_ids),
+        setting.of_engine,
         target.config,
         length if limit is None else min(length, limit),
         max(options.concurrency),
@@ -168,7 +172,7 @@ def _started(setting: _Setting, arguments: dict[str, Any]) -> Iterator[Endpoint]
     environment = {SWITCH: "1"} if setting.options.correct_cpu_sampling else {}
     with closing(VllmServer(arguments, OPTIONS_KEY, environment)) as server:
         most = max(setting.options.concurrency)
-        with closing(Endpoint(server.url, None, None, setting.end_ids, most, is_ours=True)) as endpoint:
+        with closing(Endpoint(server.url, setting.of_engine, most, is_ours=True)) as endpoint:
             yield endpoint
 
 
@@ -231,7 +235,8 @@ def _given_arms(setting: _Setting, notes: list[str], stack: ExitStack) -> dict[s
     arms: dict[str, AbstractContextManager[Endpoint]] = {}
     for arm, url in urls.items():
         if url is not None:
-            endpoint = Endpoint(url, options.server_model, options.api_key, setting.end_ids, max(options.concurrency))
+            most = max(options.concurrency)
+            endpoint = Endpoint(url, setting.of_engine, most, options.server_model, options.api_key_env)
             arms[arm] = nullcontext(stack.enter_context(closing(endpoint)))
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")

@@ -1,8 +1,8 @@
 """A client of a serving engine: streamed answers with their times, and what the engine counts of its drafts.
 
-Answers come over OpenAI's completions API, so that the first token's time is seen; every request in flight has a thread
-of its own, and nothing is asked twice: an answer that breaks off is a failure. Counters are those of `/metrics` in
-Prometheus' text format; another engine's names go into `COUNTERS`, and how it gives token ids into `_token_ids`.
+Answers are streamed over OpenAI's completions API by the client that distils too, so that the first token's time is
+seen. Counters are those of `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`, and how it
+gives token ids into `_token_ids`.
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Accepted is what verification let pass: of the last draft
 of an answer that may be more than the answer still took, so `figures` gives the committed tau beside it.
@@ -11,26 +11,26 @@ Source of the names: vLLM 0.32, `v1/spec_decode/metrics.py`.
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
 
 import httpx2
 import openai
+from pydantic import ValidationError
 
-from draftsmith.data.engines.engine import Completion, Failure, FinishReason, Outcome, Request
-from draftsmith.data.engines.openai_engine import NO_KEY, ServerFails, read_models, refusal_reason, request_arguments
+from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, FinishReason, Outcome, Request
+from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions, Refused, Server, ServerFails
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.masking import masked
 
-CONNECT_TIMEOUT_S = 10.0
-ANSWER_TIMEOUT_S = 600.0  # between two pieces of an answer
+GIVE_UP_AFTER_S = 10.0
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
-REFUSED_ALL = {401, 403, 404}
+# What the engine's options are called on the command line.
+OPTIONS = {"base_urls": "--server", "model": "--server-model", "api_key_env": "--api-key-env"}
 
 # The fields of `DraftCounts`, by the name of an engine's counter, without Prometheus' `_total`.
 COUNTERS = {
@@ -118,60 +118,51 @@ class TimedCompletion(Completion):
     rest_s: float = 0.0
 
 
-class Endpoint:
-    """One server, which is asked so many questions at once.
+class Endpoint(OpenAIEngine):
+    """One server whose answers are `TimedCompletion`s, and which counts its drafts. Nothing is asked twice.
 
     Args:
         url: With or without `/v1`.
-        model: Its name there; by default the only one that it offers.
-        api_key: Sent as a bearer token.
-        end_ids: Every token that ends an answer.
+        setting: The target's tokenizer and end tokens.
         most_at_once: Requests.
+        model: Its name there; by default the only one that it offers.
+        api_key_env: The environment variable that holds its key.
         is_ours: Nobody else uses it, so that its cache of prompts may be emptied.
 
     Raises:
         UserError: Nobody answers there, it counts no drafts, or it serves another model.
     """
 
+    retries = 0
+    asks_trial = False  # its tokens would be counted
+
+    @staticmethod
+    def option(name: str) -> str:
+        return OPTIONS.get(name, name)
+
     def __init__(
         self,
         url: str,
-        model: str | None,
-        api_key: str | None,
-        end_ids: tuple[int, ...],
+        setting: EngineSetting,
         most_at_once: int,
+        model: str | None = None,
+        api_key_env: str | None = None,
         is_ours: bool = False,
     ) -> None:
-        self._root = url.rstrip("/").removesuffix("/v1")
-        self.name = masked(self._root)
-        self._api_key, self._end_ids, self._is_ours = api_key, end_ids, is_ours
-        self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
+        self._root, self._is_ours = url.rstrip("/").removesuffix("/v1"), is_ours
         try:
-            self._client = openai.OpenAI(
-                base_url=f"{self._root}/v1",
-                api_key=api_key or NO_KEY,
-                max_retries=0,
-                timeout=openai.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            )
-        except (httpx2.InvalidURL, openai.OpenAIError) as error:
-            raise UserError(f"{self.name} is no URL: {error}") from None
-        self.model, self.max_length_tokens = self._checked_model(model)
-        self.counts()
-        self._threads = ThreadPoolExecutor(most_at_once)
-
-    def submit(self, request: Request) -> None:
-        self._threads.submit(self._work, request)
-
-    def collect(self) -> list[tuple[str, Outcome]]:
-        """Wait for the next answer, a `TimedCompletion` with token ids, or its `Failure`."""
-        finished = self._finished.get()
-        if isinstance(finished, BaseException):
-            raise finished
-        return [finished]
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._client.close()
+            options = OpenAIOptions(
+                base_urls=[f"{self._root}/v1"], model=model, api_key_env=api_key_env,
+                concurrency_per_server=most_at_once, max_attempts=1, give_up_after_s=GIVE_UP_AFTER_S,
+            )  # fmt: skip
+        except ValidationError as error:
+            raise UserError(f"{masked(url)} is no URL of a server: {error.errors()[0]['msg']}") from None
+        super().__init__(options, setting)
+        try:
+            self.counts()
+        except UserError:
+            self.close()
+            raise
 
     def counts(self, generated_tokens: int = 0) -> DraftCounts:
         """What was counted so far, once as many generated tokens were.
@@ -181,10 +172,10 @@ class Endpoint:
         """
         began = time.monotonic()
         while True:
-            counts = DraftCounts.of_page(self._page("/metrics"))
+            counts = DraftCounts.of_page(self._call("get", "/metrics"))
             if counts is None:
                 raise UserError(
-                    f"{self.name}/metrics shows no counters of vLLM's: it must be a vLLM server, without "
+                    f"{masked(self._root)}/metrics shows no counters of vLLM's: it must be a vLLM server, without "
                     "--disable-log-stats"
                 )
             if counts.generated_tokens >= generated_tokens or time.monotonic() - began > COUNTED_WITHIN_S:
@@ -194,54 +185,22 @@ class Endpoint:
     def forget_prompts(self) -> None:
         """Empty the cache of prompts of a server of our own."""
         if self._is_ours:
-            self._client.post(f"{self._root}/reset_prefix_cache", cast_to=str)
+            self._call("post", "/reset_prefix_cache")
 
-    def _page(self, path: str) -> str:
+    async def complete(self, server: Server, request: Request) -> Outcome:
+        """The answer as it is streamed."""
         try:
-            return self._client.get(f"{self._root}{path}", cast_to=str)
-        except openai.APIConnectionError as error:
-            raise UserError(f"no vLLM server answers at {self.name} ({error.__cause__ or error})") from None
-        except openai.APIStatusError as error:
-            if path == "/metrics" and error.status_code == 404:
-                return ""
-            raise UserError(f"{self.name}{path} says {refusal_reason(error, self._api_key)}") from None
+            return await self.response(server, self._streamed(server, request))
+        except Refused as refusal:
+            return Failure(str(refusal))
 
-    def _checked_model(self, wanted: str | None) -> tuple[str, int | None]:
-        try:
-            offered = read_models(self._page("/v1/models").encode())
-        except ServerFails:
-            raise UserError(f"{self.name}/v1/models is no list of models: is it a vLLM server?") from None
-        if wanted is None and len(offered) == 1:
-            wanted = next(iter(offered))
-        if wanted is None or wanted not in offered:
-            names = ", ".join(offered) or "no model"
-            given = f"not {wanted}: give --server-model as it is there"
-            raise UserError(f"{self.name} serves {names}, {given if wanted else 'name one with --server-model'}")
-        return wanted, offered[wanted]
-
-    def _work(self, request: Request) -> None:
-        try:
-            self._finished.put((request.key, self._answer(request)))
-        except openai.APIStatusError as error:
-            reason = refusal_reason(error, self._api_key)
-            if error.status_code in REFUSED_ALL:
-                self._finished.put(
-                    UserError(f"{self.name} says {reason}: check its URL, --server-model and --api-key-env")
-                )
-            else:
-                self._finished.put((request.key, Failure(reason)))
-        except (openai.OpenAIError, httpx2.HTTPError) as error:
-            self._finished.put((request.key, Failure(f"connection lost ({type(error).__name__})")))
-        except BaseException as error:  # raised again by `collect`
-            self._finished.put(error)
-
-    def _answer(self, request: Request) -> Outcome:
-        arguments = request_arguments(request, self.model, "completions", self._end_ids, extensions=True)
+    async def _streamed(self, server: Server, request: Request) -> Outcome:
         ids: list[int] = []
         reason: str | None = None
         started = first = last = time.perf_counter()
-        with self._client.completions.create(**arguments, stream=True) as stream:
-            for piece in stream:
+        stream = await server.client.completions.create(**self.arguments(request), stream=True)
+        try:
+            async for piece in stream:
                 if not piece.choices:
                     continue
                 if new_ids := _token_ids(piece.choices[0]):
@@ -249,12 +208,29 @@ class Endpoint:
                     first = last if not ids else first
                     ids += new_ids
                 reason = piece.choices[0].finish_reason or reason
+        except (httpx2.HTTPError, ValueError) as error:
+            return Failure(f"answer broken off ({type(error).__name__})")
         if reason not in ("stop", "length"):
             return Failure("answer broken off" if reason is None else f"finish reason {reason[:40]}")
         if not ids:
-            raise UserError(f"{self.name} gives no token ids: it must be a vLLM server that knows return_token_ids")
+            raise UserError(f"{server.url} gives no token ids: it must be a vLLM server that knows return_token_ids")
         finish: FinishReason = "stop" if reason == "stop" else "length"
         return TimedCompletion(ids, finish, None, first - started, last - first)
+
+    def _call(self, method: str, path: str) -> str:
+        """The text of a page beside `/v1`; empty if there is none."""
+        (server,) = self._servers
+
+        async def page() -> str:
+            try:
+                return await getattr(server.client, method)(server.url.removesuffix("/v1") + path, cast_to=str)
+            except openai.NotFoundError:
+                return ""
+
+        try:
+            return asyncio.run_coroutine_threadsafe(self.response(server, page()), self._loop).result()
+        except (ServerFails, Refused) as problem:
+            raise UserError(f"{masked(self._root)}{path} says {problem}") from None
 
 
 def _token_ids(choice: Any) -> list[int]:

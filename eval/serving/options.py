@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,19 +51,6 @@ class ServingOptions:
         for url in (self.server, self.plain_server):
             if url is not None and not url.startswith(("http://", "https://")):
                 raise UserError(f"{url} is no URL of a server: it begins with http:// or https://")
-
-    @property
-    def api_key(self) -> str | None:
-        """
-        Raises:
-            UserError: The environment does not hold it.
-        """
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not key:
-            raise UserError(f"option --api-key-env: the environment has no {self.api_key_env}")
-        return key
 
 
 def check_engine(name: str) -> None:

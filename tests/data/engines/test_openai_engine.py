@@ -202,7 +202,7 @@ def test_a_status_that_is_not_about_the_request_ends_the_run(
     monkeypatch.setenv("MY_KEY", "sk-abc-1")
     server = start_server(lambda body, number: Fault(status, body={"error": {"message": "No key sk-abc-1 here"}}))
     engine = start_engine(server, api_key_env="MY_KEY")
-    with pytest.raises(UserError, match=rf"/v1 says HTTP {status}: No key \*\*\* here: check base_urls .* api_key_env"):
+    with pytest.raises(UserError, match=rf"/v1 says HTTP {status}: No key \*\*\* here: check .*base_urls"):
         run(engine, requests(3))
 
 
@@ -214,7 +214,7 @@ def test_servers_must_serve_the_same_model(
         start_engine(first, other)
     with pytest.raises(UserError, match="serves fake, not mine"):
         start_engine(first, model="mine")
-    with pytest.raises(UserError, match="HTTP 404: Not Found: check base_urls"):
+    with pytest.raises(UserError, match=r"HTTP 404: Not Found: check .*base_urls"):
         start_engine(first, base_urls=[first.url + "x"])
     other.stop()
     engine = start_engine(first, other)

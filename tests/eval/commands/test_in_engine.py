@@ -125,7 +125,7 @@ def test_others_on_the_server_are_noticed(recipe: str, servers: list[StreamingSe
             "is for a server that is started here",
         ),
         (["--engine-options", "{a"], "option --engine-options: give a mapping"),
-        (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no NOT_SET"),
+        (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no variable NOT_SET"),
         (["eval.stop=[x]"], "set eval.stop=[]"),
         (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
         (["--engine-options", "{data_parallel_size: 2}"], "data_parallel_size is of distillation"),

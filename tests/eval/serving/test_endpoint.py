@@ -6,21 +6,29 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
+from support.openai_setup import setting
 from support.streaming_server import StreamingServer
 
+from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedCompletion
 from draftsmith.recipes.errors import UserError
 
 
 @contextmanager
-def endpoint(model: str | None = None, key: str | None = None, **options: Any) -> Iterator[Any]:
+def endpoint(**options: Any) -> Iterator[Any]:
     server = StreamingServer(**options)
     try:
-        with closing(Endpoint(server.url + "/v1/", model, key, (2,), 16)) as engine:
+        with closing(Endpoint(server.url + "/v1/", setting(), 16, api_key_env="MY_KEY")) as engine:
             yield server, engine
     finally:
         server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sesame")
+    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
 
 
 def request(number: int = 0, max_new_tokens: int = 7) -> Request:
@@ -28,7 +36,7 @@ def request(number: int = 0, max_new_tokens: int = 7) -> Request:
 
 
 def test_an_answer_comes_in_pieces() -> None:
-    with endpoint(key="sesame", pause_s=0.05) as (server, engine):
+    with endpoint(pause_s=0.05) as (server, engine):
         engine.submit(request())
         ((key, outcome),) = engine.collect()
         assert key == "0/0"
@@ -65,15 +73,15 @@ def test_many_at_once_and_one_that_breaks_off() -> None:
             {"metrics": False},
             "/metrics shows no counters of vLLM's: it must be a vLLM server, without --disable-log-stats",
         ),
-        ({"model": "other/name"}, "serves other/name, not wanted: give --server-model as it is there"),
+        ({"model": "other/name"}, "/v1 serves other/name, not wanted: every server must serve the same model"),
     ],
 )
 def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: str) -> None:
     wanted = "wanted" if "model" in options else None
     server = StreamingServer(**options)
     with pytest.raises(UserError) as error:
-        Endpoint(server.url, wanted, None, (2,), 4)
-    assert str(error.value) == f"{server.url}{sentence}" or str(error.value) == f"{server.url} {sentence}"
+        Endpoint(server.url, setting(), 4, wanted)
+    assert str(error.value) == f"{server.url}{sentence}"
     server.stop()
 
 
@@ -81,14 +89,14 @@ def test_a_server_that_is_down() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(UserError, match=f"^no vLLM server answers at {url} "):
-        Endpoint(url, None, None, (2,), 4)
+    with pytest.raises(UserError, match=rf"no server answers \({url}/v1: no connection .*correct --server"):
+        Endpoint(url, setting(), 4)
 
 
 def test_a_key_that_is_refused_ends_it() -> None:
     with endpoint(status=401) as (server, engine):
         engine.submit(request())
-        with pytest.raises(UserError, match="says HTTP 401: The key is wrong: check its URL, --server-model and"):
+        with pytest.raises(UserError, match="says HTTP 401: The key is wrong: check --server "):
             engine.collect()
         assert len(server.bodies) == 1
 

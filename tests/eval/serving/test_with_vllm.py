@@ -16,7 +16,7 @@ from support.served_drafters import SERVED, briefly_trained
 from support.tiny_runs import recipe_in
 from support.vllm_server import vllm_environment
 
-from draftsmith.data.engines.engine import GenerationSettings
+from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmServer
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
@@ -176,11 +176,12 @@ def test_sampling_on_a_cpu_is_right_with_the_correction(setup: Setup, tmp_path: 
     if torch.cuda.is_available():
         pytest.skip("of vLLM on a CPU")
     end_ids = tuple(answer_end_ids(setup.target.generation_config, setup.tokenizer))
+    setting = EngineSetting(setup.recipe, setup.tokenizer, str(EMBEDDED_TARGET), end_ids)
     settings = GenerationSettings(TEMPERATURE, max_new_tokens=SAMPLED_TOKENS)
     questions = load_questions(setup.recipe.eval.questions)[: QUESTIONS // 2]
     with (
         closing(drafting_server(setup, tmp_path, **{SWITCH: "1"})) as server,
-        closing(Endpoint(server.url, None, None, end_ids, 16)) as endpoint,
+        closing(Endpoint(server.url, setting, 16)) as endpoint,
     ):
         drawn = [ask(endpoint, questions, Asking(setup.tokenizer, settings, seed), 16) for seed in range(SEEDS)]
     assert p_value(setup, drawn) > 1e-3
