@@ -43,6 +43,7 @@ from draftsmith.recipes.schema import Section
 BACKLOG = 1.25
 SERVED_NAME = "target"
 START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 1800.0, 20.0, 0.2
+GIVE_UP_AFTER_S = 10.0
 # Set unless the environment sets it already: nobody is called at home, and a CPU's threads are not pinned to one core.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -150,17 +151,13 @@ class VllmEngine(OpenAIEngine):
         require_vllm("data.distill.engine: vllm")
         server = VllmServer(server_arguments(options, setting), "data.distill.options")
         concurrency = int(BACKLOG * options.concurrency * options.data_parallel_size)
-        try:
-            return cls(
-                OpenAIOptions(
-                    base_urls=[server.url], model=SERVED_NAME, concurrency_per_server=concurrency, give_up_after_s=10
-                ),
-                setting,
-                server,
-            )
-        except BaseException:
-            server.close()
-            raise
+        asked = OpenAIOptions(
+            base_urls=[server.url],
+            model=SERVED_NAME,
+            concurrency_per_server=concurrency,
+            give_up_after_s=GIVE_UP_AFTER_S,
+        )
+        return cls(asked, setting, server)
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting, server: VllmServer) -> None:
         self.server = server

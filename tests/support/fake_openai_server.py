@@ -62,6 +62,7 @@ class FakeServer:
         max_model_len: int | None = None,
         token_ids: bool = True,
         fields: set[str] | None = None,
+        port: int = 0,
     ) -> None:
         self.script, self.model, self.max_model_len = script, model, max_model_len
         self.token_ids, self.fields = token_ids, fields
@@ -74,7 +75,7 @@ class FakeServer:
         self._lock = threading.Lock()
         self._connections: set[Any] = set()
         self._http: BreakingHTTPServer | None = None
-        self._port = 0
+        self._port = port
         self.start()
 
     @property
@@ -148,6 +149,9 @@ class FakeServer:
                 super().finish()
 
             def do_GET(self) -> None:
+                if self.path == "/health":
+                    self._send(Fault(body={}))
+                    return
                 card = {"id": server.model, "object": "model"}
                 if server.max_model_len is not None:
                     card["max_model_len"] = server.max_model_len

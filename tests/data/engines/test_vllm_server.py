@@ -1,0 +1,80 @@
+"""The server that is started for a run: a program in vLLM's place that is ready, refuses its options, or dies."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_openai_server import answer_ids
+from support.openai_setup import TOKENIZER, eventually, requests
+
+from draftsmith.data.engines import openai_engine, vllm_engine
+from draftsmith.data.engines.engine import Completion, EngineSetting
+from draftsmith.data.engines.vllm_engine import VllmEngine, VllmOptions
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+API_SERVER = """
+import sys, threading
+from support.fake_openai_server import FakeServer
+words = sys.argv[1:]
+if "--no-such-option" in words:
+    print("usage: api_server.py\\napi_server.py: error: unrecognized arguments: --no-such-option", file=sys.stderr)
+    sys.exit(2)
+print("started with", *words, flush=True)
+server = FakeServer(model="target", port=int(words[words.index("--port") + 1]))
+threading.Event().wait()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").touch()
+    (folder / "api_server.py").write_text(API_SERVER)
+    here = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(here))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(vllm_engine.tempfile, "tempdir", None)
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda who: None)
+    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
+
+
+def made(**options: Any) -> VllmEngine:
+    recipe = Recipe.model_validate({"name": "x", "data": {"distill": {"engine": "vllm"}}})
+    return VllmEngine.make(VllmOptions(**options), EngineSetting(recipe, TOKENIZER, "a/folder", (2,)))
+
+
+def test_it_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
+    engine = made(concurrency=8, data_parallel_size=2)
+    try:
+        assert engine.concurrency == 20
+        engine.submit(requests(1)[0])
+        assert engine.collect() == [("c0", Completion(answer_ids([5, 6, 0]), "stop"))]
+        assert "--model a/folder" in engine.server.log.read_text()
+    finally:
+        engine.close()
+    assert engine.server._process.returncode is not None
+    assert not list(tmp_path.glob("draftsmith-vllm-*"))
+
+
+def test_options_that_it_refuses(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"vLLM does not start with data.distill.options: error: unrecognized .*\.log"):
+        made(llm={"no_such_option": True})
+
+
+def test_its_death_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "GIVE_UP_AFTER_S", 0.1)
+    engine = made()
+    try:
+        os.kill(engine.server._process.pid, signal.SIGKILL)
+        eventually(lambda: engine.server._process.poll() is not None)
+        engine.submit(requests(1)[0])
+        with pytest.raises(UserError, match=r"vLLM's server has died: its own message is in .*server\.log"):
+            engine.collect()
+    finally:
+        engine.close()
+    assert engine.server.log.is_file()
