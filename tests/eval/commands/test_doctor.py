@@ -382,6 +382,7 @@ def test_the_preview_colours_exactly_the_supervised_tokens() -> None:
     assert coloured == ["Hello there " * 4 + "<|im_end|>", "answer " * 20 + "<|im_end|>"]
 
 
+@pytest.mark.slow
 def test_the_quickstart_on_the_embedded_target_is_healthy(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     overrides = ["data.conversations.limit=6", f"runs_dir={tmp_path}", "target.device=cpu"]
