@@ -1,7 +1,4 @@
-"""The table of kinds and formats in `docs/reference/formats.md`, made of the rules themselves.
-
-python -m draftsmith.models.formats.table > docs/reference/formats.md
-"""
+"""The page of kinds and formats, `reference/formats.md` in the site that `make docs` builds, made of the rules."""
 
 from typing import Any
 
@@ -52,7 +49,7 @@ HEAD = """# Where a drafter can go
 
 Which engine or other code loads which kind of drafter, how that was verified, or why not and what to train instead.
 
-Made by `python -m draftsmith.models.formats.table` from the rules that `draftsmith export` and `draftsmith doctor`
+Made by `make docs` from the rules that `draftsmith export` and `draftsmith doctor`
 apply; a test keeps it so.
 
     draftsmith doctor mine.yaml --serve vllm                 # before training: can it be served, how, or why not
@@ -102,7 +99,3 @@ def _refused(kind: str, model_type: str, options: dict[str, Any], to: str) -> st
     config = load_drafter_class(kind).config_class(target_config=target_config, **options)
     refused = refusal(config, to)
     return None if refused is None else refused.sentence()
-
-
-if __name__ == "__main__":
-    print(table(), end="")
