@@ -184,7 +184,7 @@ reference: $(READY)
 	cd docs && "$(abspath $(BIN))/python" -m generate.picture
 
 target: $(READY)
-	$(BIN)/python train/train_target.py recipes/target.yaml
+	$(BIN)/python embedded_target/train.py --compile
 
 bench: $(READY)
 	$(BIN)/python benchmarks/group_attention.py --json docs/results/machinery/group_attention.json

@@ -2,7 +2,7 @@
 
     python benchmarks/tokenise.py [--conversations 100000] [--processes 2] [--json FILE]
 
-The conversations are those of the standard library (`data/stdlib/conversations.py`), repeated with another first word
+The conversations are those of the standard library (`source: stdlib`), repeated with another first word
 in every question, some with a second exchange, so that no two are the same; the tokenizer is the embedded target's.
 They are made while they are read: nothing but the tokeniser could hold them in memory.
 """
@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from transformers import AutoTokenizer
 from draftsmith.data.distill.token_dataset import MOST_PROCESSES, save_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.parsing import parse_conversation
-from draftsmith.data.stdlib.conversations import build_conversations
+from draftsmith.data.sources.records import open_records
 from draftsmith.data.tokens.rows import Answered, write_token_rows
 from draftsmith.recipes.results import write_result
+from draftsmith.recipes.schema import SourceRecipe
 
 SOURCES = 2000  # different conversations that are repeated
 MAX_LENGTH_TOKENS = 2048
@@ -49,7 +51,8 @@ def measure(count: int, processes: int) -> dict[str, Any]:
     from draftsmith.models.target.loading import EMBEDDED_TARGET  # torch, which the workers do not need
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
-    sources = [parse_conversation(record, "stdlib") for record in build_conversations(0, "all", SOURCES)]
+    records = islice(open_records(SourceRecipe(), "all"), SOURCES)
+    sources = [parse_conversation(record, where) for where, record in records]
     with tempfile.TemporaryDirectory() as folder:
         rows_file, final = Path(folder) / "rows.arrow", Path(folder) / "tokens"
         interpreter_mib, begin_s = peak_mib(), time.perf_counter()

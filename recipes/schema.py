@@ -98,7 +98,9 @@ class ColumnsRecipe(Section):
 class SourceRecipe(Section):
     """One place that conversations come from."""
 
-    source: str = Field("stdlib", description="local .json/.jsonl(.gz/.xz/.zst), Hub dataset id, or `stdlib`")
+    source: str = Field(
+        "stdlib", description="local .json/.jsonl(.gz/.xz/.zst), Hub dataset id, or `stdlib`, which ships"
+    )
     name: str | None = Field(None, description="for counts and the data card; by default the file's or the dataset's")
     hub_split: str = Field("train", description="the split of a Hub dataset")
     hub_config: str | None = Field(None, description="the configuration of a Hub dataset that has several")

@@ -28,7 +28,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import SourceCounts
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.data.sources.records import STDLIB
+from draftsmith.data.sources.records import STDLIB, STDLIB_FILE
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, versions, write_atomically
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 
@@ -184,7 +184,7 @@ def _values(folder: Path, card: CardInput, totals: _Totals) -> dict[str, Any]:
 def _origin(source: MixedSourceRecipe) -> str:
     """What the source was: a local file by its hash, never by its path, which is nobody else's business."""
     if source.source == STDLIB:
-        return f"standard library of Python {versions()['python']}"
+        return f"{STDLIB_FILE.name}, about the standard library of Python 3.11, SHA-256 {sha256_of(STDLIB_FILE)}"
     file = Path(source.source).expanduser()
     if file.is_file():
         return f"{file.name}, SHA-256 {sha256_of(file)}"

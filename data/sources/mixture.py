@@ -32,7 +32,7 @@ def load_conversations(
     """Yield the conversations that the recipe asks for, one at a time; the order depends on nothing but the sources.
 
     Args:
-        recipe: Its `data` section is used, `eval.questions` by default to decontaminate, and `seed` by `stdlib`.
+        recipe: Its `data` section is used, and `eval.questions` by default to decontaminate.
         counts: Receives what became of every record.
         tokenizer: The target's, for `filters.max_tokens`, which is not applied without one.
 
@@ -98,7 +98,7 @@ class _Selection:
         """Those of one source that are left, up to its own limit."""
         conversations = self._recipe.data.conversations
         tally = self._counts.by_source.setdefault(source.label, Tally())
-        for where, record in open_records(source, self._recipe.seed, conversations.split):
+        for where, record in open_records(source, conversations.split):
             tally.read += 1
             try:
                 conversation = self._parse(record, where, source)

@@ -18,7 +18,7 @@ from draftsmith.data.sources.spec_bench import SPEC_BENCH, spec_bench_file
 from draftsmith.recipes.errors import UserError
 
 EMBEDDED = "embedded"
-EMBEDDED_FILE = Path(__file__).parents[1] / "stdlib" / "embedded.jsonl"
+EMBEDDED_FILE = Path(__file__).parents[1] / "embedded" / "embedded.jsonl"
 # The task that these categories are together; every other category is a task of its own (its evaluation/speed.py).
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}

@@ -1,33 +1,34 @@
-"""The raw records of one source: a local file, a Hub dataset, or the standard library of the running Python."""
+"""The raw records of one source: a local file, a Hub dataset, or the conversations that ship with the package."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.data.sources.json_records import COMPRESSED_SUFFIXES, JSON_SUFFIXES, read_json_records
-from draftsmith.data.stdlib.conversations import Split, build_conversations
 from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import SourceRecipe
 
 STDLIB = "stdlib"
+STDLIB_FILE = Path(__file__).parents[1] / "embedded" / "conversations.jsonl.zst"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+Split = Literal["train", "heldout", "all"]
 
 
-def open_records(recipe: SourceRecipe, seed: int, split: Split) -> Iterator[tuple[str, Any]]:
+def open_records(recipe: SourceRecipe, split: Split) -> Iterator[tuple[str, Any]]:
     """(where it was found, record) pairs; a line that is not JSON arrives as the error that it is.
 
     Args:
         recipe: Where to read.
-        seed: Used by `stdlib`, which builds its conversations.
         split: Used by `stdlib`, whose split is by module.
 
     Raises:
         UserError: There is no such file or dataset, or it cannot be read.
     """
     if recipe.source == STDLIB:
-        conversations = build_conversations(seed=seed, split=split)
-        return ((f"stdlib conversation {number}", record) for number, record in enumerate(conversations, start=1))
+        records = (record for _, record in read_json_records(STDLIB_FILE))
+        wanted = (record for record in records if split in ("all", record["split"]))
+        return ((f"stdlib conversation {number}", record) for number, record in enumerate(wanted, start=1))
     file = Path(recipe.source).expanduser()
     if file.is_file():
         return read_json_records(file)

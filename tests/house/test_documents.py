@@ -140,7 +140,7 @@ def test_code_that_quotes_the_standard_library_is_in_the_notice() -> None:
     """The embedded target was trained on its text, and some questions show it."""
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
     assert "models/embedded_target/" in notice
-    asked = map(json.loads, (ROOT / "data/stdlib/embedded.jsonl").read_text(encoding="utf-8").splitlines())
+    asked = map(json.loads, (ROOT / "data/embedded/embedded.jsonl").read_text(encoding="utf-8").splitlines())
     quoting = {question["category"] for question in asked if max(map(len, question["turns"])) > 160}
     named = re.search(r"those of the categories (.*?)\s+quote", notice, re.DOTALL)
     assert named is not None

@@ -13,11 +13,11 @@ from support.places import PACKAGES, ROOT
 # A folder may import itself and the folders before it.
 ORDER = [
     *["recipes"],
-    *["data/stdlib", "data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
+    *["data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
     *["models/formats"],
     *["train/batches", "train/features", "train/processes", "train/monitoring", "train/drafter", "train/plan"],
-    *["train/embedded_target", "train"],
+    *["train"],
     *[
         "eval/trees",
         "eval/decoding",
@@ -31,12 +31,10 @@ ORDER = [
 ]
 # These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).
 ONLY = {
-    "data/stdlib": [],
     "models": ["recipes"],
     "models/target": ["recipes", "models"],
     "models/groups": ["recipes", "models"],
     "models/decoding": ["recipes", "models", "models/groups"],
-    "train/embedded_target": ["recipes", "data/stdlib", "models*", "train/drafter"],
     "eval/trees": ["recipes", "models/decoding"],
     "eval/decoding": ["recipes", "models*", "eval/trees"],
     "eval/methods": ["recipes", "models*", "eval/trees", "eval/decoding"],

@@ -182,7 +182,7 @@ def test_a_card_of_the_standard_library(tmp_path: Path, engine: str) -> None:
     counts = SourceCounts()
     made = [Distilled(c, [None]) for c in load_conversations(recipe, counts)]
     text = write_data_card(tmp_path, CardInput(recipe, counts, made, ROWS, Counter(), TOKENIZER, [], "")).read_text()
-    assert "standard library of Python 3" in text
+    assert "standard library of Python 3.11, SHA-256" in text
     assert ("written by `embedded` itself" in text) == (engine != "none")
 
 

@@ -12,8 +12,10 @@ import zstandard
 
 from draftsmith.data.sources.counts import SourceCounts
 from draftsmith.data.sources.mixture import interleave, load_conversations
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.sources.records import open_records
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, SourceRecipe
 
 
 def record(question: str) -> dict[str, Any]:
@@ -112,6 +114,20 @@ def test_a_mixture(tmp_path: Path) -> None:
 def test_a_mixture_that_contradicts_itself(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Recipe.model_validate({"name": "a", "data": {"conversations": {"mixture": [{"source": "some/set"}]} | keys}})
+
+
+def test_the_conversations_that_ship() -> None:
+    """Split by module, each once, and free of the questions, which are of held-out modules."""
+    splits = {
+        split: [record for _, record in open_records(SourceRecipe(), split)] for split in ("train", "heldout", "all")
+    }
+    assert {split: len(records) for split, records in splits.items()} == {"train": 8623, "heldout": 1377, "all": 10000}
+    assert len({record["id"] for record in splits["all"]}) == 10000
+    modules = {split: {record["module"] for record in records} for split, records in splits.items()}
+    assert modules["train"].isdisjoint(modules["heldout"])
+    first_turns = {record["messages"][0]["content"] for record in splits["train"]}
+    assert first_turns.isdisjoint(question.turns[0] for question in load_questions("embedded"))
+    assert splits["train"][0]["id"] == "retrieval-ddfbb251a9fe"
 
 
 def test_a_resolved_mixture_is_read_back() -> None:

@@ -109,16 +109,13 @@ def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None
     assert "no space left on the device for answers.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("script", "typo", "meant"), [("train_parallel.py", "evall", "eval"), ("train_target.py", "shedule", "schedule")]
-)
-def test_the_launched_trainers_report_the_same_way(tmp_path: Path, script: str, typo: str, meant: str) -> None:
+def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
     recipe = tmp_path / "a.yaml"
-    recipe.write_text(f"{typo}: {{}}\n" + ("name: a\n" if meant == "eval" else ""))
-    command = [sys.executable, str(ROOT / "train" / script), str(recipe)]
+    recipe.write_text("evall: {}\nname: a\n")
+    command = [sys.executable, str(ROOT / "train" / "train_parallel.py"), str(recipe)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr == f"error: {recipe}: unknown key `{typo}`: did you mean `{meant}`?\n"
+    assert result.stderr == f"error: {recipe}: unknown key `evall`: did you mean `eval`?\n"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "~", "a" * 300, "a\0b", ""])

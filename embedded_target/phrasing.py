@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from draftsmith.data.stdlib.items import Argument, StdlibItem
+from items import Argument, StdlibItem
 
 MAX_SOURCE_LINES = 12
 MAX_SOURCE_CHARS = 520

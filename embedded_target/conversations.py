@@ -1,26 +1,37 @@
-"""Conversations about the Python standard library, in the messages format, for the embedded target.
+"""Build the embedded target's conversations and questions from the Python standard library.
 
-`build_conversations` is deterministic in its seed (for one Python minor version). The held-out split is by module: a
-stable hash of the module's name puts about one module in ten aside, and every item mentioned in a conversation comes
-from the conversation's own split, so nothing of a held-out module is ever trained on.
+    python embedded_target/conversations.py data/embedded
+
+writes `conversations.jsonl.zst` and `embedded.jsonl`, which are committed, so that every machine trains on the same
+ones: the result depends on the interpreter's minor version alone, and the files were made with Python 3.11.7.
+
+The held-out split is by module: a stable hash of the module's name puts about one module in ten aside, and every item
+mentioned in a conversation comes from the conversation's own split, so nothing of a held-out module is ever trained
+on. The questions come from held-out modules.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from draftsmith.data.stdlib import phrasing
-from draftsmith.data.stdlib.items import StdlibItem, stdlib_items
+import phrasing
+import zstandard
+from items import StdlibItem, stdlib_items
 
-Split = Literal["train", "heldout", "all"]
 Maker = Callable[..., "list[str] | None"]
 
+SEED = 0
 HELDOUT_FRAC = 0.1
+QUESTION_COUNT = 96
+MAX_PER_MODULE_AND_CATEGORY = 2
 CONVERSATION_COUNT = 10_000
 MAX_CONVERSATION_CHARS = 1_450  # about 450 tokens of the embedded tokenizer: fits a row of 512
 MIN_ANSWER_CHARS = 24
@@ -50,30 +61,9 @@ def has_repeated_run(text: str, run_pieces: int = REPEATED_RUN_PIECES) -> bool:
     return len(set(runs)) < len(runs)
 
 
-def build_conversations(seed: int = 0, split: Split = "train", limit: int | None = None) -> list[dict[str, Any]]:
-    """About 10,000 conversations over all splits, each `{"id", "category", "module", "messages"}`, in a shuffled order.
-
-    `limit` keeps the first so many of the split.
-
-    Raises:
-        ValueError: `split` is none of train, heldout, all.
-    """
-    if split not in ("train", "heldout", "all"):
-        raise ValueError(f"split={split!r}: wanted 'train', 'heldout' or 'all'")
-    chosen = [
-        conversation
-        for conversation in _all_conversations(seed)
-        if split == "all" or is_heldout(conversation["module"]) == (split == "heldout")
-    ]
-    return [
-        {**conversation, "messages": [dict(message) for message in conversation["messages"]]}
-        for conversation in chosen[:limit]
-    ]
-
-
-@lru_cache(maxsize=2)
-def _all_conversations(seed: int) -> tuple[dict[str, Any], ...]:
-    rng = random.Random(seed)
+def build_conversations(count: int = CONVERSATION_COUNT) -> list[dict[str, Any]]:
+    """`count` conversations `{"id", "category", "module", "split", "messages"}` in a shuffled order."""
+    rng = random.Random(SEED)
     items = stdlib_items()
     documented = {
         heldout: [
@@ -85,10 +75,32 @@ def _all_conversations(seed: int) -> tuple[dict[str, Any], ...]:
     }
     conversations: list[dict[str, Any]] = []
     for category, (maker, weight) in MAKERS.items():
-        wanted = CONVERSATION_COUNT * weight // 100
-        conversations += _of_category(rng, category, maker, wanted, items, documented)
+        conversations += _of_category(rng, category, maker, count * weight // 100, items, documented)
     rng.shuffle(conversations)
-    return tuple(conversations)
+    return conversations
+
+
+def choose_questions(conversations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Held-out questions `{"question_id", "category", "turns"}`, spread evenly over the categories and over modules."""
+    categories = list(MAKERS)
+    quota = {
+        name: QUESTION_COUNT // len(categories) + (i < QUESTION_COUNT % len(categories))
+        for i, name in enumerate(categories)
+    }
+    used: Counter[tuple[str, str]] = Counter()
+    turns: dict[str, list[list[str]]] = {name: [] for name in categories}
+    for conversation in conversations:
+        category, key = conversation["category"], (conversation["category"], conversation["module"])
+        full = len(turns[category]) == quota[category] or used[key] == MAX_PER_MODULE_AND_CATEGORY
+        if conversation["split"] != "heldout" or full:
+            continue
+        used[key] += 1
+        turns[category].append([m["content"] for m in conversation["messages"] if m["role"] == "user"])
+    pairs = [(category, question) for category in categories for question in turns[category]]
+    return [
+        {"question_id": number, "category": category, "turns": question}
+        for number, (category, question) in enumerate(pairs, start=1)
+    ]
 
 
 def _of_category(
@@ -142,4 +154,27 @@ def _as_messages(category: str, item: StdlibItem, turns: Sequence[str]) -> dict[
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
     digest = hashlib.sha256("\0".join(turns).encode()).hexdigest()[:12]
-    return {"id": f"{category}-{digest}", "category": category, "module": item.module, "messages": messages}
+    return {
+        "id": f"{category}-{digest}",
+        "category": category,
+        "module": item.module,
+        "split": "heldout" if is_heldout(item.module) else "train",
+        "messages": messages,
+    }
+
+
+def main() -> None:
+    """Write both files into the folder that the command line names."""
+    folder = Path(sys.argv[1])
+    conversations = build_conversations()
+    text = {
+        name: "".join(json.dumps(record) + "\n" for record in records)
+        for name, records in (("conversations", conversations), ("questions", choose_questions(conversations)))
+    }
+    compressed = zstandard.ZstdCompressor(level=22).compress(text["conversations"].encode())
+    (folder / "conversations.jsonl.zst").write_bytes(compressed)
+    (folder / "embedded.jsonl").write_text(text["questions"], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
