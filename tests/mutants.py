@@ -215,8 +215,8 @@ MUTANTS = (
     Mutant(
         "a conversation asked twice",
         "data/distill/ledger.py",
-        "elif row[0] == WAITING:",
-        "elif row[0] in (WAITING, LEASED):",
+        "if key in self._kept or key in self._failed:",
+        "if key in self._kept and key in self._failed:",
         "tests/data/distill",
     ),
     Mutant(

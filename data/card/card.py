@@ -21,8 +21,7 @@ import numpy as np
 from datasets import Dataset
 from huggingface_hub import DatasetCardData
 
-from draftsmith.data.distill.ledger_db import FAILED, SHARDS_FOLDER
-from draftsmith.data.distill.ledger_view import Distilled, LedgerView, read_distilled
+from draftsmith.data.distill.ledger import FAILED, Distilled, LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import SourceCounts
@@ -105,10 +104,9 @@ def write_card_of_run(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weig
     folder, tokens = run.data, load_tokens(run, recipe.name)
     view = LedgerView(folder)
     failed = view.counts().get(FAILED, Counter())
-    shards = sorted((folder / SHARDS_FOLDER).glob("*.jsonl"))
     engine = {"weights": weights}
     card = CardInput(
-        recipe, counts, read_distilled(folder), tokens, failed, tokenizer, shards, view.fingerprint(), engine
+        recipe, counts, view.distilled(), tokens, failed, tokenizer, view.files(), view.fingerprint(), engine
     )
     return write_data_card(folder, card)
 

@@ -2,7 +2,7 @@
 
 A drafter has to predict what the target says, not what some other author said. Writes, under `runs/<name>/data/`:
 
-    ledger.sqlite, shards/   the conversations and what became of each (`data/distill/ledger.py`)
+    shards/, unfinished/     the conversations and what became of each (`data/distill/ledger.py`)
     distill_settings.json    what the answers depend on; a folder never mixes two settings
 
 A conversation's next turn is asked the moment its previous answer is there: there are no waves, so the engine stays
@@ -17,40 +17,77 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger import Finished, Ledger
-from draftsmith.data.distill.ledger_db import DONE, FAILED, SHORTENED
-from draftsmith.data.distill.ledger_view import LedgerView
-from draftsmith.data.distill.report import (
-    CUT_SHORT,
-    EMPTY_ANSWER,
-    FINAL_REASONS,
-    NO_QUESTION,
-    PROMPT_TOO_LONG,
-    REFUSED,
-    REWRITTEN,
-    DistillReport,
-)
-from draftsmith.data.distill.settings import distill_settings
+from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
 from draftsmith.data.engines.engine import Completion, Engine, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.counts import counted_reasons
-from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.data.sources.counts import SourceCounts, counted_reasons
+from draftsmith.data.sources.mixture import load_conversations, question_sources
+from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.data.tokens.end_ids import template_end_token
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
 
-HELD_POLL_S = 2.0  # between two looks at conversations that another process holds
+HELD_POLL_S = 2.0  # between two looks at conversations that another process works on
 LONGEST_WRITE_INTERVAL_S = 1.0
 CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
+CUT_SHORT = "answer cut short by max_new_tokens"
+PROMPT_TOO_LONG = "prompt too long"
+EMPTY_ANSWER = "empty answer"
+REFUSED = "refused by the chat template"
+REWRITTEN = "rewritten by the chat template"
+NO_QUESTION = "no question"
+# What another try would end with again; all other failures are the engine's.
+FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN, NO_QUESTION)
+
+
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
+
+
+@dataclass
+class DistillReport:
+    """What one call did. `kept` are conversations written; of these, `shortened` lost their later turns."""
+
+    folder: Path
+    kept: int = 0
+    shortened: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    answers_cut_short: int = 0
+    sources: SourceCounts = field(default_factory=SourceCounts)
+    already_done: int = 0
+    retried: int = 0
+    answers: int = 0
+    tokens_generated: int = 0
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The same, for programs."""
+        return {
+            **vars(self),
+            "folder": str(self.folder),
+            "sources": {name: tally.as_json() for name, tally in self.sources.by_source.items()},
+        }
+
+    def sentence(self) -> str:
+        """What was done, for the console."""
+        rate = self.tokens_generated / self.seconds if self.seconds else 0.0
+        engine_failures = self.failed.keys() - set(FINAL_REASONS)
+        lines = [
+            f"{self.kept} conversations written to {self.folder}, {self.already_done} were there already",
+            f"shortened: {counted_reasons(self.shortened)}; failed: {counted_reasons(self.failed)}"
+            + ("; `draftsmith distill --retry-failed` tries the engine's failures again" if engine_failures else ""),
+            self.sources.sentence(),
+            f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
+        ]
+        return "\n".join(lines)
 
 
 @dataclass
@@ -61,7 +98,6 @@ class _Rewriting:
     waiting: deque[Turn]
     turns: list[Turn] = field(default_factory=list)
     answer_ids: list[list[int] | None] = field(default_factory=list)
-    lost: bool = False  # to another process, which took this one for dead
 
     def take_user_turns(self) -> bool:
         """Move the turns up to the next answer over; False if there is no question left."""
@@ -130,6 +166,43 @@ def distill(
     return report
 
 
+def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
+    """By recipe key.
+
+    Args:
+        weights: A hash of the target's.
+        tokenizer: The target's.
+    """
+    settings, conversations = recipe.data.distill, recipe.data.conversations
+    # Limits are no part of it: more may be added, as may lines to a file.
+    chosen = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
+    chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
+    # Wherever the files lie: other questions would leave conversations in the folder that repeat them.
+    chosen["decontaminate (hashes of the question files)"] = sorted(
+        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
+    )
+    values = {f"data.conversations.{key}": value for key, value in chosen.items()}
+    values["data.distill.engine"] = settings.engine
+    if settings.engine == "none":
+        return values
+    if settings.cut_answers != "drop":  # as it always was before there was a choice
+        values["data.distill.cut_answers"] = settings.cut_answers
+    return values | {
+        "target.model": recipe.target.model,
+        "target.revision": recipe.target.revision,
+        "target.gguf_file": recipe.target.gguf_file,
+        "target.dtype": recipe.target.dtype,
+        "the target's weights (hash)": weights,
+        "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        "data.distill.temperature": settings.temperature,
+        "data.distill.top_k": settings.top_k,
+        "data.distill.top_p": settings.top_p,
+        "data.distill.max_new_tokens": settings.max_new_tokens,
+        "data.max_length_tokens": recipe.data.max_length_tokens,
+        "seed": recipe.seed,
+    }
+
+
 class _Distillation:
     """The state of one call: who is being rewritten, what is to be written down, and how answers are made."""
 
@@ -145,8 +218,8 @@ class _Distillation:
     ) -> None:
         self.recipe, self.tokenizer, self.engine, self.ledger = recipe, tokenizer, engine, ledger
         self.conversations, self.report, self.bar = conversations, report, bar
-        self.at_work: dict[str, _Rewriting] = {}
-        self.held: deque[str] = deque()  # by another process, which may die
+        self.in_flight: dict[str, _Rewriting] = {}
+        self.held: deque[str] = deque()  # by another process, which may die before it has finished them
         self.next_write, self.began_s = 0.0, time.perf_counter()
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
         self.finished: list[Finished] = []
@@ -156,37 +229,37 @@ class _Distillation:
     def run(self, waiting: deque[str]) -> None:
         """Until every conversation is settled, by this process or another."""
         try:
-            while waiting or self.held or self.at_work:
-                while waiting and len(self.at_work) < self.engine.concurrency:
+            while waiting or self.held or self.in_flight:
+                while waiting and len(self.in_flight) < self.engine.concurrency:
                     self._begin(waiting)
-                if self.at_work:
+                if self.in_flight:
                     for key, outcome in self.engine.collect():
-                        self._take(self.at_work[key], outcome)
+                        self._take(self.in_flight[key], outcome)
                 elif self.held:
                     time.sleep(HELD_POLL_S)
                 if not waiting:
                     waiting, self.held = self.held, waiting
                 # Waiting for the disk keeps some engines from generating: not more than a twentieth of the time.
-                if not self.at_work or time.monotonic() > self.next_write:
+                if not self.in_flight or time.monotonic() > self.next_write:
                     self._write()
         finally:
             self._write()
 
     def _begin(self, waiting: deque[str]) -> None:
         """Start as many as there is room for."""
-        room = self.engine.concurrency - len(self.at_work)
+        room = self.engine.concurrency - len(self.in_flight)
         wanted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-        lease = self.ledger.lease(wanted)
-        self.held.extend(lease.held)
-        settled_elsewhere = len(wanted) - len(lease.taken) - len(lease.held)
+        claim = self.ledger.claim(wanted)
+        self.held.extend(claim.held)
+        settled_elsewhere = len(wanted) - len(claim.taken) - len(claim.held)
         self.report.already_done += settled_elsewhere
         self.bar.update(settled_elsewhere)
-        for key, answers in lease.taken.items():
+        for key, answers in claim.taken.items():
             rewriting = _Rewriting(key, deque(self.conversations[key].turns))
             for answer in answers:
                 rewriting.take_user_turns()
                 rewriting.take_answer(answer["text"], answer["token_ids"])
-            self.at_work[key] = rewriting
+            self.in_flight[key] = rewriting
             self._ask(rewriting)
 
     def _ask(self, rewriting: _Rewriting) -> None:
@@ -218,10 +291,6 @@ class _Distillation:
 
     def _take(self, rewriting: _Rewriting, outcome: Outcome) -> None:
         """An answer, or what came in its place; then the next question."""
-        if rewriting.lost:
-            del self.at_work[rewriting.id]
-            self.held.append(rewriting.id)
-            return
         if isinstance(outcome, Failure):
             self._end(rewriting, outcome.reason, FAILED)
             return
@@ -255,7 +324,7 @@ class _Distillation:
 
     def _end(self, rewriting: _Rewriting, reason: str | None, state: str = SHORTENED) -> None:
         """Settle a conversation, which ends with its last answer. If `FAILED`, its answers stay for another try."""
-        del self.at_work[rewriting.id]
+        del self.in_flight[rewriting.id]
         if state == FAILED or not rewriting.answer_ids:
             self.finished.append(Finished(rewriting.id, FAILED, reason))
             return
@@ -276,23 +345,15 @@ class _Distillation:
     def _write(self) -> None:
         """All that is new goes to the ledger at once."""
         began = time.monotonic()
-        lost = self.ledger.commit(self.answers, self.finished)
+        self.ledger.commit(self.answers, self.finished)
         self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_WRITE_INTERVAL_S)
         for conversation in self.finished:
-            if conversation.id in lost:
-                continue
             self.bar.update()
             if conversation.record is None:
                 self.report.failed[conversation.reason or ""] += 1
             else:
                 self.report.kept += 1
                 self.report.shortened.update([conversation.reason] if conversation.reason else [])
-        for key in lost:
-            self.report.lost += 1
-            if key in self.at_work:
-                self.at_work[key].lost = True  # its answer in flight is still to come
-            else:
-                self.held.append(key)
         self.answers, self.finished = [], []
         rate = self.report.tokens_generated / max(time.perf_counter() - self.began_s, 1e-9)
         self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
@@ -311,7 +372,7 @@ def _pass_through(
     keys = iter(waiting)
     while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
         finished = []
-        for key in ledger.lease(page).taken:
+        for key in ledger.claim(page).taken:
             messages = conversations[key].messages
             if messages[-1]["role"] != "assistant":
                 messages.pop()

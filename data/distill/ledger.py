@@ -1,63 +1,36 @@
-"""Who is working on which conversation of a run folder, and what became of it: `ledger.sqlite` beside `shards/`.
+"""What became of each conversation of a run folder: append-only files of JSON lines, each with one writer.
 
-    shards/<worker>-<part>.jsonl    finished conversations, append-only; each process writes files of its own
-    ledger.sqlite                   an index of them: of each conversation its state, the reason, the attempts and where
-                                    its line lies; the answers so far of those at work; who is at work
+    shards/<n>.jsonl        conversations that were kept, with their answers: what the tokens are made of
+    unfinished/<n>.jsonl    answers of conversations that are not finished yet, and failures
+    claims.lock             a process locks one byte of it for each conversation that it is working on
 
-Killed at any moment, SIGKILL included, a process loses at most the answers that it had not committed: a conversation's
-line is on disk before the ledger says so, and a line that the ledger does not know yet is found again. No conversation
-counts twice, because only the ledger's line of it is ever read.
+A line counts as soon as it ends with a newline, and of a conversation in several lines of `shards/` the first one. So a
+process that is killed at any moment, SIGKILL included, loses at most the answers that it had not committed.
 
-Several processes may work on one folder. A conversation is leased to one of them; the leases of a dead one fall to the
-others. Dead is whose process is gone (on the same host), or whose heartbeat has stood still for `LEASE_S` seconds *of
-the observer's monotonic clock*: no clock is ever compared with another, so that a jump of one changes nothing.
+Several processes may work on one folder, also on several hosts if their file system has locks (NFS 4, Lustre). The
+operating system lets go of a dead process's locks. Whoever gets a lock reads what was written since before it asks.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
-import socket
-import sqlite3
-import threading
-import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger_db import (
-    DONE,
-    FAILED,
-    LEASED,
-    LEDGER_FILE,
-    SHARDS_FOLDER,
-    SHORTENED,
-    WAITING,
-    connect,
-    translate_errors,
-)
-from draftsmith.data.distill.shards import Place, ShardReader, ShardWriter
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 
-LEASE_S = 60.0
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS conversations (
-    id TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEXT, attempts INTEGER NOT NULL DEFAULT 0, worker INTEGER,
-    shard TEXT, offset_bytes INTEGER, length_bytes INTEGER, digest TEXT
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_worker ON conversations (worker) WHERE worker IS NOT NULL;
-CREATE TABLE IF NOT EXISTS answers (
-    id TEXT NOT NULL, turn INTEGER NOT NULL, answer TEXT NOT NULL, PRIMARY KEY (id, turn)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS workers (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, host TEXT NOT NULL, pid INTEGER NOT NULL, beat INTEGER NOT NULL DEFAULT 0
-);
-"""
+DONE, SHORTENED, FAILED = "done", "truncated", "failed"
+SHARDS, UNFINISHED, CLAIMS = "shards", "unfinished", "claims.lock"
 
 
 @dataclass(frozen=True)
@@ -71,234 +44,257 @@ class Finished:
 
 
 @dataclass
-class Lease:
-    """What a worker was given: ids with the answers that they have already, and ids that another worker holds."""
+class Claim:
+    """Conversations to work on, each with the answers that it has already, and those that another process works on."""
 
     taken: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     held: list[str] = field(default_factory=list)
 
 
-class Ledger:
-    """One process's hold on a run's data folder.
+@dataclass(frozen=True)
+class _Line:
+    """A kept conversation: where its line is, and how it ended."""
+
+    file: Path
+    offset_bytes: int
+    state: str
+    reason: str | None
+
+
+class LedgerView:
+    """What a run's data folder holds, for those who only read it.
 
     Args:
-        folder: `runs/<name>/data`; made if it is not there.
+        folder: `runs/<name>/data`.
 
     Raises:
-        UserError: The ledger is damaged.
+        UserError: Nothing was distilled there yet, or a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
+        if not (folder / SHARDS).exists() and not (folder / CLAIMS).exists():
+            raise UserError(f"{folder / SHARDS} does not exist: run `draftsmith distill` with the same recipe first")
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._connection = connect(folder / LEDGER_FILE)
-        self._reader = ShardReader(folder / SHARDS_FOLDER)
-        self._beats: dict[int, tuple[int, float]] = {}  # of the others: the last beat, and when it was first seen
-        try:
-            self.worker = self._register()
-        except BaseException:
-            self._connection.close()
-            raise
-        self._writer = ShardWriter(folder / SHARDS_FOLDER, f"{self.worker:05d}")
-        self._closing = threading.Event()
-        self._heartbeat = threading.Thread(target=self._keep_beating, name="lease heartbeat", daemon=True)
-        self._heartbeat.start()
+        self._kept: dict[str, _Line] = {}
+        self._failed: dict[str, str] = {}
+        self._answers: dict[str, dict[int, dict[str, Any]]] = {}
+        self._read_bytes: Counter[Path] = Counter()
+        self._refresh()
 
-    def close(self) -> None:
-        """Give back what is leased; its answers stay."""
-        self._closing.set()
-        self._heartbeat.join()
+    def __len__(self) -> int:
+        """How many conversations were kept."""
+        return len(self._kept)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Kept conversations, sorted by id: the order does not depend on interruptions. One is in memory at a time.
+
+        Raises:
+            UserError: A file was changed since it was read first.
+        """
+        with ExitStack() as stack:
+            streams: dict[Path, Any] = {}
+            for key in sorted(self._kept):
+                line = self._kept[key]
+                if line.file not in streams:
+                    streams[line.file] = stack.enter_context(line.file.open("rb"))
+                streams[line.file].seek(line.offset_bytes)
+                record = self._parse(streams[line.file].readline(), line.file, line.offset_bytes)
+                if record["id"] != key:
+                    raise self._damaged(line.file, line.offset_bytes)
+                yield record
+
+    def distilled(self) -> Iterator[Distilled]:
+        """The same as conversations."""
+        for record in self.records():
+            turns = tuple(Turn(message["role"], message["content"]) for message in record["messages"])
+            answers = sum(turn.role == "assistant" for turn in turns)
+            conversation = Conversation(record["id"], turns, record.get("source", ""))
+            yield Distilled(conversation, record.get("answer_ids") or [None] * answers, record["reason"])
+
+    def counts(self) -> dict[str, Counter[str]]:
+        """For each state: how many conversations, by reason (`""` where there is none)."""
+        counts: dict[str, Counter[str]] = {}
+        settled = [(line.state, line.reason or "") for line in self._kept.values()]
+        for state, reason in [*settled, *((FAILED, reason) for reason in self._failed.values())]:
+            counts.setdefault(state, Counter())[reason] += 1
+        return counts
+
+    def fingerprint(self) -> str:
+        """A hash of all that was kept, whatever the order in which it was written."""
+        digest = hashlib.sha256()
+        for record in self.records():
+            line = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+            digest.update(f"{record['id']} {line}\n".encode())
+        return digest.hexdigest()
+
+    def files(self) -> list[Path]:
+        """The files of kept conversations."""
+        return sorted((self._folder / SHARDS).glob("*.jsonl"))
+
+    def _refresh(self) -> None:
+        """Read what was written since the last call; a line without its newline is torn, or still being written."""
+        for file in [*self.files(), *sorted((self._folder / UNFINISHED).glob("*.jsonl"))]:
+            with file.open("rb") as stream:
+                stream.seek(self._read_bytes[file])
+                for line in takewhile(lambda line: line.endswith(b"\n"), stream):
+                    self._take(self._parse(line, file, self._read_bytes[file]), file)
+                    self._read_bytes[file] += len(line)
+
+    def _take(self, record: dict[str, Any], file: Path) -> None:
+        key = record["id"]
+        if file.parent.name == SHARDS:
+            line = _Line(file, self._read_bytes[file], record["state"], record["reason"])
+            self._kept.setdefault(key, line)
+            self._failed.pop(key, None)
+            self._answers.pop(key, None)
+        elif key not in self._kept and "failed" in record:
+            self._failed[key] = record["failed"]
+        elif key not in self._kept:
+            self._answers.setdefault(key, {})[record["turn"]] = record["answer"]
+
+    def _parse(self, line: bytes, file: Path, offset_bytes: int) -> dict[str, Any]:
         try:
-            with self._transaction():
-                self._release(self.worker)
-        finally:
-            self._connection.close()
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or "id" not in record:
+            raise self._damaged(file, offset_bytes)
+        return record
+
+    def _damaged(self, file: Path, offset_bytes: int) -> UserError:
+        return UserError(
+            f"{file} was changed or damaged at byte {offset_bytes}: restore it, or delete {self._folder} to distil "
+            "again"
+        )
+
+
+class Ledger(LedgerView):
+    """One process's hold on a run's data folder, which is made if it is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._claims = (folder / CLAIMS).open("ab")
+        self._files: dict[str, Path] = {}
+        super().__init__(folder)
 
     def __enter__(self) -> Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def lease(self, ids: Iterable[str]) -> Lease:
-        """Take those conversations that nobody has finished and no living worker holds."""
-        lease = Lease()
-        with self._transaction():
-            self._release_dead_workers()
-            for key in ids:
-                row = self._connection.execute("SELECT state FROM conversations WHERE id = ?", (key,)).fetchone()
-                if row is None:
-                    self._connection.execute(
-                        "INSERT INTO conversations (id, state, worker) VALUES (?, ?, ?)", (key, LEASED, self.worker)
-                    )
-                elif row[0] == WAITING:
-                    self._connection.execute(
-                        "UPDATE conversations SET state = ?, worker = ? WHERE id = ?", (LEASED, self.worker, key)
-                    )
-                else:
-                    if row[0] == LEASED:
-                        lease.held.append(key)
-                    continue
-                answers = self._rows("SELECT answer FROM answers WHERE id = ? ORDER BY turn", key)
-                lease.taken[key] = [json.loads(answer) for (answer,) in answers]
-        return lease
-
-    def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[Finished]) -> set[str]:
-        """Write answers (id, turn, what was said) and finished conversations down, for good.
-
-        Returns:
-            The ids that this worker no longer holds (it was taken for dead); nothing of them was written.
-        """
-        if not answers and not finished:
-            return set()
-        with self._transaction():
-            concerned = {key for key, _, _ in answers} | {conversation.id for conversation in finished}
-            held = self._rows("SELECT id FROM conversations WHERE worker = ?", self.worker)
-            mine = concerned.intersection(key for (key,) in held)
-            rows = [(key, turn, json.dumps(answer)) for key, turn, answer in answers if key in mine]
-            self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
-            ended = [conversation for conversation in finished if conversation.id in mine]
-            records = [
-                {
-                    "id": conversation.id,
-                    "state": conversation.state,
-                    "reason": conversation.reason,
-                    **conversation.record,
-                }
-                for conversation in ended
-                if conversation.record is not None
-            ]
-            for record, place in zip(records, self._writer.append(records), strict=True):
-                self._index(record, place)
-            for conversation in ended:
-                if conversation.record is None:
-                    self._settle(conversation.id, conversation.state, conversation.reason)
-        return concerned - mine
-
-    def retry_failed(self, final: Collection[str] = ()) -> int:
-        """Conversations that failed for other than `final` reasons wait again; how many. Attempts are not forgotten."""
-        places = ", ".join("?" * len(final))
-        with self._transaction():
-            return self._connection.execute(
-                f"UPDATE conversations SET state = ? WHERE state = ? AND reason NOT IN ({places})",
-                (WAITING, FAILED, *final),
-            ).rowcount
+        self._claims.close()
 
     def finished_ids(self) -> set[str]:
         """Conversations that nothing is to be done about any more."""
-        states = (DONE, SHORTENED, FAILED)
-        return {key for (key,) in self._rows(f"SELECT id FROM conversations WHERE state IN {states}")}
+        return {*self._kept, *self._failed}
 
-    def _register(self) -> int:
-        """This worker's number."""
-        with self._transaction():
-            for statement in filter(str.strip, SCHEMA.split(";")):
-                self._connection.execute(statement)
-            values = (_host(), os.getpid())
-            number = self._connection.execute("INSERT INTO workers (host, pid) VALUES (?, ?)", values).lastrowid
-            self._index_unknown_lines()
-        assert number is not None
-        return number
+    def claim(self, ids: Iterable[str]) -> Claim:
+        """Take those conversations that nobody has finished and no living process works on.
 
-    def _rows(self, sql: str, *values: Any) -> list[Any]:
-        """Without the cursor: one that outlives the connection, in a traceback that is kept, keeps the file locked."""
-        return self._connection.execute(sql, values).fetchall()
+        Raises:
+            UserError: The file system has no locks.
+        """
+        claim = Claim()
+        locked: list[str] = []
+        for key in ids:
+            (locked if self._lock(key) else claim.held).append(key)
+        self._refresh()
+        for key in locked:
+            if key in self._kept or key in self._failed:
+                self._unlock(key)
+                continue
+            answers = self._answers.get(key, {})
+            claim.taken[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
+        return claim
 
-    # --- inside a transaction ---
+    def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[Finished]) -> None:
+        """Write answers (id, turn, what was said) and finished conversations down, for good.
 
-    def _index(self, record: dict[str, Any], place: Place) -> None:
-        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
-        where = (place.shard, place.offset_bytes, place.length_bytes, digest)
-        self._settle(record["id"], record["state"], record["reason"], where)
-
-    def _settle(
-        self, key: str, state: str, reason: str | None, where: tuple[Any, ...] = (None, None, None, None)
-    ) -> None:
-        self._connection.execute(
-            "INSERT INTO conversations VALUES (?, ?, ?, 1, NULL, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
-            "state = excluded.state, reason = excluded.reason, attempts = attempts + 1, worker = NULL, shard = "
-            "excluded.shard, offset_bytes = excluded.offset_bytes, length_bytes = excluded.length_bytes, "
-            "digest = excluded.digest",
-            (key, state, reason, *where),
+        Raises:
+            OSError: The disk is full; of each file the lines that were on disk before are left.
+        """
+        kept = {conversation.id for conversation in finished if conversation.record is not None}
+        failed = [{"id": each.id, "failed": each.reason or ""} for each in finished if each.record is None]
+        said = [{"id": key, "turn": turn, "answer": answer} for key, turn, answer in answers if key not in kept]
+        self._append(UNFINISHED, [*said, *failed])
+        self._append(
+            SHARDS,
+            [
+                {"id": each.id, "state": each.state, "reason": each.reason, **each.record}
+                for each in finished
+                if each.record is not None
+            ],
         )
-        if state != FAILED:  # whose answers so far are there for another try
-            self._connection.execute("DELETE FROM answers WHERE id = ?", (key,))
+        for conversation in finished:
+            self._unlock(conversation.id)
+        self._refresh()
 
-    def _release_dead_workers(self) -> None:
-        """The conversations of workers that are gone wait again, but for those whose lines were on disk already."""
-        holders = self._rows("SELECT DISTINCT worker FROM conversations WHERE worker IS NOT NULL")
-        dead = [worker for (worker,) in holders if worker != self.worker and self._is_dead(worker)]
-        if dead:
-            self._index_unknown_lines()
-        for worker in dead:
-            self._release(worker)
+    def retry_failed(self, final: Collection[str] = ()) -> int:
+        """Let conversations that failed for other than `final` reasons be claimed again; how many."""
+        again = [key for key, reason in self._failed.items() if reason not in final]
+        for key in again:
+            del self._failed[key]
+        return len(again)
 
-    def _is_dead(self, worker: int) -> bool:
-        host, pid, beat = self._connection.execute(
-            "SELECT host, pid, beat FROM workers WHERE number = ?", (worker,)
-        ).fetchone()
-        if host == _host() and (pid == os.getpid() or not _is_running(pid)):
-            return True
-        now = time.monotonic()
-        seen, since = self._beats.get(worker, (None, now))
-        self._beats[worker] = (beat, since if seen == beat else now)
-        return seen == beat and now - since > LEASE_S
-
-    def _release(self, worker: int) -> None:
-        self._connection.execute(
-            "UPDATE conversations SET state = ?, worker = NULL WHERE worker = ?", (WAITING, worker)
-        )
-
-    def _index_unknown_lines(self) -> None:
-        """Lines behind those the ledger knows: their writer was killed before it could say so, or the ledger is new."""
-        known = dict(
-            self._rows(
-                "SELECT shard, MAX(offset_bytes + length_bytes + 1) FROM conversations WHERE shard IS NOT NULL "
-                "GROUP BY shard"
-            )
-        )
-        for shard in self._reader.names():
-            for place, record in self._reader.lines_after(shard, known.get(shard, 0)):
-                row = self._connection.execute(
-                    "SELECT state FROM conversations WHERE id = ?", (record["id"],)
-                ).fetchone()
-                if row is None or row[0] in (LEASED, WAITING):
-                    self._index(record, place)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with translate_errors(self._folder / LEDGER_FILE):
-            self._connection.execute("BEGIN IMMEDIATE")
+    def _append(self, kind: str, records: list[dict[str, Any]]) -> None:
+        """Add lines to this process's own file, and wait until they are on disk."""
+        if not records:
+            return
+        if kind not in self._files:
+            self._files[kind] = _new_file(self._folder / kind)
+        lines = memoryview(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
+        with self._files[kind].open("ab", buffering=0) as stream:
+            begin = stream.tell()
             try:
-                yield
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:  # a full disk has rolled it back already
-                    self._connection.execute("ROLLBACK")
+                while lines:
+                    lines = lines[stream.write(lines) :]
+                os.fsync(stream.fileno())
+            except BaseException as error:
+                os.ftruncate(stream.fileno(), begin)
+                if isinstance(error, OSError):
+                    error.filename = str(self._files[kind])
                 raise
 
-    def _keep_beating(self) -> None:
-        while not self._closing.wait(LEASE_S / 6):
-            # A full disk or a long lock is the main thread's to tell; a beat left out is no harm.
-            refusals = suppress(sqlite3.OperationalError, OSError, UserError)
-            with refusals, closing(connect(self._folder / LEDGER_FILE)) as connection:
-                connection.execute("UPDATE workers SET beat = beat + 1 WHERE number = ?", (self.worker,))
-
-
-@lru_cache(maxsize=1)
-def _host() -> str:
-    """Those who have it in common see each other's process ids: hosts, and containers of one host, may share a name."""
-    namespace = Path("/proc/self/ns/pid")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    linux = [os.readlink(namespace), boot.read_text().strip()] if namespace.exists() and boot.exists() else []
-    return " ".join([socket.gethostname(), *linux])
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
+    def _lock(self, key: str) -> bool:
+        try:
+            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte_of(key))
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise UserError(
+                f"{self._folder / CLAIMS} cannot be locked ({error.strerror}): set runs_dir to a folder on a file "
+                "system that has locks"
+            ) from None
         return True
-    return True
+
+    def _unlock(self, key: str) -> None:
+        fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _byte_of(key))
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A conversation with the target's answers; for each its token ids (end token included), where they are known.
+
+    `shortened` says why it lost its later turns, if it did.
+    """
+
+    conversation: Conversation
+    answer_ids: list[list[int] | None]
+    shortened: str | None = None
+
+
+def _new_file(folder: Path) -> Path:
+    """A file that nobody else writes to: `00001.jsonl`, `00002.jsonl`, ..."""
+    folder.mkdir(exist_ok=True)
+    for number in count(1):
+        file = folder / f"{number:05d}.jsonl"
+        try:
+            file.open("xb").close()
+            return file
+        except FileExistsError:
+            continue
+    raise AssertionError
+
+
+def _byte_of(key: str) -> int:
+    """Where in `claims.lock` a conversation's lock is: 62 bits of a hash, which no two conversations share."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 2

@@ -17,7 +17,7 @@ import numpy as np
 from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
-from draftsmith.data.distill.ledger_view import LedgerView, read_distilled
+from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.tokens.rows import TokenCounts, write_token_rows
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar
@@ -69,7 +69,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         building.mkdir(parents=True)
         with progress_bar(len(view), "tokenise", "conv", shown=progress) as bar:
             counts = write_token_rows(
-                ((distilled.conversation, distilled.answer_ids) for distilled in read_distilled(folder.data)),
+                ((distilled.conversation, distilled.answer_ids) for distilled in view.distilled()),
                 tokenizer,
                 max_length_tokens,
                 building / "rows.arrow",

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.data.distill.ledger_db import DONE, FAILED, LEDGER_FILE, SHORTENED
-from draftsmith.data.distill.ledger_view import LedgerView
-from draftsmith.data.distill.report import CUT_SHORT
+from draftsmith.data.distill.distill import CUT_SHORT
+from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, LedgerView
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.counts import SourceCounts, counted_reasons
 from draftsmith.data.sources.mixture import load_conversations, question_sources
@@ -140,7 +139,7 @@ def check_token_rows(dataset: Any, folder: Path, expected: Expected) -> Checked:
     pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
     findings = check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy)
-    if (folder / LEDGER_FILE).exists():
+    if (folder / SHARDS).exists():
         findings.insert(0, _answers_cut_short(folder))
     examples = [
         TokenizedConversation(row["input_ids"], row["loss_mask"])

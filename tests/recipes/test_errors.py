@@ -20,10 +20,9 @@ from draftsmith.recipes.run_folder import write_atomically
 RUNNER = CliRunner()
 # As libraries word it; each writes more than it may, in a process of its own.
 WRITERS = """
-import resource, sqlite3, sys
+import resource, sys
 from pathlib import Path
 import torch
-from draftsmith.data.distill.ledger_db import translate_errors
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -41,13 +40,6 @@ def arrow(file):
         writer.write_batch({"a": list(range(10_000))})
         writer.finalize()
 
-def sqlite(file):
-    with translate_errors(file):
-        connection = sqlite3.connect(file)
-        connection.execute("CREATE TABLE t (a)")
-        connection.executemany("INSERT INTO t VALUES (?)", [("x" * 1000,)] * 100)
-        connection.commit()
-
 def picture(file):
     import matplotlib
     matplotlib.use("Agg")
@@ -62,7 +54,7 @@ folder = Path(sys.argv[1])
 warm_up = folder / "fonts"
 picture(warm_up)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-for write in (safetensors, pytorch, arrow, sqlite, picture, text):
+for write in (safetensors, pytorch, arrow, picture, text):
     try:
         with exit_with_one_sentence():
             write(folder / write.__name__)
@@ -75,14 +67,14 @@ for write in (safetensors, pytorch, arrow, sqlite, picture, text):
 def test_no_library_hides_a_full_disk(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITERS, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    names = ("safetensors", "pytorch", "arrow", "sqlite", "picture", "text")
+    names = ("safetensors", "pytorch", "arrow", "picture", "text")
     assert result.stdout.splitlines() == [f"{name} 2" for name in names], result.stderr
     limit = "error: a file would grow beyond the limit that is set here: raise it (`ulimit -f`), then run"
     unknown = "see whether the disk is full, at a limit (`ulimit -f`) or failing, then run the same command again"
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == len(names)
     for name, sentence in zip(names, said, strict=True):
-        assert (unknown if name in ("pytorch", "sqlite") else limit) in sentence, name
+        assert (unknown if name == "pytorch" else limit) in sentence, name
     assert not list(tmp_path.glob("text*"))
 
 

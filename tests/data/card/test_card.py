@@ -14,9 +14,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.card.card import CardInput, write_card_of_run, write_data_card
 from draftsmith.data.distill.distill import distill
-from draftsmith.data.distill.ledger import Finished, Ledger
-from draftsmith.data.distill.ledger_db import DONE
-from draftsmith.data.distill.ledger_view import Distilled
+from draftsmith.data.distill.ledger import DONE, Distilled, Finished, Ledger
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.counts import SourceCounts
@@ -95,7 +93,7 @@ def card_of(
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
     with Ledger(run.data) as ledger:
-        ledger.lease(records)
+        ledger.claim(records)
         ledger.commit([], [Finished(key, DONE, None, {"source": "x", **record}) for key, record in records.items()])
     report = build_token_dataset(recipe, tokenizer, run, progress=False)
     write_card_of_run(recipe, SourceCounts(), tokenizer, None)

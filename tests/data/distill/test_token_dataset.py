@@ -9,9 +9,7 @@ import pytest
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.distill.ledger import Finished, Ledger
-from draftsmith.data.distill.ledger_db import DONE, LEDGER_FILE, SHARDS_FOLDER
-from draftsmith.data.distill.ledger_view import read_distilled
+from draftsmith.data.distill.ledger import CLAIMS, DONE, SHARDS, Finished, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import REPORT_NAME, build_token_dataset
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.recipes.errors import UserError
@@ -20,12 +18,10 @@ from draftsmith.recipes.schema import Recipe
 
 
 def write_distilled(folder: Path, answers: list[list[str]]) -> None:
-    if (folder / LEDGER_FILE).exists():
-        (folder / LEDGER_FILE).unlink()
-        shutil.rmtree(folder / SHARDS_FOLDER)
+    shutil.rmtree(folder / SHARDS, ignore_errors=True)
     with Ledger(folder) as ledger:
         ids = [f"{9 - number}" for number in range(len(answers))]
-        ledger.lease(ids)
+        ledger.claim(ids)
         finished = []
         for key, said in zip(ids, answers, strict=True):
             question = {"role": "user", "content": "Say hi"}
@@ -52,7 +48,7 @@ def test_rows_and_types(tmp_path: Path) -> None:
     kinds = {name: getattr(column, "feature", column).dtype for name, column in dataset.features.items()}
     assert kinds == {"input_ids": "int32", "loss_mask": "int8", "length": "int32"}
     tokenizer = tiny_tokenizer(templates.CHATML)
-    expected = [tokenize_conversation(tokenizer, found.conversation) for found in read_distilled(tmp_path)]
+    expected = [tokenize_conversation(tokenizer, found.conversation) for found in LedgerView(tmp_path).distilled()]
     assert [row["input_ids"] for row in dataset] == [tokenized.input_ids for tokenized in expected]
     assert [row["loss_mask"] for row in dataset] == [tokenized.loss_mask for tokenized in expected]
     assert list(dataset["length"]) == [len(tokenized.input_ids) for tokenized in expected]
@@ -94,7 +90,7 @@ def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch
 
 def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
-    last = list(read_distilled(tmp_path))[-1].conversation
+    last = list(LedgerView(tmp_path).distilled())[-1].conversation
     length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), last).input_ids)
     report = build(tmp_path, max_length_tokens=length)
     assert (report.rows, report.shortened, report.too_long) == (2, 1, 1)
@@ -112,6 +108,7 @@ def test_nothing_left(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 read, 1 longer than 8 tokens.*raise data\.max_length_tokens"):
         build(tmp_path, max_length_tokens=8)
     assert not (tmp_path / "tokens").exists()
-    (tmp_path / LEDGER_FILE).unlink()
-    with pytest.raises(UserError, match=r"ledger\.sqlite does not exist"):
+    shutil.rmtree(tmp_path / SHARDS)
+    (tmp_path / CLAIMS).unlink()
+    with pytest.raises(UserError, match="shards does not exist"):
         build(tmp_path)

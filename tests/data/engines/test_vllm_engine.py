@@ -12,7 +12,7 @@ from support.greedy_reference import check_greedy
 from support.vllm_server import vllm_environment
 
 from draftsmith.data.distill.distill import distill
-from draftsmith.data.distill.ledger_view import read_distilled
+from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.engines.engine import (
     Completion,
     Engine,
@@ -197,7 +197,7 @@ def test_conversations_of_several_turns(target: Any, server_url: str, tmp_path: 
     opened = partial(open_engine, setting("openai", base_urls=[server_url]))
     assert distill(recipe, TOKENIZER, folder, opened, progress=False).kept >= 4
     answers = {}
-    for distilled in read_distilled(folder.data):
+    for distilled in LedgerView(folder.data).distilled():
         history = distilled.conversation.turns
         at = [n for n, turn in enumerate(history) if turn.role == "assistant"]
         for n, ids in zip(at, distilled.answer_ids, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from draftsmith.data.distill.ledger_view import LedgerView
+from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.compare import (

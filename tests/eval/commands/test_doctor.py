@@ -16,8 +16,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from draftsmith.data.distill.ledger import Finished, Ledger
-from draftsmith.data.distill.ledger_db import DONE, FAILED, SHORTENED
+from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger
 from draftsmith.data.sources.parsing import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
@@ -281,7 +280,7 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
     data = tmp_path / "runs" / "mine" / "data"
     cut_short = "answer cut short by max_new_tokens"
     with Ledger(data) as ledger:
-        ledger.lease(["0", "1", "2", "3", "4", "5"])
+        ledger.claim(["0", "1", "2", "3", "4", "5"])
         kept = [Finished("0", SHORTENED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
         ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
     code, findings, printed = case.examine()
