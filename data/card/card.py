@@ -24,8 +24,7 @@ from huggingface_hub import DatasetCardData
 from draftsmith.data.distill.ledger import FAILED, Distilled, LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.counts import SourceCounts
-from draftsmith.data.sources.mixture import question_sources
+from draftsmith.data.sources.mixture import SourceCounts, question_sources
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.sources.records import STDLIB, STDLIB_FILE
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, versions, write_atomically

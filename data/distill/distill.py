@@ -23,8 +23,7 @@ from typing import Any
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
 from draftsmith.data.engines.engine import Completion, Engine, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.counts import SourceCounts, counted_reasons
-from draftsmith.data.sources.mixture import load_conversations, question_sources
+from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation

@@ -2,28 +2,94 @@
 
 A record is left out for the first reason that applies, in this order: it is invalid; its prompts, but for case and
 white space, came before, from whatever source; it belongs to the other split; it repeats an evaluation question; a
-filter excludes it. Each is counted.
+filter excludes it. Each is counted, for the console, the checkup and the data card.
 """
 
 import hashlib
 import heapq
+import importlib
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
 from draftsmith.data.sources.contamination import Contamination
-from draftsmith.data.sources.conversation import Conversation, InvalidConversation
-from draftsmith.data.sources.counts import SourceCounts, Tally, counted_reasons
-from draftsmith.data.sources.filters import Filters
-from draftsmith.data.sources.parsing import is_heldout, parse_conversation
+from draftsmith.data.sources.conversation import Conversation, InvalidConversation, parse_conversation
 from draftsmith.data.sources.records import STDLIB, open_records
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
+from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 
 KEY_BYTES = 16
+# Of the language filter.
+SURE_FRAC = 0.5
+DOUBT_FRAC = 0.1
+READ_CHARS = 2000
+NO_LANGUAGE = "zxx"  # code, figures
+
 T = TypeVar("T")
+
+
+def counted_reasons(counts: Counter[str]) -> str:
+    """`3 (2 empty turn, 1 not JSON)`, for reports."""
+    details = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    return f"{counts.total()} ({details})" if counts else "0"
+
+
+@dataclass
+class Tally:
+    """Of one source. Every record that was read is in exactly one of the others."""
+
+    read: int = 0
+    invalid: Counter[str] = field(default_factory=Counter)
+    duplicates: int = 0
+    other_split: int = 0
+    contaminated: Counter[str] = field(default_factory=Counter)
+    filtered: Counter[str] = field(default_factory=Counter)
+    kept: int = 0
+
+    def sentence(self) -> str:
+        """One line for the console."""
+        parts = [f"{self.kept} of {self.read} records kept"]
+        for name, count in (
+            ("invalid", counted_reasons(self.invalid) if self.invalid else 0),
+            ("duplicates", self.duplicates),
+            ("of the other split", self.other_split),
+            ("contaminated", counted_reasons(self.contaminated) if self.contaminated else 0),
+            ("filtered", counted_reasons(self.filtered) if self.filtered else 0),
+        ):
+            if count:
+                parts.append(f"{name}: {count}")
+        return ", ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for `card.json`."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+
+@dataclass
+class SourceCounts:
+    """Of all sources, by name; filled while `load_conversations` is consumed.
+
+    `contaminated_ids` says for each conversation that was left out as contaminated which question it repeats.
+    """
+
+    by_source: dict[str, Tally] = field(default_factory=dict)
+    contaminated_ids: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Tally:
+        """Of all sources together."""
+        total = Tally()
+        for tally in self.by_source.values():
+            for name, value in vars(tally).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
+
+    def sentence(self) -> str:
+        """A line for each source."""
+        return "\n".join(f"{name}: {tally.sentence()}" for name, tally in self.by_source.items())
 
 
 def load_conversations(
@@ -82,6 +148,84 @@ def interleave(streams: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
             continue
         heapq.heapreplace(due, ((number + 0.5) / weight, index, number + 1))
         yield item
+
+
+class Filters:
+    """The recipe's `data.conversations.filters`.
+
+    Args:
+        recipe: What is wanted.
+        tokenizer: The target's; without it `max_tokens` is not applied.
+
+    Raises:
+        UserError: `languages` needs a package that is not installed, or names a language that it does not know.
+    """
+
+    def __init__(self, recipe: FiltersRecipe, tokenizer: Any) -> None:
+        self._recipe, self._tokenizer = recipe, tokenizer
+        self._languages = LanguageFilter(recipe.languages) if recipe.languages else None
+
+    def find(self, conversation: Conversation) -> str | None:
+        """The first reason to leave the conversation out, if any."""
+        recipe = self._recipe
+        user_turns = sum(turn.role == "user" for turn in conversation.turns)
+        # An answer that the target is yet to write has no length.
+        chars = [len(turn.content) for turn in conversation.turns if turn.role != "system" and turn.content]
+        if user_turns < recipe.min_turns:
+            return f"fewer than {recipe.min_turns} user turns"
+        if recipe.max_turns is not None and user_turns > recipe.max_turns:
+            return f"more than {recipe.max_turns} user turns"
+        if min(chars) < recipe.min_turn_chars:
+            return f"a turn of fewer than {recipe.min_turn_chars} characters"
+        if recipe.max_turn_chars is not None and max(chars) > recipe.max_turn_chars:
+            return f"a turn of more than {recipe.max_turn_chars} characters"
+        if recipe.max_tokens is not None and self._tokens(conversation) > recipe.max_tokens:
+            return f"more than {recipe.max_tokens} tokens"
+        return None if self._languages is None else self._languages.find(conversation)
+
+    def _tokens(self, conversation: Conversation) -> int:
+        if self._tokenizer is None:
+            return 0
+        texts = [turn.content for turn in conversation.turns]
+        return sum(map(len, self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
+
+
+class LanguageFilter:
+    """Finds conversations whose user turns are in other languages than those wanted.
+
+    By py3langid (a naive Bayes model of byte n-grams, 4 MB, part of the package), whose confidence is calibrated. A
+    conversation stays where it is low (a name, a formula, code, two words) and where a wanted language is not out of
+    the question (short English is easily taken for Nigerian Pidgin).
+
+    Args:
+        languages: ISO 639-1 codes.
+
+    Raises:
+        UserError: py3langid is not installed, or does not know a code.
+    """
+
+    def __init__(self, languages: list[str]) -> None:
+        try:
+            langid: Any = importlib.import_module("py3langid.langid")
+        except ImportError:
+            raise UserError(
+                "data.conversations.filters.languages needs the package py3langid: pip install 'draftsmith[language]'"
+            ) from None
+        self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+        known = [label for label in self._identifier.labels if label != NO_LANGUAGE]
+        for language in languages:
+            if language not in known:
+                hint = did_you_mean(language[:2], known, f"known are {', '.join(known)}", cutoff=0.6)
+                raise UserError(f"data.conversations.filters.languages: unknown language code `{language}`: {hint}")
+        self._wanted = {*languages, NO_LANGUAGE}
+
+    def find(self, conversation: Conversation) -> str | None:
+        """`language de`, if that is not wanted and there is little doubt."""
+        text = "\n".join(turn.content for turn in conversation.turns if turn.role == "user")
+        ranked = self._identifier.rank(text[:READ_CHARS])  # (language, probability), the likeliest first
+        language, probability = ranked[0]
+        doubt = sum(other for name, other in ranked if name in self._wanted)
+        return f"language {language}" if probability >= SURE_FRAC and doubt < DOUBT_FRAC else None
 
 
 class _Selection:
@@ -148,6 +292,12 @@ class _Selection:
             tally.filtered[reason] += 1
             return True
         return False
+
+
+def is_heldout(identity: str, heldout_frac: float) -> bool:
+    """Whether a conversation belongs to the held-out split: by its id alone, whatever else there is."""
+    digest = hashlib.sha256(f"heldout {identity}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < heldout_frac
 
 
 def near_duplicate_key(conversation: Conversation) -> bytes:

@@ -1,24 +1,33 @@
 """Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are asked one after the other.
 
 Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target; `spec_bench`
-are that paper's. They are read here, not in evaluation, because conversations to train on are kept apart from them.
+are that paper's 480, fetched once from its repository and checked by hash, which are no part of this project: the sets
+that they were taken from have licences of their own. Questions are read here, not in evaluation, because
+conversations to train on are kept apart from them.
 """
 
 from __future__ import annotations
 
 import codecs
+import hashlib
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.sources.conversation import json_kind, text_of
-from draftsmith.data.sources.json_records import UnusableJson, json_of
-from draftsmith.data.sources.spec_bench import SPEC_BENCH, spec_bench_file
+from draftsmith.data.sources.records import UnusableJson, json_of
+from draftsmith.recipes.cache import CACHE_VARIABLE, cache_root
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import write_atomically
 
-EMBEDDED = "embedded"
+EMBEDDED, SPEC_BENCH = "embedded", "spec_bench"
 EMBEDDED_FILE = Path(__file__).parents[1] / "embedded" / "embedded.jsonl"
+COMMIT = "66230f10cb0a02aced5ef3ce1e85163c16160454"
+URL = f"https://raw.githubusercontent.com/hemingkx/Spec-Bench/{COMMIT}/data/spec_bench/question.jsonl"
+SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
+TIMEOUT_S = 60.0
 # The task that these categories are together; every other category is a task of its own (its evaluation/speed.py).
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -46,6 +55,30 @@ def questions_file(source: str) -> Path:
     if source == SPEC_BENCH:
         return spec_bench_file()
     return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
+
+
+def spec_bench_file() -> Path:
+    """The file in draftsmith's cache; fetched the first time.
+
+    Raises:
+        UserError: It cannot be fetched, or what came is another file.
+    """
+    file = cache_root() / "spec_bench" / "question.jsonl"
+    if file.is_file():
+        return file
+    way_out = (
+        f"fetch it elsewhere and name it as eval.questions, or put it at {file} (its folder is ${CACHE_VARIABLE}'s)"
+    )
+    try:
+        with urllib.request.urlopen(URL, timeout=TIMEOUT_S) as answer:
+            content: bytes = answer.read()
+    except OSError as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"Spec-Bench's questions cannot be fetched from {URL} ({reason}): {way_out}") from None
+    if hashlib.sha256(content).hexdigest() != SHA256:
+        raise UserError(f"what {URL} gave is not Spec-Bench's question file (another SHA-256): {way_out}")
+    write_atomically(file, content.decode("utf-8"))
+    return file
 
 
 def load_questions(

@@ -18,8 +18,7 @@ import numpy as np
 from draftsmith.data.distill.distill import CUT_SHORT
 from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.sources.counts import SourceCounts, counted_reasons
-from draftsmith.data.sources.mixture import load_conversations, question_sources
+from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.tokens.answer_spans import PROBE, TemplateProblem, TemplateRefusal
 from draftsmith.data.tokens.chat_tokens import (
     TokenizedConversation,

@@ -17,8 +17,7 @@ from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger import DONE, Distilled, Finished, Ledger
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.counts import SourceCounts
-from draftsmith.data.sources.mixture import load_conversations
+from draftsmith.data.sources.mixture import SourceCounts, load_conversations
 from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import Recipe
 

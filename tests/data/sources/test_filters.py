@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.filters import Filters
+from draftsmith.data.sources.mixture import Filters
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import FiltersRecipe
 

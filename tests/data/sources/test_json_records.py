@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.sources import json_records
+from draftsmith.data.sources import records as json_records
 from draftsmith.data.sources.conversation import InvalidConversation
-from draftsmith.data.sources.json_records import read_json_records
+from draftsmith.data.sources.records import read_json_records
 from draftsmith.recipes.errors import UserError
 
 VALUES: list[Any] = [{"a": "ä" * 9, "b": [1, {}]}, 1234567, -1.5e3, "]", None, [[], '\\"'], {}, "€", 12]

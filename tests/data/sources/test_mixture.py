@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from draftsmith.data.sources.counts import SourceCounts
-from draftsmith.data.sources.mixture import interleave, load_conversations
+from draftsmith.data.sources.mixture import SourceCounts, interleave, load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.sources.records import open_records
 from draftsmith.recipes.errors import UserError

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.sources.conversation import InvalidConversation, Turn
-from draftsmith.data.sources.parsing import parse_conversation
+from draftsmith.data.sources.conversation import InvalidConversation, Turn, parse_conversation
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

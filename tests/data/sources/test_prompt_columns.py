@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from support.places import MATERIAL
 
-from draftsmith.data.sources.conversation import Conversation, InvalidConversation
-from draftsmith.data.sources.parsing import parse_conversation
+from draftsmith.data.sources.conversation import Conversation, InvalidConversation, parse_conversation
 from draftsmith.recipes.schema import ColumnsRecipe
 
 SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.sources import spec_bench
+from draftsmith.data.sources import questions as spec_bench
 from draftsmith.data.sources.questions import load_questions, questions_file
 from draftsmith.recipes.errors import UserError
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger
-from draftsmith.data.sources.parsing import parse_conversation
+from draftsmith.data.sources.conversation import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
 from draftsmith.models.decoding.cached import ParallelDecoder
