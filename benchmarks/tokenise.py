@@ -20,10 +20,9 @@ from datasets import load_from_disk
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from draftsmith.data.distill.token_dataset import MOST_PROCESSES, save_rows
+from draftsmith.data.distill.token_dataset import MOST_PROCESSES, Answered, save_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn, parse_conversation
 from draftsmith.data.sources.records import open_records
-from draftsmith.data.tokens.rows import Answered, write_token_rows
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.schema import SourceRecipe
 

@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.data.sources.conversation import Turn
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.loop import Round, generate

@@ -1,38 +1,79 @@
 """Distilled conversations as an Arrow dataset of token ids and loss masks, which the trainer reads.
 
-Built from the ledger's conversations in a temporary folder beside its final place and renamed: it is whole or absent;
-built again only when the conversations, the tokenizer, its chat template or the length have changed.
+Built in a temporary folder beside its final place and renamed: it is whole or absent; built again only when the
+conversations, the tokenizer, its chat template or the length have changed. Conversations are tokenised by several
+processes, in bounded memory: so many chunks are under way that no process waits, and no more. Rows come in the order of
+the conversations' ids, whatever the number of processes.
 """
 
 import hashlib
 import json
 import os
 import shutil
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.data.distill.ledger import LedgerView
-from draftsmith.data.tokens.rows import TokenCounts, write_token_rows
+from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.tokens.answer_spans import TemplateProblem
+from draftsmith.data.tokens.chat_tokens import (
+    AnswerIds,
+    TokenizedConversation,
+    tokenize_conversation,
+    tokenize_shortened,
+    up_to_turn,
+)
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import progress_bar
+from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 
 MOST_PROCESSES = 8  # by default
+CHUNK_CONVERSATIONS = 128
+CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
 FORMAT_VERSION = 2
+FEATURES = datasets.Features(
+    input_ids=datasets.Sequence(datasets.Value("int32")),
+    loss_mask=datasets.Sequence(datasets.Value("int8")),
+    length=datasets.Value("int32"),
+)
+
+Answered = tuple[Conversation, AnswerIds | None]
+Chunk = tuple[Counter[str], list[dict[str, Any]]]
 
 
 @dataclass
-class TokenReport(TokenCounts):
-    """What the dataset holds. `fingerprint`: of its inputs; `reused`: it was there, made from the same ones."""
+class TokenReport:
+    """What the dataset holds, and what became of the conversations.
 
+    shortened: conversations that lost trailing turns to the length; too_long: that did not fit at all.
+    answers_cut: first answers that were cut at the length, beyond which nothing of them is left.
+    extra_rows: of answers that the rows they belong to do not hold.
+    fingerprint: of the dataset's inputs; reused: it was there, made from the same ones.
+    """
+
+    conversations: int = 0
+    rows: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    shortened: int = 0
+    too_long: int = 0
+    refused: int = 0
+    answers_cut: int = 0
+    extra_rows: int = 0
     path: str = ""
     fingerprint: str = ""
     reused: bool = False
@@ -68,8 +109,8 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         with progress_bar(len(view), "tokenise", "conv", shown=progress) as bar:
-            counts = write_token_rows(
-                ((distilled.conversation, distilled.answer_ids) for distilled in view.distilled()),
+            report = write_token_rows(
+                ((made.conversation, made.answer_ids) for made in view.distilled()),
                 tokenizer,
                 max_length_tokens,
                 building / "rows.arrow",
@@ -77,16 +118,140 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
                 bar,
                 cut_answers,
             )
-        if counts.rows == 0:
+        if report.rows == 0:
             shutil.rmtree(building)
             raise UserError(
-                f"no conversation of {folder.data} is left to train on ({counts.conversations} read, {counts.too_long} "
-                f"longer than {max_length_tokens} tokens, {counts.refused} refused by the chat template): "
+                f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
+                f"longer than {max_length_tokens} tokens, {report.refused} refused by the chat template): "
                 "raise data.max_length_tokens"
             )
-        report = TokenReport(**asdict(counts), path=str(final), fingerprint=fingerprint)
+        report = replace(report, path=str(final), fingerprint=fingerprint)
         _save_atomically(building / "rows.arrow", final, report)
         return report
+
+
+def write_token_rows(
+    conversations: Iterable[Answered],
+    tokenizer: Any,
+    max_length_tokens: int,
+    file: Path,
+    processes: int,
+    bar: Progress,
+    cut_answers: bool = False,
+) -> TokenReport:
+    """Tokenise to an Arrow file, with the columns of `FEATURES`.
+
+    Args:
+        conversations: Read once, in the order of the rows; for each the ids of its answers where they are known.
+        tokenizer: The target's.
+        max_length_tokens: Longer conversations are shortened, by whole turns.
+        file: Is written anew.
+        processes: With 1 all is done in this one.
+        bar: Of conversations.
+        cut_answers: Keep of a first exchange that is too long what fits, if it ends in the answer.
+
+    Raises:
+        UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
+    """
+    counts: Counter[str] = Counter()
+    with ArrowWriter(path=str(file), features=FEATURES) as writer:
+        for counted, rows in _chunks(iter(conversations), (tokenizer, max_length_tokens, cut_answers), processes):
+            counts += counted
+            bar.update(counted["conversations"])
+            for row in rows:
+                writer.write(row)
+        writer.finalize()
+    return TokenReport(**counts)
+
+
+def _chunks(conversations: Iterator[Answered], work: tuple[Any, int, bool], processes: int) -> Iterator[Chunk]:
+    _begin(*work)
+    chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
+    # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
+    ahead = list(islice(chunks, processes * CHUNKS_PER_PROCESS))
+    if processes == 1 or len(ahead) < processes * CHUNKS_PER_PROCESS:
+        yield from map(_tokenize, ahead)
+        yield from map(_tokenize, chunks)
+        return
+    # Spawned, not forked as by `datasets.map`: this process may have threads and a GPU.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, work)
+    try:
+        under_way: deque[Future[Chunk]] = deque(pool.submit(_tokenize, chunk) for chunk in ahead)
+        del ahead
+        while under_way:
+            yield under_way.popleft().result()
+            under_way.extend(pool.submit(_tokenize, chunk) for chunk in islice(chunks, 1))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_work: list[tuple[Any, int, bool]] = []  # of this process
+
+
+def _begin(*work: Any) -> None:
+    """Set the tokenizer, the length and `cut_answers` of this process, once: they are too large for every chunk."""
+    _work[:] = [work]
+
+
+def _tokenize(conversations: list[Answered]) -> Chunk:
+    ((tokenizer, max_length_tokens, cut_answers),) = _work
+    counts: Counter[str] = Counter(conversations=len(conversations))
+    found: list[TokenizedConversation] = []
+    for conversation, answer_ids in conversations:
+        try:
+            rows, shortened = tokenize_rows(tokenizer, conversation, max_length_tokens, answer_ids)
+        except TemplateProblem:
+            counts["refused"] += 1
+            continue
+        if not rows and cut_answers:
+            rows = cut_first_answer(tokenizer, conversation, max_length_tokens, answer_ids)
+            counts["answers_cut"] += len(rows)
+        counts["too_long"] += not rows
+        counts["shortened"] += shortened
+        counts["extra_rows"] += max(0, len(rows) - 1)
+        found += rows
+    counts["rows"] += len(found)
+    counts["tokens"] += sum(len(row.input_ids) for row in found)
+    counts["loss_tokens"] += sum(sum(row.loss_mask) for row in found)
+    return counts, [
+        {
+            "input_ids": np.array(row.input_ids, dtype=np.int32),
+            "loss_mask": np.array(row.loss_mask, dtype=np.int8),
+            "length": len(row.input_ids),
+        }
+        for row in found
+    ]
+
+
+def tokenize_rows(
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
+) -> tuple[list[TokenizedConversation], bool]:
+    """The rows of one conversation, and whether it was shortened; none if it does not fit at all.
+
+    One row, unless the template rewrites answers whose ids are known: each of these then has a further row, which ends
+    with it and in which it alone carries loss. So every answer is learned behind exactly what the target read.
+    """
+    result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
+    if result is None:
+        return [], False
+    whole, dropped = result
+    rows = [whole]
+    for turn in whole.unsaid_turns:
+        row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
+        if len(row.input_ids) <= max_length_tokens:  # thoughts may make it longer than the whole
+            rows.append(row.with_last_answer_only())
+    return rows, dropped > 0
+
+
+def cut_first_answer(
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
+) -> list[TokenizedConversation]:
+    """The first exchange to the length, if that lies in its answer and the answer's ids are known: one row or none."""
+    if not answer_ids or answer_ids[0] is None:
+        return []
+    end = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
+    cut = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids)).cut_to(max_length_tokens)
+    return [cut] if any(cut.loss_mask) else []
 
 
 def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int, cut_answers: bool) -> str:

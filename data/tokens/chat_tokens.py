@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise, takewhile
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.answer_spans import Span, TemplateProblem, find_spans, render, token_ids
+from draftsmith.data.tokens.answer_spans import PROBE, Span, TemplateProblem, find_spans, render, token_ids
 from draftsmith.recipes.errors import UserError
+
+if TYPE_CHECKING:  # torch, which the processes that tokenise do not need
+    from transformers import GenerationConfig
 
 AnswerIds = list[list[int] | None]
 ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
@@ -283,3 +286,29 @@ def _check_mask(loss_mask: list[int], conversation: Conversation) -> None:
         f"conversation {conversation.id}: the chat template makes {kind} an assistant token, "
         "so the loss mask is useless: correct tokenizer.chat_template"
     )
+
+
+def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> list[int]:
+    """Every token that ends an answer: the eos tokens of model and tokenizer, and the one that the template writes.
+
+    Raises:
+        UserError: There is none, or the chat template cannot be used.
+    """
+    of_model = generation_config.eos_token_id
+    of_model = of_model if isinstance(of_model, list) else [of_model]
+    end_ids = sorted({*of_model, tokenizer.eos_token_id, template_end_token(tokenizer)} - {None})
+    if not end_ids:
+        raise UserError(
+            "the target has no end-of-sequence token (generation_config, tokenizer and chat template name none): "
+            "set tokenizer.eos_token and save the tokenizer beside the model"
+        )
+    return end_ids
+
+
+def template_end_token(tokenizer: Any) -> int | None:
+    """The token that ends an assistant turn in this template, or None where the template has none.
+
+    It need not be among the model's eos tokens (a base model given a ChatML template): generation must stop at it too.
+    """
+    last = tokenize_conversation(tokenizer, Conversation("probe", PROBE)).answers()[-1][-1]
+    return last if last in special_ids(tokenizer) else None

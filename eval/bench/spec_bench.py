@@ -18,8 +18,7 @@ from typing import Any
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import give_costs

@@ -22,11 +22,11 @@ from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_
 from draftsmith.data.tokens.answer_spans import PROBE, TemplateProblem, TemplateRefusal
 from draftsmith.data.tokens.chat_tokens import (
     TokenizedConversation,
+    answer_end_ids,
     special_ids,
     tokenize_conversation,
     tokenize_shortened,
 )
-from draftsmith.data.tokens.end_ids import answer_end_ids
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.eval.bench.arms import Arm, compiles, load_models, make_arms
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference

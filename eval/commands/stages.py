@@ -34,7 +34,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, open_engine
-    from draftsmith.data.tokens.end_ids import answer_end_ids
+    from draftsmith.data.tokens.chat_tokens import answer_end_ids
     from draftsmith.eval.commands.target_decoder import TargetDecoder
     from draftsmith.models.target.loading import (
         load_generation_config,

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.eval.bench.arms import compile_decoder, compiles, drafter_folder, load_models
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.spec_bench import first_turn_prompts

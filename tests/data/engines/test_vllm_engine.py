@@ -26,8 +26,7 @@ from draftsmith.data.engines.engine import (
 from draftsmith.data.engines.vllm_engine import VllmEngine
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.end_ids import answer_end_ids
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.commands.target_decoder import TargetDecoder
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError

@@ -5,8 +5,7 @@ from support.chat_families import FAMILIES
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.data.tokens.end_ids import template_end_token
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
 
 TALK = (
     Turn("user", "Say hi"),

@@ -6,7 +6,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import GenerationConfig
 
 from draftsmith.data.tokens.answer_spans import template_answer_lead
-from draftsmith.data.tokens.end_ids import answer_end_ids, template_end_token
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, template_end_token
 from draftsmith.recipes.errors import UserError
 
 

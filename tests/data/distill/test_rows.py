@@ -12,10 +12,10 @@ from support.chat_families import FAMILIES
 from support.tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
+from draftsmith.data.distill import token_dataset as token_rows
+from draftsmith.data.distill.token_dataset import Answered, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens import rows as token_rows
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.data.tokens.rows import Answered, tokenize_rows, write_token_rows
 from draftsmith.recipes.errors import UserError
 
 
@@ -33,13 +33,14 @@ def written(tmp_path: Path, conversations: Any, processes: int, template: str | 
 
 @pytest.fixture
 def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked ones, which start at once; `test_processes_change_nothing` spawns them as users' runs do."""
+    """Forked ones, which start at once."""
     monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 
-def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])  # spawned as in users' runs
+def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context(start))
     monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 3)
-    monkeypatch.setattr(token_rows, "ROWS_IN_A_BATCH", 7)
     numbers = range(40)
     too_long, hidden = (Conversation(key, (Turn("user", "a"), Turn("assistant", "b " * 90))) for key in ("l", "m"))
     answered: list[Answered] = [(conversation(n), None if n % 2 else [[5, 6, n]]) for n in numbers]
