@@ -161,7 +161,7 @@ def write_token_rows(
             for row in rows:
                 writer.write(row)
         writer.finalize()
-    return TokenReport(**counts)
+    return replace(TokenReport(), **counts)
 
 
 def _chunks(conversations: Iterator[Answered], work: tuple[Any, int, bool], processes: int) -> Iterator[Chunk]:

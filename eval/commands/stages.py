@@ -30,7 +30,7 @@ NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_ans
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
-    from draftsmith.data.card.card import CARD, write_card_of_run
+    from draftsmith.data.card.card import CARD, write_data_card
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, open_engine
@@ -70,7 +70,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     tokens = build_token_dataset(recipe, tokenizer, folder)
     console.print(tokens.sentence(), markup=False)
     if not tokens.reused or not (folder.data / CARD).exists():
-        write_card_of_run(recipe, report.sources, tokenizer, weights)
+        write_data_card(recipe, report.sources, tokenizer, weights)
     folder.record("distill")
     return {"conversations": report.as_json(), "tokens": asdict(tokens)}
 

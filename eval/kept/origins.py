@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftsmith.data.card.card import CARD_JSON
-from draftsmith.data.card.card_json import DataCard
+from draftsmith.data.card.card import CARD_JSON, DataCard
 from draftsmith.eval.report.page.measured import drafter_name
 from draftsmith.models.base.registry import TRAINING_FILE, Training, read_training
 from draftsmith.recipes.run_folder import RunFolder, read_json

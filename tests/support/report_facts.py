@@ -5,7 +5,7 @@ from typing import Any
 
 from support.records import made_up
 
-from draftsmith.data.card.card_json import CardSource, DataCard
+from draftsmith.data.card.card import CardSource, DataCard
 from draftsmith.data.sources.questions import task_of
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.bench.traced import TracedAnswer, TracedRound

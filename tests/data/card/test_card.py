@@ -2,65 +2,55 @@
 
 import json
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-from datasets import Dataset
 from huggingface_hub import DatasetCard
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.card.card import CardInput, write_card_of_run, write_data_card
+from draftsmith.data.card.card import write_data_card
 from draftsmith.data.distill.distill import distill
-from draftsmith.data.distill.ledger import DONE, Distilled, Finished, Ledger
+from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
-from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
 from draftsmith.recipes.run_folder import RunFolder, sha256_of
 from draftsmith.recipes.schema import Recipe
 
 TOKENIZER = tiny_tokenizer(templates.CHATML)
-ROWS = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "loss_mask": [[0, 1, 1], [0, 1]]})
+ANSWER = "So ```it``` is\n---\n" + "very " * 200
 
 
-def card_input(tmp_path: Path, order: int = 0) -> CardInput:
-    """Two sources: of twelve prompts one is a duplicate and one a question; one answer fails, two are cut short."""
+def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
+    """Of two sources: of twelve prompts one is a duplicate and one a question; one answer fails, two are cut short.
+
+    The name of `order`'s run is the same, its folder is its own.
+    """
     prompts = {"a": [f"question {n}" for n in range(8)], "b": ["Question 0", "is this the question?", "x", "y"]}
     for name, texts in prompts.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     (tmp_path / "q.jsonl").write_text('{"question_id": 7, "category": "x", "turns": ["Is this the question?"]}\n')
     mixture = [{"source": str(tmp_path / "a.jsonl"), "weight": 2}, {"source": str(tmp_path / "b.jsonl")}]
     data = {"conversations": {"mixture": mixture, "decontaminate": [str(tmp_path / "q.jsonl")]}}
-    recipe = Recipe.model_validate({"name": "mine", "data": data | {"distill": {"temperature": 0.7}}})
-    counts = SourceCounts()
-    kept = list(load_conversations(recipe, counts))
-    answered = [
-        Conversation(c.id, (*c.turns, Turn("assistant", "So ```it``` is\n---\n" + "very " * 200)), c.source)
-        for c in kept[1:]
+    data |= {"distill": {"temperature": 0.7}}
+    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path / f"runs{order}"), "data": data})
+    counts, run = SourceCounts(), RunFolder(recipe)
+    failed, *answered = load_conversations(recipe, counts)
+    ended = [
+        Finished(
+            c.id,
+            SHORTENED if n < 2 else DONE,
+            "cut short" if n < 2 else None,
+            {"source": c.source, "messages": [*c.messages, {"role": "assistant", "content": ANSWER}]},
+        )
+        for n, c in enumerate(answered)
     ]
-    made = [Distilled(c, [None], "cut short" if n < 2 else None) for n, c in enumerate(answered)]
-    random.Random(order).shuffle(made)
-    (tmp_path / "data" / "shards").mkdir(parents=True, exist_ok=True)
-    shard = tmp_path / "data" / "shards" / "00001-0.jsonl"
-    shard.write_text("{}\n")
-    return CardInput(
-        recipe,
-        counts,
-        iter(made),
-        ROWS,
-        Counter({"a | b\nc": 1}),
-        TOKENIZER,
-        [shard],
-        "def",
-        {"weights": "abc"},
-    )
-
-
-def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
-    file = write_data_card(tmp_path / "data", card_input(tmp_path, order))
-    return file.read_text(encoding="utf-8"), json.loads((tmp_path / "data" / "card.json").read_text())
+    random.Random(order).shuffle(ended)
+    with Ledger(run.data) as ledger:
+        ledger.commit([], [*ended, Finished(failed.id, FAILED, "a | b\nc")])
+    build_token_dataset(recipe, TOKENIZER, run, progress=False)
+    file = write_data_card(recipe, counts, TOKENIZER, "abc")
+    return file.read_text(encoding="utf-8"), json.loads((run.data / "card.json").read_text())
 
 
 def test_every_record_is_accounted_for(tmp_path: Path) -> None:
@@ -81,6 +71,7 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert "| a | 8 | 0 | 0 | 0 | 0 | 0 | 8 | 7 | " in text
     assert "| b | 4 | 0 | 1 | 0 | 1 | 0 | 2 | 2 | " in text
     assert "| contaminated | b | is a question | 1 |" in text
+    assert "written by `embedded` itself" in text
     assert "| failed | all | a \\| b c | 1 |" in text
 
 
@@ -95,7 +86,7 @@ def card_of(
         ledger.claim(records)
         ledger.commit([], [Finished(key, DONE, None, {"source": "x", **record}) for key, record in records.items()])
     report = build_token_dataset(recipe, tokenizer, run, progress=False)
-    write_card_of_run(recipe, SourceCounts(), tokenizer, None)
+    write_data_card(recipe, SourceCounts(), tokenizer, None)
     return report, json.loads((run.data / "card.json").read_text())["tokens"]
 
 
@@ -138,25 +129,22 @@ def test_a_conversation_that_the_template_refuses_counts_no_tokens(tmp_path: Pat
 
 
 def test_nothing_depends_on_the_order(tmp_path: Path) -> None:
-    first, values = written(tmp_path, 0)
-    again, others = written(tmp_path, 1)
-    assert first == again
+    """But the file of the shard, whose hash is in the card."""
+    (first, values), (again, others) = (written(tmp_path, order) for order in (0, 1))
+    shards = [found["hashes"].pop("data_files").popitem()[1] for found in (values, others)]
+    assert shards[0] != shards[1]
+    assert first == again.replace(shards[1], shards[0])
     assert values == others
 
 
 def test_hashes(tmp_path: Path) -> None:
-    _, values = written(tmp_path)
-    hashes = values["hashes"]
+    text, values = written(tmp_path)
+    hashes, data = values["hashes"], tmp_path / "runs0" / "mine" / "data"
     assert hashes["sources"]["a"] == f"a.jsonl, SHA-256 {sha256_of(tmp_path / 'a.jsonl')}"
-    assert hashes["data_files"] == {"shards/00001-0.jsonl": sha256_of(tmp_path / "data" / "shards" / "00001-0.jsonl")}
+    assert hashes["data_files"] == {"shards/00001.jsonl": sha256_of(data / "shards" / "00001.jsonl")}
     assert values["questions"] == {"q.jsonl": sha256_of(tmp_path / "q.jsonl")}
-    card = card_input(tmp_path)
-    changed = Distilled(Conversation("new", (Turn("user", "a"), Turn("assistant", "b"))), [None])
-    write_data_card(tmp_path / "data", CardInput(**{**vars(card), "conversations": [*card.conversations, changed]}))
-    other = json.loads((tmp_path / "data" / "card.json").read_text())
-    assert hashes["records"] == "def"
-    assert other["sources"]["no longer in the sources"]["distilled"] == 1
-    assert str(tmp_path) not in (tmp_path / "data" / "README.md").read_text()
+    assert hashes["records"] == LedgerView(data).fingerprint()
+    assert str(tmp_path) not in text
 
 
 def test_the_hub_reads_it(tmp_path: Path) -> None:
@@ -166,21 +154,25 @@ def test_the_hub_reads_it(tmp_path: Path) -> None:
     assert card.data.to_dict()["configs"] == [
         {"config_name": "default", "data_files": [{"split": "train", "path": ["shards/*.jsonl"]}]}
     ]
-    assert (tmp_path / "data" / "tokens.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs0" / "mine" / "data" / "tokens.png").read_bytes().startswith(b"\x89PNG")
     assert text.count("\n### ") == 5
     assert "````text\nSo ```it``` is\n---\n" in text  # a fence that the text cannot break
     assert " [...]\n````" in text
 
 
-@pytest.mark.parametrize("engine", ["none", "transformers"])
-def test_a_card_of_the_standard_library(tmp_path: Path, engine: str) -> None:
-    data = {"conversations": {"limit": 20}, "distill": {"engine": engine}}
-    recipe = Recipe.model_validate({"name": "mine", "data": data})
-    counts = SourceCounts()
-    made = [Distilled(c, [None]) for c in load_conversations(recipe, counts)]
-    text = write_data_card(tmp_path, CardInput(recipe, counts, made, ROWS, Counter(), TOKENIZER, [], "")).read_text()
+def test_a_card_of_the_conversations_that_ship(tmp_path: Path) -> None:
+    """As they are; one that lost its source is counted too."""
+    data = {"conversations": {"limit": 20}, "distill": {"engine": "none"}}
+    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
+    run = RunFolder(recipe)
+    report = distill(recipe, TOKENIZER, run, None, progress=False)
+    with Ledger(run.data) as ledger:
+        ledger.commit([], [Finished("x", DONE, None, {"messages": messages("a", "b")})])
+    build_token_dataset(recipe, TOKENIZER, run, progress=False)
+    text = write_data_card(recipe, report.sources, TOKENIZER, None).read_text()
     assert "standard library of Python 3.11, SHA-256" in text
-    assert ("written by `embedded` itself" in text) == (engine != "none")
+    assert "written by `embedded` itself" not in text
+    assert "| no longer in the sources | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 | 0 |" in text
 
 
 def test_the_card_of_a_run(tmp_path: Path) -> None:
@@ -194,7 +186,7 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     folder = RunFolder(recipe)
     report = distill(recipe, TOKENIZER, folder, None, progress=False)
     build_token_dataset(recipe, TOKENIZER, folder, progress=False)
-    card = write_card_of_run(recipe, report.sources, TOKENIZER, "abc")
+    card = write_data_card(recipe, report.sources, TOKENIZER, "abc")
     values = json.loads((folder.data / "card.json").read_text())
     assert [values["sources"][name]["distilled"] for name in "ab"] == [1, 1]
     assert values["sources"]["a"]["invalid"] == {"no answer": 1}
