@@ -67,7 +67,7 @@ class DistillReport:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """The same, for programs."""
+        """The report as JSON values."""
         return {
             **vars(self),
             "folder": str(self.folder),
@@ -75,7 +75,7 @@ class DistillReport:
         }
 
     def sentence(self) -> str:
-        """What was done, for the console."""
+        """Say what was done, for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
         engine_failures = self.failed.keys() - set(FINAL_REASONS)
         lines = [
@@ -165,7 +165,7 @@ def distill(
 
 
 def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
-    """By recipe key.
+    """What the answers depend on, by recipe key: one folder never mixes two targets or two samplings.
 
     Args:
         weights: A hash of the target's.
@@ -175,7 +175,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     # Limits are no part of it: more may be added, as may lines to a file.
     chosen = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
     chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
-    # Wherever the files lie: other questions would leave conversations in the folder that repeat them.
+    # By content, wherever the files are: other questions would leave conversations in the folder that repeat them.
     chosen["decontaminate (hashes of the question files)"] = sorted(
         sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
     )
@@ -225,7 +225,7 @@ class _Distillation:
         self.settings = GenerationSettings.of(recipe.data.distill)
 
     def run(self, waiting: deque[str]) -> None:
-        """Until every conversation is settled, by this process or another."""
+        """Ask until every conversation is settled, by this process or another."""
         try:
             while waiting or self.held or self.in_flight:
                 while waiting and len(self.in_flight) < self.engine.concurrency:
@@ -244,7 +244,7 @@ class _Distillation:
             self._write()
 
     def _begin(self, waiting: deque[str]) -> None:
-        """Start as many as there is room for."""
+        """Start as many conversations as there is room for."""
         room = self.engine.concurrency - len(self.in_flight)
         wanted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
         claim = self.ledger.claim(wanted)
@@ -261,7 +261,7 @@ class _Distillation:
             self._ask(rewriting)
 
     def _ask(self, rewriting: _Rewriting) -> None:
-        """The next question to the engine, or the end of the conversation."""
+        """Submit the next question to the engine, or end the conversation."""
         if not rewriting.take_user_turns():
             self._end(rewriting, None if rewriting.answer_ids else NO_QUESTION)
             return
@@ -274,7 +274,7 @@ class _Distillation:
         self.engine.submit(Request(rewriting.id, prompt_ids, messages, self.settings, seed))
 
     def _prompt_of(self, rewriting: _Rewriting) -> list[int] | str:
-        """The prompt's ids, or why the target cannot be asked."""
+        """Return the prompt's ids, or the reason why the target cannot be asked."""
         try:
             prompt_ids = prompt_token_ids(self.tokenizer, rewriting.turns)
         except TemplateRefusal:
@@ -288,7 +288,7 @@ class _Distillation:
         return PROMPT_TOO_LONG if len(prompt_ids) >= self.recipe.data.max_length_tokens else prompt_ids
 
     def _take(self, rewriting: _Rewriting, outcome: Outcome) -> None:
-        """An answer, or what came in its place; then the next question."""
+        """Take an answer, or what came in its place, and ask the next question."""
         if isinstance(outcome, Failure):
             self._end(rewriting, outcome.reason, FAILED)
             return
@@ -329,7 +329,7 @@ class _Distillation:
         while rewriting.turns[-1].role != "assistant":
             rewriting.turns.pop()
         conversation, answer_ids = Conversation(rewriting.id, tuple(rewriting.turns)), rewriting.answer_ids
-        # Can it be trained on? One answer can, behind the very prompt that asked for it; earlier ones may be rewritten.
+        # Can it be trained on? One answer can, after the very prompt that asked for it; earlier ones may be rewritten.
         if len(answer_ids) > 1 or None in answer_ids:
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
@@ -341,7 +341,7 @@ class _Distillation:
         self.finished.append(Finished(rewriting.id, DONE if reason is None else state, reason, record))
 
     def _write(self) -> None:
-        """All that is new goes to the ledger at once."""
+        """Write all that is new to the ledger."""
         began = time.monotonic()
         self.ledger.commit(self.answers, self.finished)
         self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_WRITE_INTERVAL_S)
@@ -358,7 +358,7 @@ class _Distillation:
 
 
 def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
-    """63 bits: an answer depends on neither its neighbours nor what was interrupted."""
+    """Seed an answer by 63 bits of a hash, so that it depends on neither its neighbours nor interruptions."""
     digest = hashlib.sha256(f"{seed}:{conversation_id}:{turn}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -366,7 +366,7 @@ def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
 def _pass_through(
     ledger: Ledger, conversations: dict[str, Conversation], waiting: deque[str], report: DistillReport, bar: Progress
 ) -> None:
-    """`engine: none`: the conversations as they are, without a question that nobody answered."""
+    """Write the conversations as they are, for `engine: none`, without a question that nobody answered."""
     keys = iter(waiting)
     while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
         finished = []

@@ -104,7 +104,7 @@ class LedgerView:
                 yield record
 
     def distilled(self) -> Iterator[Distilled]:
-        """The same as conversations."""
+        """Kept conversations with their answers, in the order of `records`."""
         for record in self.records():
             turns = tuple(Turn(message["role"], message["content"]) for message in record["messages"])
             answers = sum(turn.role == "assistant" for turn in turns)

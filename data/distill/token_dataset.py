@@ -79,7 +79,7 @@ class TokenReport:
     reused: bool = False
 
     def sentence(self) -> str:
-        """One line for the console."""
+        """Say it in one line, for the console."""
         extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
         return (
             f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; of "
@@ -161,7 +161,8 @@ def write_token_rows(
             for row in rows:
                 writer.write(row)
         writer.finalize()
-    return replace(TokenReport(), **counts)
+    totals: dict[str, Any] = dict(counts)
+    return TokenReport(**totals)
 
 
 def _chunks(conversations: Iterator[Answered], work: tuple[Any, int, bool], processes: int) -> Iterator[Chunk]:
@@ -229,7 +230,7 @@ def tokenize_rows(
     """The rows of one conversation, and whether it was shortened; none if it does not fit at all.
 
     One row, unless the template rewrites answers whose ids are known: each of these then has a further row, which ends
-    with it and in which it alone carries loss. So every answer is learned behind exactly what the target read.
+    with it and in which it alone carries loss. So every answer is learned after exactly what the target read.
     """
     result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:
@@ -246,7 +247,7 @@ def tokenize_rows(
 def cut_first_answer(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
 ) -> list[TokenizedConversation]:
-    """The first exchange to the length, if that lies in its answer and the answer's ids are known: one row or none."""
+    """Cut the first exchange to the length, if that is within its answer and its ids are known: one row or none."""
     if not answer_ids or answer_ids[0] is None:
         return []
     end = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
@@ -271,7 +272,7 @@ def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int, cut_a
 
 
 def read_token_report(tokens: Path) -> TokenReport | None:
-    """Of the dataset in this folder; None if it cannot be read."""
+    """Read the report of the dataset in this folder; None if it cannot be read."""
     try:
         values = read_json(tokens / REPORT_NAME, dict[str, Any], "")
         # In earlier versions `shortened` was called `cut`.
@@ -294,7 +295,7 @@ def _save_atomically(rows_file: Path, final: Path, report: TokenReport) -> None:
 
 
 def save_rows(rows_file: Path, folder: Path) -> None:
-    """The Arrow file as a dataset that `datasets.load_from_disk` maps into memory."""
+    """Save the Arrow file as a dataset that `datasets.load_from_disk` maps into memory."""
     were_shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -305,7 +306,7 @@ def save_rows(rows_file: Path, folder: Path) -> None:
 
 
 def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
-    """The dataset that `draftsmith distill` wrote.
+    """Load the dataset that `draftsmith distill` wrote.
 
     Raises:
         UserError: It is not there, damaged or empty.
@@ -327,7 +328,7 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
 
 
 def tokens_hash(tokens: datasets.Dataset) -> str:
-    """SHA-256 over ids and masks, whatever the Arrow chunks."""
+    """Hash ids and masks by SHA-256 (16 hex digits), whatever the Arrow chunks."""
     digest = hashlib.sha256()
     for name in ("input_ids", "loss_mask"):
         for chunk in tokens.data.column(name).chunks:
@@ -338,7 +339,7 @@ def tokens_hash(tokens: datasets.Dataset) -> str:
 
 
 def row_lengths(tokens: datasets.Dataset) -> list[int]:
-    """Tokens of each row, read from Arrow's offsets alone."""
+    """Count the tokens of each row, from Arrow's offsets alone."""
     column = (
         tokens.with_format("arrow")["input_ids"] if tokens._indices is not None else tokens.data.column("input_ids")
     )
@@ -346,6 +347,6 @@ def row_lengths(tokens: datasets.Dataset) -> list[int]:
 
 
 def answer_lengths(tokens: datasets.Dataset) -> list[int]:
-    """Tokens of each row that carry loss; one batch is in memory at a time."""
+    """Count the tokens of each row that carry loss; one batch is in memory at a time."""
     masks = tokens.select_columns("loss_mask").with_format("numpy").iter(1000)
     return [int(mask.sum()) for batch in masks for mask in batch["loss_mask"]]

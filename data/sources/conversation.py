@@ -124,7 +124,7 @@ def conversation_id(turns: tuple[Turn, ...]) -> str:
 
 
 def text_of(content: Any, where: str) -> str:
-    """A string, or OpenAI's list of text parts.
+    """The text of a string, or of OpenAI's list of text parts.
 
     Raises:
         InvalidConversation: It is neither.
@@ -139,7 +139,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def listed(names: Iterable[Any]) -> str:
-    """The first of them, for a sentence; `none` if there are none."""
+    """The first names, quoted, for a sentence; `none` if there are none."""
     first = [f"`{str(name)[:LONGEST_NAME]}`" for name in islice(names, MOST_NAMES + 1)]
     return ", ".join([*first[:MOST_NAMES], *(["..."] if len(first) > MOST_NAMES else [])]) or "none"
 
@@ -153,7 +153,7 @@ def json_kind(value: Any) -> str:
 
 
 def _listed_turns(record: dict[str, Any], where: str) -> tuple[Turn, ...] | None:
-    """Of ShareGPT or OpenAI messages; None if the record is neither. A table's other rows may leave null behind."""
+    """The turns of ShareGPT or OpenAI messages; None if the record is neither, or has null, as a table's rows may."""
     for list_key, role_key, text_key, roles in FORMATS:
         messages = record.get(list_key)
         if messages is None:
@@ -185,7 +185,7 @@ def _parse_turn(message: Any, where: str, role_key: str, text_key: str, roles: d
 
 
 def _list_in(record: dict[str, Any]) -> str:
-    """For a file that holds its conversations one level down."""
+    """A hint for a file that has its conversations one level down."""
     lists = [key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     return f": if {listed(lists[:1])} holds the conversations, write that list alone into the file" if lists else ""
 
@@ -218,7 +218,7 @@ def _turns_of_columns(record: dict[str, Any], where: str, columns: ColumnsRecipe
 
 
 def _answers(record: dict[str, Any], where: str, columns: ColumnsRecipe, count: int) -> list[str]:
-    """One for each prompt, empty where there is none."""
+    """One answer for each prompt, empty where there is none."""
     column = _column(record, where, "answer", columns)
     if column is None:
         return [""] * count
@@ -233,7 +233,7 @@ def _answers(record: dict[str, Any], where: str, columns: ColumnsRecipe, count: 
 
 
 def _texts(value: Any, where: str, column: str) -> list[str]:
-    """A text, or a list of them."""
+    """The texts of a column that has one or a list of them."""
     values = value if isinstance(value, list) else [value]
     return [text_of(text, f"{where}, `{column}`") for text in values]
 

@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 def counted_reasons(counts: Counter[str]) -> str:
-    """`3 (2 empty turn, 1 not JSON)`, for reports."""
+    """Counts by reason for reports: `3 (2 empty turn, 1 not JSON)`."""
     details = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
     return f"{counts.total()} ({details})" if counts else "0"
 
 
 @dataclass
 class Tally:
-    """Of one source. Every record that was read is in exactly one of the others."""
+    """Counts of one source. Every record that was read is in exactly one of the others."""
 
     read: int = 0
     invalid: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Tally:
     kept: int = 0
 
     def sentence(self) -> str:
-        """One line for the console."""
+        """Say it in one line, for the console."""
         parts = [f"{self.kept} of {self.read} records kept"]
         for name, count in (
             ("invalid", counted_reasons(self.invalid) if self.invalid else 0),
@@ -64,13 +64,13 @@ class Tally:
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """The same for `card.json`."""
+        """The counts for `card.json`."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
 
 @dataclass
 class SourceCounts:
-    """Of all sources, by name; filled while `load_conversations` is consumed.
+    """Counts of all sources, by name; filled while `load_conversations` is consumed.
 
     `contaminated_ids` says for each conversation that was left out as contaminated which question it repeats.
     """
@@ -80,7 +80,7 @@ class SourceCounts:
 
     @property
     def total(self) -> Tally:
-        """Of all sources together."""
+        """The counts of all sources together."""
         total = Tally()
         for tally in self.by_source.values():
             for name, value in vars(tally).items():
@@ -88,7 +88,7 @@ class SourceCounts:
         return total
 
     def sentence(self) -> str:
-        """A line for each source."""
+        """Say it in a line for each source."""
         return "\n".join(f"{name}: {tally.sentence()}" for name, tally in self.by_source.items())
 
 
@@ -108,9 +108,9 @@ def load_conversations(
     conversations = recipe.data.conversations
     counts = counts if counts is not None else SourceCounts()
     intake = _Selection(recipe, counts, tokenizer)
-    streams = [(source.weight, intake.usable(source)) for source in conversations.sources]
+    sources = [(source.weight, intake.usable(source)) for source in conversations.sources]
     empty = True
-    for conversation in islice(interleave(streams), conversations.limit):
+    for conversation in islice(interleave(sources), conversations.limit):
         empty = False
         yield conversation
     if empty:
@@ -130,19 +130,19 @@ def load_conversations(
         )
 
 
-def interleave(streams: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
-    """Take from (weight, stream) pairs so that each has its share after any number of items, to about one item.
+def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
+    """Take from (weight, iterator) pairs so that each has its share after any number of items, to about one item.
 
-    The n-th item of a stream is due at (n - 1/2) / weight, as Webster's method gives out seats; among equals the first
-    stream goes first. One that runs dry is left out from then on.
+    The n-th item of an iterator is due at (n - 1/2) / weight, as in Webster's method; among equals the first iterator
+    goes first. One that runs dry is left out from then on.
     """
-    due = [(0.5 / weight, index, 1) for index, (weight, _) in enumerate(streams)]
+    due = [(0.5 / weight, index, 1) for index, (weight, _) in enumerate(sources)]
     heapq.heapify(due)
     while due:
         _, index, number = due[0]
-        weight, stream = streams[index]
+        weight, items = sources[index]
         try:
-            item = next(stream)
+            item = next(items)
         except StopIteration:
             heapq.heappop(due)
             continue
@@ -191,7 +191,7 @@ class Filters:
 
 
 class LanguageFilter:
-    """Finds conversations whose user turns are in other languages than those wanted.
+    """Find conversations whose user turns are in other languages than those wanted.
 
     By py3langid (a naive Bayes model of byte n-grams, 4 MB, part of the package), whose confidence is calibrated. A
     conversation stays where it is low (a name, a formula, code, two words) and where a wanted language is not out of
@@ -220,7 +220,7 @@ class LanguageFilter:
         self._wanted = {*languages, NO_LANGUAGE}
 
     def find(self, conversation: Conversation) -> str | None:
-        """`language de`, if that is not wanted and there is little doubt."""
+        """The reason, `language de`, if that is not wanted and there is little doubt."""
         text = "\n".join(turn.content for turn in conversation.turns if turn.role == "user")
         ranked = self._identifier.rank(text[:READ_CHARS])  # (language, probability), the likeliest first
         language, probability = ranked[0]
@@ -239,7 +239,7 @@ class _Selection:
         self._filters = Filters(conversations.filters, tokenizer)
 
     def usable(self, source: MixedSourceRecipe) -> Iterator[Conversation]:
-        """Those of one source that are left, up to its own limit."""
+        """Yield the conversations of one source that are left, up to its own limit."""
         conversations = self._recipe.data.conversations
         tally = self._counts.by_source.setdefault(source.label, Tally())
         for where, record in open_records(source, conversations.split):

@@ -47,7 +47,7 @@ def task_of(category: str) -> str:
 
 
 def questions_file(source: str) -> Path:
-    """The file behind the recipe's `eval.questions`.
+    """The file that the recipe's `eval.questions` names.
 
     Raises:
         UserError: It is to be fetched, and cannot be.
@@ -58,7 +58,7 @@ def questions_file(source: str) -> Path:
 
 
 def spec_bench_file() -> Path:
-    """The file in draftsmith's cache; fetched the first time.
+    """The file of Spec-Bench's questions in draftsmith's cache; fetched the first time.
 
     Raises:
         UserError: It cannot be fetched, or what came is another file.
@@ -113,7 +113,7 @@ def load_questions(
 
 
 def _limited(questions: list[Question], per_category: int, per_task: int) -> list[Question]:
-    """In the order of the file."""
+    """The first questions of each category and task, in the order of the file."""
     of_category: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         of_category.setdefault(question.category, []).append(index)

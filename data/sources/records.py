@@ -232,7 +232,7 @@ def _array_records(file: Path, window: "_Window", container: bool = False) -> Re
     if container:  # with what else there may be about the data
         window.take("},", "a } is missing")
     elif window.peek():
-        window.take("", "there is text behind the array")
+        window.take("", "there is text after the array")
 
 
 def _spread_records(file: Path, window: "_Window", first: Any) -> Records:
@@ -252,14 +252,14 @@ class _Window:
         self._text, self._at = self._decode(head), 0
 
     def peek(self) -> str:
-        """The next character that is not blank; empty at the end of the file."""
+        """Look at the next character that is not blank; empty at the end of the file."""
         while True:
             self._at = BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
     def take(self, wanted: str | None = None, what: str = "") -> str:
-        """The same, which is then read; if it is none of those that are wanted, `what` is the error."""
+        """Read the next character that is not blank; if it is none of those that are wanted, `what` is the error."""
         character = self.peek()
         self._at += len(character)
         if wanted is not None and (not character or character not in wanted):

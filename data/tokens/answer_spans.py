@@ -1,4 +1,4 @@
-"""Where the answers lie in what a chat template renders, found by comparing renderings.
+"""Where the answers are in what a chat template renders, found by comparing renderings.
 
 For the assistant turn i of a conversation whose full rendering is F:
 
@@ -12,7 +12,7 @@ For the assistant turn i of a conversation whose full rendering is F:
    (`<|im_end|>`, but not the newline after it). A template without an end token carries the content alone.
 
 These are three renderings of everything for each answer. Of many answers only the two at each end are found so; what
-stands around those in between is read off renderings in which markers stand for all contents at once.
+is around those in between is read off renderings in which markers stand for all contents together.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class TemplateRefusal(TemplateProblem):
 
 @dataclass(frozen=True)
 class Span:
-    """Character positions of an assistant turn in a rendering; `end` is behind its end token, if it has one."""
+    """Character positions of an assistant turn in a rendering; `end` is after its end token, if it has one."""
 
     start: int
     content_end: int
@@ -86,7 +86,7 @@ def template_answer_lead(tokenizer: Any) -> str:
 def find_spans(
     tokenizer: Any, turns: tuple[Turn, ...], text: str, special: frozenset[int], asking: bool = False
 ) -> dict[int, Span]:
-    """Where each assistant turn lies in the rendering `text`, by its index; in time linear in the text.
+    """Find each assistant turn in the rendering `text`, by its index; in time linear in the text.
 
     Args, Raises: As `find_span`; TemplateProblem too for a long conversation whose turns the template writes unalike.
     """
@@ -110,7 +110,7 @@ def _spans_between(
 ) -> dict[int, Span]:
     """The spans of the answers between those at both ends, which are known; none if the template writes them unalike.
 
-    `around[n]` is what the template writes before the n-th answer and behind the one before it, questions included.
+    `around[n]` is what the template writes before the n-th answer and after the one before it, questions included.
     """
     around = _around_markers(tokenizer, turns, ("assistant",), asking)
     without_contents = _around_markers(tokenizer, turns, ("assistant", "user"), asking)
@@ -161,7 +161,7 @@ def _content_end(text: str, begin: int, content: str, after: str) -> int:
 def find_span(
     tokenizer: Any, turns: tuple[Turn, ...], index: int, text: str, special: frozenset[int], asking: bool = False
 ) -> Span:
-    """Where assistant turn `index` lies in the rendering `text` (steps 1 to 3 of the module).
+    """Find assistant turn `index` in the rendering `text` (steps 1 to 3 of the module).
 
     Args:
         special: Ids among which an end token is.
@@ -192,7 +192,9 @@ def find_span(
     content_end = max(start, len(text) - len(after))
     ending = text[content_end : content_end + len(ending)]
     tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
-    end_token = next((token for token in tokens if token in ending), None)  # a token for what is unknown stands nowhere
+    end_token = next(
+        (token for token in tokens if token in ending), None
+    )  # the token for what is unknown is in no text
     if end_token is None:
         return Span(start, content_end, content_end)
     return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))

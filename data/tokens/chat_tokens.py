@@ -3,7 +3,7 @@
 Works with any chat template, with or without `{% generation %}`: `answer_spans.py` finds the answers in its rendering,
 and the pieces between their borders are tokenised. Offsets are not used: `trim_offsets` (Llama 3) moves them.
 
-An answer need not be tokenised again where the ids that the target generated are known: they take its place, behind the
+An answer need not be tokenised again where the ids that the target generated are known: they take its place, after the
 very prompt that asked for them. What the template writes between the prompt and an answer (a space, an empty <think>
 block) is of the answer's ids then, and an answer that was cut short has no end token that would carry loss.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch, which the processes that tokenise do not need
 
 AnswerIds = list[list[int] | None]
 ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
-END_TOKENS = 16  # more than any template puts behind an answer
+END_TOKENS = 16  # more than any template puts after an answer
 CHARACTERS_ALWAYS_READ = 1 << 20
 LOOK_BACK_CHARACTERS = 1000
 
@@ -50,7 +50,7 @@ class TokenizedConversation:
         return [[token_id for _, token_id in run] for carries_loss, run in runs if carries_loss]
 
     def cut_to(self, length_tokens: int) -> "TokenizedConversation":
-        """The first tokens; no label is behind them."""
+        """Keep the first tokens; there is no label after them."""
         ends = tuple(end for end in self.answer_ends_tokens if end <= length_tokens)
         return TokenizedConversation(self.input_ids[:length_tokens], self.loss_mask[:length_tokens], (), ends)
 
@@ -77,7 +77,7 @@ def tokenize_conversation(
         conversation: Its turns.
         answer_ids: For each assistant turn what the target generated, its end token included unless the answer was cut
             short; None for a turn that is to be tokenised. A conversation that ends with such an answer ends with it,
-            whatever the template would write behind.
+            whatever the template would write after it.
 
     Raises:
         UserError: The tokenizer has no chat template, or the answers' ids are not those of this conversation.
@@ -124,7 +124,7 @@ def tokenize_conversation(
     _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if turns[last].role == "assistant" and not asking and _has_another_prompt(tokenizer, turns, text, spans[last]):
-        # Once more, the last answer's ids given now, so that it stands behind the prompt that asks for it.
+        # Once more, the last answer's ids given now, so that it comes after the prompt that asks for it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
         return tokenize_conversation(tokenizer, conversation, [*earlier, tokenized.answers()[-1]])
     return tokenized
@@ -206,7 +206,7 @@ def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> di
 
 
 def _has_another_prompt(tokenizer: Any, turns: tuple[Turn, ...], text: str, span: Span) -> bool:
-    """Whether the last answer stands behind other words than the target was asked with.
+    """Whether the last answer comes after other words than the target was asked with.
 
     Mistral's templates have the system prompt in the last turn if that is the user's, and nowhere if it is not.
     A prompt that goes on where the answer starts (with an opened <think>) is another matter.
@@ -221,13 +221,13 @@ def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
     pieces = [token_ids(tokenizer, text[start:end]) if end > start else [] for start, end in pairwise(bounds)]
     if list(chain(*pieces)) == token_ids(tokenizer, text):
         return pieces
-    # A token would lie across a border, or a piece gets another beginning by itself (SentencePiece's first space).
+    # A token would extend across a border, or a piece gets another beginning by itself (SentencePiece's first space).
     continued = [_continuation(tokenizer, text, start, end) for start, end in pairwise(bounds)]
     return [alone if ids is None else ids for ids, alone in zip(continued, pieces, strict=True)]
 
 
 def _continuation(tokenizer: Any, text: str, start: int, end: int) -> list[int] | None:
-    """The ids of `text[start:end]` behind what is before it; None if a token would lie across its start."""
+    """The ids of `text[start:end]` after what is before it; None if a token would extend across its start."""
     seen = max(0, start - LOOK_BACK_CHARACTERS)  # tokens depend on nothing that is farther away
     before, through = token_ids(tokenizer, text[seen:start]), token_ids(tokenizer, text[seen:end])
     return through[len(before) :] if through[: len(before)] == before else None

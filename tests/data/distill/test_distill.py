@@ -24,9 +24,10 @@ from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.eval.commands.target_decoder import TargetDecoder
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.settings import check_settings, write_settings
+from draftsmith.recipes.settings import write_settings
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
 
@@ -323,54 +324,30 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ({"seed": 1}, "seed = 0, now it is 1"),
-        ({"target": {"model": "other/model"}}, "target.model = 'embedded', now it is 'other/model'"),
-        ({"data": {"distill": {"temperature": 0.5}}}, "data.distill.temperature"),
-        ({"data": {"distill": {"max_new_tokens": 9}}}, "data.distill.max_new_tokens"),
-        ({"data": {"max_length_tokens": 1024}}, "data.max_length_tokens"),
+        ("seed=1", "seed = 0, now it is 1"),
+        ("target.model=other/model", "target.model = 'embedded', now it is 'other/model'"),
+        ("data.distill.temperature=0.5", "data.distill.temperature"),
+        ("data.distill.max_new_tokens=9", "data.distill.max_new_tokens"),
+        ("data.max_length_tokens=1024", "data.max_length_tokens"),
+        ("data.conversations.split=all", "data.conversations.split = 'train'"),
+        ("data.conversations.heldout_frac=0.1", "data.conversations.heldout_frac = 0.0"),
+        ("data.conversations.decontaminate=[]", "data.conversations.decontaminate (hashes of the question files)"),
+        ("data.conversations.contamination_words=8", "data.conversations.contamination_words = 13"),
+        ("data.conversations.filters.min_turns=2", "data.conversations.filters"),
+        ("data.conversations.columns.answer=reply", "data.conversations.columns"),
     ],
 )
-def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: dict[str, Any], key: str) -> None:
-    engine = HashEngine(tiny_tokenizer(templates.CHATML))
-    recipe = make_recipe(source)
-    run(recipe, tmp_path / "out", engine)
-    values = recipe.model_dump()
-    for section, value in override.items():
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                values[section][name] = values[section][name] | inner if isinstance(inner, dict) else inner
-        else:
-            values[section] = value
+def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, key: str) -> None:
+    engine, recipe = HashEngine(tiny_tokenizer(templates.CHATML)), make_recipe(source)
+    file = tmp_path / "out" / "distill_settings.json"
+    write_settings(file, distill_settings(recipe, None, engine.tokenizer))
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
+    changed = load_recipe(str(tmp_path / "recipe.yaml"), [override])
     with pytest.raises(UserError) as caught:
-        run(Recipe.model_validate(values), tmp_path / "out", engine)
-    assert key in str(caught.value)
-    assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [
-        ({"split": "all"}, "data.conversations.split = 'train'"),
-        ({"heldout_frac": 0.1}, "data.conversations.heldout_frac = 0.0"),
-        ({"decontaminate": []}, "data.conversations.decontaminate (hashes of the question files)"),
-        ({"contamination_words": 8}, "data.conversations.contamination_words = 13"),
-        ({"filters": {"min_turns": 2}}, "data.conversations.filters"),
-        ({"columns": {"prompt": "query"}}, "data.conversations.columns"),
-        ({"mixture": [{"source": "a.jsonl"}], "source": "stdlib"}, "data.conversations.source"),
-    ],
-)
-def test_conversations_chosen_otherwise_are_never_mixed(
-    source: Path, tmp_path: Path, keys: dict[str, Any], key: str
-) -> None:
-    recipe = make_recipe(source)
-    tokenizer = tiny_tokenizer(templates.CHATML)
-    write_settings(tmp_path / "settings.json", distill_settings(recipe, None, tokenizer))
-    values = recipe.model_dump()
-    values["data"]["conversations"] |= keys
-    settings = distill_settings(Recipe.model_validate(values), None, tokenizer)
-    with pytest.raises(UserError) as caught:
-        check_settings(tmp_path / "settings.json", settings, "distil again")
+        run(changed, tmp_path / "out", engine)
     assert f"was begun with {key}" in str(caught.value)
+    assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
+    assert engine.calls == []
 
 
 def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:

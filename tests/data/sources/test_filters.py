@@ -53,6 +53,7 @@ def ask(text: str) -> Conversation:
     return Conversation("id", (Turn("user", text), Turn("assistant", "Warum nicht? Das ist doch ganz einfach.")))
 
 
+@pytest.mark.slow  # loads the detector
 def test_languages() -> None:
     pytest.importorskip("py3langid", reason="needs the extra `language`")
     assert reason(ask("What is the weather going to be like tomorrow?"), languages=["en"]) is None

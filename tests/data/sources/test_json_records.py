@@ -32,7 +32,7 @@ def test_an_array_is_the_same_wherever_chunks_end(
     [
         ("[1,\n2\n3]", "line 3 is not JSON: a comma or ] is missing"),
         ("\n[1,\n{]", "line 3 is not JSON: Expecting property name"),
-        ("[1,\n2]\n[3]", "line 3 is not JSON: there is text behind the array"),
+        ("[1,\n2]\n[3]", "line 3 is not JSON: there is text after the array"),
         ("[1,\n2", "line 2 is not JSON: a comma or ] is missing"),
         ('[1,\n"ab', "line 2 is not JSON: Unterminated string"),
         ("[1,]", "line 1 is not JSON: Expecting value"),

@@ -109,7 +109,7 @@ def cut_by_trying_every_end(
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_cut_as_by_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, compared, cut = TOKENIZERS[name], 0, 0
-    for seed in range(20):
+    for seed in range(12):
         monkeypatch.setattr(chat_tokens, "ANSWERS_AT_FIRST", 2 if seed % 2 else 16)
         conversation, answer_ids = talk(seed, tokenizer)
         try:
@@ -123,8 +123,8 @@ def test_cut_as_by_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert tokenize_shortened(tokenizer, conversation, 10**9, answer_ids) == whole
         compared += 1
         cut += expected is not None and expected[1] > 0
-    assert compared >= 9
-    assert cut >= 4
+    assert compared >= 5
+    assert cut >= 2
 
 
 def exchanges(count: int) -> Conversation:
@@ -156,9 +156,9 @@ def work_of(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversation: Conve
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_work_grows_with_the_length_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TOKENIZERS[name]
-    cut = [work_of(monkeypatch, tokenizer, exchanges(count), 1000) for count in (200, 400, 4000)]
-    assert cut[0] == cut[1] == cut[2]  # what lies beyond is not looked at
-    whole = [work_of(monkeypatch, tokenizer, exchanges(count), 10**9) for count in (200, 400)]
+    cut = [work_of(monkeypatch, tokenizer, exchanges(count), 1000) for count in (100, 200, 1000)]
+    assert cut[0] == cut[1] == cut[2]  # what is beyond is not looked at
+    whole = [work_of(monkeypatch, tokenizer, exchanges(count), 10**9) for count in (100, 200)]
     assert whole[1] < 2.3 * whole[0]
 
 
