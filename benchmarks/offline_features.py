@@ -27,9 +27,7 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.results import write_result
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator, FeatureIndex, cut_into_shards, write_shard
-from draftsmith.train.features.engine import TransformersFeatures
-from draftsmith.train.features.online import training_features
-from draftsmith.train.features.write import shard_features
+from draftsmith.train.features.write import row_features, shard_features
 
 BATCH_SIZE = 4
 NUM_ROWS = 32
@@ -52,10 +50,11 @@ class TrainingSteps:
         index = FeatureIndex(layers, config.hidden_size, {"data.features.dtype": dtype}, [])
         self.bytes_per_token = index.bytes_per_token
         index.shards.extend(cut_into_shards([length] * NUM_ROWS, index.bytes_per_token))
-        engine = TransformersFeatures(self._target, layers, BATCH_SIZE)
         with tqdm(disable=True) as bar:
             for shard in index.shards:
-                write_shard(folder / shard.file, shard_features(engine, index, self._rows, shard, bar))
+                of_shard = self._rows[shard.rows.start : shard.rows.stop]["input_ids"]
+                computed = row_features(self._target, layers, of_shard, BATCH_SIZE)
+                write_shard(folder / shard.file, shard_features(computed, index, shard, bar))
         self.disk_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._offline = FeatureCollator(FeatureCache(folder, index, layers))
         self._rows = self._rows.add_column(ROWS_COLUMN, [[row] for row in range(NUM_ROWS)])
@@ -68,7 +67,7 @@ class TrainingSteps:
         if offline:
             features = self._drafter.split_features(batch["features"].to(self._target.dtype))
         else:
-            features = training_features(self._drafter, self._target, batch["input_ids"])
+            features = self._drafter.training_features(self._target, batch["input_ids"])
         loss = self._drafter(batch["input_ids"], features[0], batch["loss_mask"], teacher_features=features[1]).loss
         loss.backward()
         self._optimizer.step()

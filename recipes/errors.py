@@ -4,41 +4,24 @@ import difflib
 import errno
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from draftsmith.recipes.masking import masked
-from draftsmith.recipes.signals import (
-    INTERRUPTED,
-    INTERRUPTED_EXIT_CODE,
-    TERMINATED_EXIT_CODE,
-    Terminated,
-    interrupted_by_signals,
-)
 
-ANOTHER_PLACE = "or name another place (`runs_dir` and `name` in the recipe)"
-PERMISSIONS = f"change its permissions, {ANOTHER_PLACE}"
-OUT_OF_THE_WAY = f"move out of the way what is there, {ANOTHER_PLACE}"
-REFUSALS = {
-    errno.ENOSPC: ("no space left on the device", "free some"),
-    errno.EDQUOT: ("the quota of this disk is used up", "free some space"),
-    errno.EFBIG: ("a file would grow beyond the limit that is set here", "raise it (`ulimit -f`)"),
-    errno.EACCES: ("permission denied", PERMISSIONS),
-    errno.EPERM: ("permission denied", PERMISSIONS),
-    errno.EROFS: ("the disk can only be read", f"mount it for writing, {ANOTHER_PLACE}"),
-    errno.ENOTDIR: ("there is a file where a folder should be", OUT_OF_THE_WAY),
-    errno.EEXIST: ("there is a file where a folder should be", OUT_OF_THE_WAY),
-    errno.EISDIR: ("there is a folder where a file should be", OUT_OF_THE_WAY),
-    errno.ENAMETOOLONG: ("a name is too long", "shorten it"),
-    errno.ELOOP: ("links lead in a circle", "correct them"),
-    errno.EIO: ("a file could not be written", "see whether the disk is full, at a limit (`ulimit -f`) or failing"),
-    errno.ESTALE: ("the network disk has changed underneath", "mount it again"),
-    errno.EMFILE: ("too many files are open", "raise the limit (`ulimit -n`)"),
-}
-OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE}
-TORCH_WRITERS = ("PytorchStreamWriter", "inline_container.cc")
 USER_ERROR_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE = 130, 143  # 128 + the signal's number, as shells say it
+INTERRUPTED = "interrupted: run the same command again to continue where it stopped"
+# What disks refuse in any file; a network refuses with the others too, so those count with a file's name only.
+OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE}
+OF_A_PATH = {
+    errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
+}  # fmt: skip
+TORCH_WRITERS = ("PytorchStreamWriter", "inline_container.cc")
 
 
 class UserError(Exception):
@@ -47,14 +30,19 @@ class UserError(Exception):
     exit_code = USER_ERROR_EXIT_CODE
 
     def __str__(self) -> str:
-        """Without the secrets of a URL or an override that it quotes."""
+        """The sentence, without the secrets of a URL or an override that it quotes."""
         return masked(super().__str__())
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as schedulers and `docker stop` send it: ends a command as Ctrl-C does."""
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
     """The end of a sentence about an unknown word: the nearest known one, or `otherwise` if none is near.
 
-    cutoff: the least likeness, from 0 to 1, by `difflib`.
+    Args:
+        cutoff: The least likeness, from 0 to 1, by `difflib`.
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean `{nearest[0]}`?" if nearest else otherwise
@@ -67,7 +55,7 @@ def exit_with_one_sentence() -> Iterator[None]:
     Any other error is a bug of ours and keeps its traceback.
     """
     try:
-        with interrupted_by_signals():
+        with _sigterm_raises():
             yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,18 +72,42 @@ def exit_with_one_sentence() -> Iterator[None]:
         raise SystemExit(USER_ERROR_EXIT_CODE) from None
 
 
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Raise `Terminated` at SIGTERM, in this process alone: a pool ends its forked workers by the same signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    process = os.getpid()
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            os._exit(TERMINATED_EXIT_CODE)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def what_the_system_refused(error: Exception) -> str | None:
     """A sentence about a disk or a path, if that is what the error is about; libraries wrap it in errors of theirs."""
     number, file, said = None, getattr(error, "filename", None), str(error)
     if isinstance(error, OSError) and error.errno is not None:
-        number = error.errno if file or error.errno in OF_THE_DISK else None  # a network refuses with them too
+        number = error.errno if error.errno in OF_THE_DISK or (file and error.errno in OF_A_PATH) else None
     elif code := re.search(r"\(os error (\d+)\)", said):  # safetensors
         number = int(code[1])
     elif os.strerror(errno.ENOSPC) in said:
         number = errno.ENOSPC
     elif any(name in said for name in TORCH_WRITERS):  # which does not say what it was
         number = errno.EIO
-    if number not in REFUSALS:
+    if number is None:
         return None
-    what, way_out = REFUSALS[number]
-    return f"{what}{f' for {file}' if file else ''}: {way_out}, then run the same command again to continue"
+    what = os.strerror(number)
+    return (
+        f"{what[0].lower()}{what[1:]}{f': {file}' if file else ''}: make room or put that right (`ulimit -a` tells the "
+        "limits), or name another place (`runs_dir` and `name` in the recipe), then run the same command again to "
+        "continue"
+    )

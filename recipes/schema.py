@@ -212,13 +212,12 @@ class FeaturesRecipe(Section):
     source: Literal["online", "offline"] = Field(
         "online", description="`offline`: train reads what `draftsmith features` wrote, and runs no target"
     )
-    engine: Literal["transformers", "vllm"] = Field("transformers", description="what runs the target offline")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="on disk")
     autocast: bool = Field(
         False,
         description="the target's products in bf16, its residual stream not; online only where `train.bf16` is on too",
     )
-    batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline; of engine transformers")
+    batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline")
     sharded: bool = Field(
         False, description="online: of several processes each holds a part of the target's layers (FSDP2)"
     )
@@ -267,14 +266,16 @@ class ValidationRecipe(Section):
     """What rows kept out of training (`data.eval_rows_frac`) decide, by tau of a chain, every `train.eval_steps`."""
 
     keep: Literal["last", "best"] = Field(
-        "last", description="the weights of the last step, or those of the evaluation with the highest tau"
+        "last",
+        description="the weights of the last step, or those of the evaluation with the highest tau, of which each or "
+        "each n-th is saved (transformers' load_best_model_at_end)",
     )
     patience: int | None = Field(None, ge=1, description="end after so many evaluations without a higher tau")
-    decode_steps: int | None = Field(
-        None, ge=1, description="every so many steps decode greedily for real, and log the tau as `decoded_tau`"
-    )
-    decode_prompts: int = Field(8, ge=1, description="prompts of such a decode, from the rows kept out")
-    decode_new_tokens: int = Field(64, ge=2, description="of each answer, at most")
+
+    @property
+    def decides(self) -> bool:
+        """Whether training depends on evaluations."""
+        return self.keep == "best" or self.patience is not None
 
 
 class MethodRecipe(Section):

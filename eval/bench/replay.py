@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.train.drafter.evaluation import answers_in
+from draftsmith.train.batches.heldout import answers_in
 
 
 @dataclass

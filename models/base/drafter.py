@@ -21,7 +21,7 @@ from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
 from draftsmith.models.losses import DrafterOutput
-from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.recipes.errors import UserError
 
 MODEL_TYPE_PREFIX = "draftsmith-"
@@ -160,6 +160,19 @@ class Drafter(PreTrainedModel):
         parts = read.chunk(len(self.layers_read), dim=-1)
         final = parts[self.layers_read.index(FINAL_FEATURES)]
         return torch.cat(parts[: len(self.feature_layers)], dim=-1), final
+
+    def training_features(
+        self, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, S, F] for the drafter and, if its loss has a teacher, [B, S, D]: from one forward if possible."""
+        if not self.trains_target:
+            return self.split_features(target_features(target, ids_bs, None, positions_bs, self.layers_read))
+        teacher_features = None
+        if self.needs_teacher:
+            with self.original_target():
+                teacher_features = target_features(target, ids_bs, None, positions_bs)
+        features = target_features(target, ids_bs, None, positions_bs, self.feature_layers, with_gradient=True)
+        return features, teacher_features
 
     @property
     def needs_teacher(self) -> bool:

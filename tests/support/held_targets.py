@@ -12,7 +12,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target import loading
 from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, settle
+from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 
 
 def hold_target(rank: int, port: int, recipe: Recipe, folder: str) -> None:
@@ -32,7 +32,7 @@ def hold_target(rank: int, port: int, recipe: Recipe, folder: str) -> None:
         target = load_frozen_target(recipe, device)
         torch.manual_seed(0)
         drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-        settle(recipe, target, drafter, device)
+        sync_models(recipe, target, drafter, device)
     ids = torch.arange(3, 15)[None]
     offline = recipe.data.features.source == "offline"
     layers = [] if offline else decoder_layers(target)

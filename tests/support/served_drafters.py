@@ -6,7 +6,6 @@ import torch
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.train.features.online import training_features
 
 TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks learn slowly
 
@@ -67,7 +66,7 @@ def briefly_trained(
         ids = rows[step % len(rows)]
         loss_mask = torch.zeros_like(ids)
         loss_mask[:, len(prompts[step % len(rows)]) :] = 1
-        features, teacher = training_features(drafter, target, ids)
+        features, teacher = drafter.training_features(target, ids)
         loss = drafter(ids, features, loss_mask, teacher_features=teacher).loss
         optimizer.zero_grad()
         loss.backward()

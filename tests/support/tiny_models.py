@@ -10,7 +10,6 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.target.features import target_features
-from draftsmith.train.features.online import training_features
 
 VOCABULARY, LENGTH = 61, 14
 MASKS = 3
@@ -81,7 +80,7 @@ def random_batch(
     mask = torch.zeros_like(ids)
     mask[:, 4:9], mask[:, 11:] = 1, 1
     features, teacher = (
-        (target_features(target, ids), None) if drafter is None else training_features(drafter, target, ids)
+        (target_features(target, ids), None) if drafter is None else drafter.training_features(target, ids)
     )
     rows = {"input_ids": ids, "features": features, "loss_mask": mask}
     return rows if teacher is None else {**rows, "teacher_features": teacher}

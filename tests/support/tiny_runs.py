@@ -1,11 +1,13 @@
 """A run of a tiny target: recipe, target and tokens, all in one folder. And training that is interrupted."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.tiny_models import VOCABULARY, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -40,15 +42,19 @@ def save_target(folder: Path, **changes: Any) -> Path:
 @pytest.fixture
 def target_folder(tmp_path: Path) -> Path:
     """A smaller one, of a single layer."""
+    return save_small_target(tmp_path / "target")
+
+
+def save_small_target(folder: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=SMALL_VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         initializer_range=0.3,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
-    save_tokenizer(tmp_path / "target", SMALL_VOCABULARY)
-    return tmp_path / "target"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder, SMALL_VOCABULARY)
+    return folder
 
 
 def token_rows(lengths: tuple[int, ...] = LENGTHS) -> datasets.Dataset:
@@ -113,3 +119,34 @@ class InterruptAt(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
             raise KeyboardInterrupt
+
+
+def train_until(callback: TrainerCallback, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> KeyboardInterrupt:
+    """Train with a callback that interrupts; what it ended with."""
+    from draftsmith.train.drafter import stage
+
+    class Interrupted(stage.DrafterTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[callback], **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", Interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            stage.train_drafter(recipe)
+    return caught.value
+
+
+def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """What the trained drafter's file holds."""
+    return load_file(RunFolder(recipe).drafter / "model.safetensors")
+
+
+def same_weights(first: Recipe, second: Recipe) -> bool:
+    """Bit for bit."""
+    expected, found = weights_of(first), weights_of(second)
+    return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def history_of(recipe: Recipe) -> list[dict[str, float]]:
+    """What was logged."""
+    return json.loads((RunFolder(recipe).drafter / "training.json").read_text())["history"]

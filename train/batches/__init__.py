@@ -1,5 +1,4 @@
-"""Token rows as batches: padded on the right (`collate`), or several conversations to a row (`packing`), as many for
-every process (`even`); and those that are kept out (`heldout`).
+"""Token rows become batches (`collate`), and some of them are kept out of training (`heldout`).
 
 May import `data` and `models`.
 """

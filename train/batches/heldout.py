@@ -1,16 +1,24 @@
-"""Token rows that training leaves out: to see how much of what a drafter learns holds for other answers, and to train
-on a part of the data.
+"""Token rows that training leaves out: which they are, and what a drafter would do on them.
 
-Rows stand in the order of a hash of their own tokens: the first ones are kept out, training takes those behind them. So
-data which are added move none, parts lie in each other, and drafters trained on any are measured on the same rows.
+Rows stand in the order of a hash of their own tokens: the first ones are kept out, training takes those after them. So
+adding data moves none, parts are nested in each other, and drafters trained on any are measured on the same rows.
+
+The answers are the target's own, so a greedy chain can be replayed without decoding: of the group that it is drafted
+after one knows how many of its depths are right, and the next round begins after those and the target's own token. At
+T = 0 that is what the decoding loop does, except for the target's ties and for drafters that read their own drafts.
+
+Shapes: B batch, S sequence, G depths.
 """
 
 import hashlib
 
 import numpy as np
+import torch
 from datasets import Dataset
+from torch import Tensor
 
 from draftsmith.data.distill.token_dataset import answer_lengths
+from draftsmith.models.losses import DrafterOutput
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.batches.collate import ROWS_COLUMN
 
@@ -57,3 +65,60 @@ def _place(ids_s: np.ndarray) -> float:
     """In [0, 1), by the tokens alone."""
     digest = hashlib.sha256(ids_s.astype("<i8").tobytes()).digest()[:HASHED_BYTES]
     return int.from_bytes(digest, "big") / 256**HASHED_BYTES
+
+
+def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
+    """[1 + 5G], float64 on the CPU: what a batch adds to `heldout_metrics`, over batches and processes.
+
+    The loss times its labels; of each depth the sum of losses, correct labels and labels; of greedy chains of 1, ..., G
+    drafted tokens the tokens committed and the rounds.
+    """
+    parts = (output.depth_loss_sum, output.depth_correct, output.depth_count)
+    sums_3g = torch.stack([part.double() for part in parts if part is not None]).cpu()
+    chains_2g = torch.tensor(replayed_chains(output.correct_bgs, loss_mask_bs), dtype=torch.float64)
+    loss = torch.zeros(()) if output.loss is None else output.loss.cpu()
+    return torch.cat([(loss.double() * sums_3g[2].sum())[None], sums_3g.flatten(), chains_2g.flatten()])
+
+
+def heldout_metrics(sums: Tensor, prefix: str) -> dict[str, float]:
+    """The mean loss over labels, and of each depth loss, accuracy and tau of a chain that long."""
+    losses, correct, counts, tokens, rounds = sums[1:].view(5, -1).tolist()
+    metrics = {f"{prefix}_loss": float(sums[0]) / max(1.0, sum(counts))}
+    for j, count in enumerate(counts):
+        if count:
+            metrics[f"{prefix}_loss_depth{j + 1}"] = round(losses[j] / count, 4)
+            metrics[f"{prefix}_accuracy_depth{j + 1}"] = round(correct[j] / count, 4)
+        if rounds[j]:
+            metrics[f"{prefix}_tau_depth{j + 1}"] = round(tokens[j] / rounds[j], 4)
+    return metrics
+
+
+def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[list[float]]:
+    """Tokens committed, then rounds, of greedy chains of 1, 2, ..., G tokens over all answers.
+
+    Args:
+        correct_bgs: Whether depth j of the group at t is the token x_{t+1+j}; False where there is no label.
+        loss_mask_bs: 1 at the tokens of answers. An answer's first token comes from the prefill.
+    """
+    if correct_bgs is None:
+        raise ValueError("the drafter's forward does not say which labels are right: DrafterOutput.correct_bgs")
+    right_bs = correct_bgs.long().cumprod(1).sum(1).tolist()
+    depths = correct_bgs.shape[1]
+    tokens, rounds = [0.0] * depths, [0.0] * depths
+    for right_s, mask_s in zip(right_bs, loss_mask_bs.tolist(), strict=True):
+        for first, last in answers_in(mask_s):
+            for j in range(depths):
+                newest = first
+                while newest < last:
+                    committed = min(right_s[newest], j + 1) + 1
+                    tokens[j] += min(committed, last - newest)
+                    rounds[j] += 1
+                    newest += committed
+    return [tokens, rounds]
+
+
+def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:
+    """First and last token of every run of ones."""
+    begins = [s for s, is_answer in enumerate(mask_s) if is_answer and (s == 0 or not mask_s[s - 1])]
+    ends = [s for s, is_answer in enumerate(mask_s) if is_answer and (s + 1 == len(mask_s) or not mask_s[s + 1])]
+    return list(zip(begins, ends, strict=True))

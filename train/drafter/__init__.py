@@ -1,6 +1,7 @@
 """Training of a drafter, from tokens to a folder.
 
-Read `stage`, then `trainer`; `start` is another drafter's weights to begin with, `interrupt` Ctrl-C, `report` what
-training did, `evaluation` what rows say that were kept out, `card` the model card, `parity` the proof that training and
-decoding agree. May import `train.batches`, `train.features`, `train.processes` and `train.monitoring`.
+Read `stage`, then `trainer`; `training_arguments` is the recipe's `train:` section, `start` another drafter's weights
+to begin with, `checkpoints` what training goes on from, `interrupt` Ctrl-C, `trackers` what `train.report_to` needs
+beside transformers' callbacks, `report` what training did, `card` the model card, `parity` the proof that training and
+decoding agree. May import `train.batches`, `train.features` and `train.processes`.
 """

@@ -5,14 +5,16 @@
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainingArguments
+from torch.utils import deterministic
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.drafter import Drafter
@@ -24,24 +26,27 @@ from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import check_settings, write_settings
 from draftsmith.recipes.units import bytes_text, free_bytes_at
+from draftsmith.train.batches.collate import PackedRows, check_packing
 from draftsmith.train.batches.heldout import split_rows
-from draftsmith.train.batches.packing import PackedRows, check_packing
 from draftsmith.train.drafter.card import write_drafter_card
-from draftsmith.train.drafter.checkpoints import is_last_checkpoint, newest_checkpoint, set_damaged_aside
+from draftsmith.train.drafter.checkpoints import (
+    is_last_checkpoint,
+    newest_checkpoint,
+    refuse_other_launch,
+    set_damaged_aside,
+)
 from draftsmith.train.drafter.interrupt import StopOnInterrupt
 from draftsmith.train.drafter.report import TrainReport
-from draftsmith.train.drafter.same_bits import reproducible_where, same_bits_every_time
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
+from draftsmith.train.drafter.trackers import refuse_missing_trackers, tracked
 from draftsmith.train.drafter.trainer import DrafterTrainer
-from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
-from draftsmith.train.features.offline import open_features, refuse_obstacle
-from draftsmith.train.monitoring.trackers import refuse_missing_trackers, tracked
-from draftsmith.train.monitoring.validation import refuse_validation, validation_callbacks
-from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, settle
-from draftsmith.train.processes.launch import Launch, launch_of
-from draftsmith.train.processes.layouts import refuse_other_launch
-from draftsmith.train.processes.lost_process import told_of_a_lost_process
-from draftsmith.train.processes.refusals import refuse_what_cannot_work
+from draftsmith.train.drafter.training_arguments import (
+    enable_gradient_checkpointing,
+    recipe_arguments,
+)
+from draftsmith.train.features.cache import open_features, refuse_obstacle
+from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
+from draftsmith.train.processes.launch import Launch, launch_of, refuse_what_cannot_work, told_of_a_lost_process
 
 SETTINGS = "settings.json"
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
@@ -52,7 +57,7 @@ HARMLESS_TRAIN_KEYS = (
 )  # fmt: skip
 
 # Of these, what decides which weights are kept, where validation does.
-EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay")
+EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay", "save_strategy", "save_steps")
 
 
 @alone_in_its_run("train")
@@ -63,22 +68,23 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     Raises:
         UserError: No tokens yet, a wrong option, or the folder holds a drafter trained with other settings.
         LostProcess: Another process of this training ended.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the step at work was finished and saved.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the current step was finished and saved.
     """
     run = RunFolder(recipe)
-    args = training_arguments(
-        recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=recipe.target.device == "cpu"
-    )
+    args = recipe_arguments(recipe)
     offline = recipe.data.features.source == "offline"
     launch = launch_of(args)
     refuse_what_cannot_work(recipe, args, launch)
-    refuse_validation(recipe, args, launch)
     refuse_missing_trackers(args.report_to)
     if offline:
         refuse_obstacle(recipe)
     tokens = load_tokens(run, recipe.name)
     to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
-    _refuse_evaluation_of_nothing(args, to_eval)
+    if args.eval_strategy != "no" and to_eval is None:
+        raise UserError(
+            f"key `train.eval_strategy`: {args.eval_strategy.value} needs rows to evaluate on: keep some out of "
+            "training with data.eval_rows_frac=0.02"
+        )
     begun_from = start_folder(recipe)
     settings = _settings(recipe, tokens) | start_settings(begun_from)
     check_settings(run.drafter / SETTINGS, settings, "train anew")
@@ -91,14 +97,14 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if recipe.data.packing:
         check_packing(target)
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
-    cache = None
-    if offline:
-        cache = open_features(recipe, settings["data (its tokens)"], drafter)
-    half = recipe.data.features.autocast
-    trainer, stop = DrafterTrainer(drafter, target, args, rows, cache, to_eval, half), StopOnInterrupt()
-    decode = partial(trainer.decode_kept_out, recipe.validation.decode_prompts, recipe.validation.decode_new_tokens)
-    for callback in (stop, *validation_callbacks(recipe, args, drafter.config.num_depths, decode)):
-        trainer.add_callback(callback)
+    cache = open_features(recipe, settings["data (its tokens)"], drafter) if offline else None
+    stop = StopOnInterrupt()
+    trainer = DrafterTrainer(drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast)
+    trainer.add_callback(stop)
+    if recipe.validation.patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(recipe.validation.patience))
+    if recipe.validation.decides:
+        args.metric_for_best_model, args.greater_is_better = f"tau_depth{drafter.config.num_depths}", True
     if trainer.is_world_process_zero():
         write_settings(run.drafter / SETTINGS, settings)
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
@@ -109,26 +115,23 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             print(f"{recipe.name}: {drafter.draft_vocabulary.sentence()}")
     checkpoint = _checkpoint_to_go_on_from(trainer, launch)
     if checkpoint is not None:
-        trainer.go_on_from(checkpoint)
+        trainer.restore_counts(checkpoint)
     with tracked(recipe, trainer):
         try:
             if checkpoint is not None and is_last_checkpoint(checkpoint):
-                trainer.take_over(checkpoint)
+                trainer.restore(checkpoint)
             else:
-                with same_bits_every_time(args):
+                with _same_bits_every_time(args):
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             stop.restore()
         if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
             stop.raise_interrupt()
         trainer.evaluate_at_end()
-    if recipe.validation.keep == "best":
-        trainer.take_best()
-    trained = set(drafter.parameters())  # which may lie inside the target
+    trained = set(drafter.parameters())  # some may be inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
-    best_step = trainer.state.best_global_step if recipe.validation.keep == "best" else None
-    _save(trainer, run.drafter, args, settings, start, best_step)
+    _save(trainer, run.drafter, args, settings, start)
     if trainer.is_world_process_zero():
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
@@ -146,18 +149,29 @@ def _target_and_drafter(
     drafter.prepare(to_train)
     start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
     enable_gradient_checkpointing(args, drafter)
-    settle(recipe, target, drafter, args.device)
+    sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
 
 
-def _refuse_evaluation_of_nothing(args: TrainingArguments, to_eval: Dataset | None) -> None:
-    if args.eval_strategy != "no" and to_eval is None:
-        raise UserError(
-            f"key `train.eval_strategy`: {args.eval_strategy.value} needs rows to evaluate on: keep some out of "
-            "training with data.eval_rows_frac=0.02"
-        )
-    if args.load_best_model_at_end:
-        raise UserError("key `train.load_best_model_at_end`: leave it out; validation.keep=best is what it would be")
+@contextmanager
+def _same_bits_every_time(args: TrainingArguments) -> Iterator[None]:
+    """In here torch's kernels are deterministic, if training runs on a CPU.
+
+    With several threads its scatter-like kernels (the backward of indexing, above all) add up in the order in which
+    threads happen to come. What is left is the number of threads, by which sums are cut into parts. On CUDA
+    `train.full_determinism: true` is what the Trainer has for it, at a price.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    checks: Any = deterministic  # its flag is a property that type checkers do not see
+    fills = checks.fill_uninitialized_memory
+    if args.device.type == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        checks.fill_uninitialized_memory = False  # finds bugs, and costs time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        checks.fill_uninitialized_memory = fills
 
 
 def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
@@ -203,15 +217,13 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     }
     settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
     settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
-    if recipe.validation.keep == "best" or recipe.validation.patience is not None:
+    if recipe.validation.decides:
         settings |= {"validation.keep": recipe.validation.keep, "validation.patience": recipe.validation.patience}
         settings |= {f"train.{key}": value for key, value in recipe.train.items() if key in EVALUATION_KEYS}
     if recipe.target.quantization is not None:
         settings["target.quantization"] = recipe.target.quantization
     if recipe.data.features.source == "offline":
-        chosen = recipe.data.features
-        settings |= {"data.features.source": "offline", "data.features.engine": chosen.engine}
-        settings["data.features.dtype"] = chosen.dtype
+        settings |= {"data.features.source": "offline", "data.features.dtype": recipe.data.features.dtype}
     if recipe.data.features.autocast:
         settings["data.features.autocast"] = True
     settings["data (its tokens)"] = tokens_hash(tokens)
@@ -230,23 +242,26 @@ def _save(
     args: TrainingArguments,
     settings: dict[str, Any],
     start: Start | None,
-    best_step: int | None,
 ) -> None:
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     covered = None if drafter.draft_vocabulary is None else drafter.draft_vocabulary.coverage
+    reproducible = "this device, these versions" if args.full_determinism else None
+    if args.device.type == "cpu":
+        threads = torch.get_num_threads()
+        reproducible = f"this processor, these versions, {threads} threads, {args.world_size} process(es)"
     if trainer.is_world_process_zero():
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; settings.json says the same
         metrics = {
             "steps": trainer.state.global_step,
-            "best_step": best_step,
+            "best_step": trainer.best_step,
             "stopped_early": trainer.stopped_early,
             "epochs": trainer.state.epoch,
             "wall_time_s": round(trainer.progress.elapsed_s, 1),
             "tokens": trainer.progress.tokens,
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "rows": len(trainer.train_dataset),
-            "reproducible": reproducible_where(args),
+            "reproducible": reproducible,
             "weights_sha256": weights_sha256(folder),
             "target_change": drafter.target_change,
             **({} if start is None else {"start": asdict(start)}),

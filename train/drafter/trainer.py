@@ -5,6 +5,9 @@ Or, offline, with the target's features from disk (`features/cache.py`).
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
 
+import json
+import math
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,8 +17,12 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
+    EarlyStoppingCallback,
     PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -27,32 +34,64 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import share_as_usual
-from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
-from draftsmith.train.batches.even import even_out
-from draftsmith.train.batches.packing import PackedRows
-from draftsmith.train.drafter.checkpoints import STATE_FILE
-from draftsmith.train.drafter.evaluation import HeldOutFigures
-from draftsmith.train.drafter.progress import Progress, restore
+from draftsmith.train.batches.collate import ROWS_COLUMN, PackedRows, collate_right_padded, even_out
+from draftsmith.train.batches.heldout import heldout_metrics, heldout_sums
+from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
-from draftsmith.train.features.online import training_features
-from draftsmith.train.monitoring.decoded_chains import GreedyAnswer, decoded_chains, first_prompts, greedy_answers
-from draftsmith.train.monitoring.progress_lines import show_progress
-from draftsmith.train.monitoring.step_guard import StepGuard
-from draftsmith.train.monitoring.validation import EarlyStopping, best_checkpoint
 from draftsmith.train.processes.launch import launch_of
-from draftsmith.train.processes.sharding import set_up_fsdp, set_up_zero
-from draftsmith.train.processes.whole_weights import load_whole_weights, whole_weights
-
-SUSPECT_BATCHES = "suspect_batches"  # beside the checkpoints
+from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
 
 
-class LogLastStep(TrainerCallback):
-    """The last step is logged, whatever `logging_steps` is: the report ends with it."""
+class Progress(TrainerCallback, ExportableState):
+    """What training has done so far, over all the runs that went on from a checkpoint; saved with every checkpoint.
+
+    tokens: trained on, of all processes; elapsed_s: in training, steps and what is between them; unlogged_3g: sums over
+    labels since the last log: losses, correct ones, labels of each depth; logged: tokens and seconds of that log.
+    """
+
+    def __init__(self) -> None:
+        self.tokens, self.elapsed_s = 0, 0.0
+        self.unlogged_3g: list[list[float]] = []
+        self.logged_tokens, self.logged_s = 0, 0.0
+        self._last_s: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        attributes = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {"args": {}, "attributes": attributes}
+
+    def add(self, tokens: int, sums_3g: Tensor) -> None:
+        """Count what was trained on since the last call."""
+        self.tokens += tokens
+        earlier = torch.tensor(self.unlogged_3g).to(sums_3g) if self.unlogged_3g else 0.0
+        self.unlogged_3g = (earlier + sums_3g).tolist()
+
+    def take_log(self) -> dict[str, float]:
+        """Means over the labels of each depth since the last log, and tokens per second."""
+        logs: dict[str, float] = {}
+        for depth, (loss, correct, count) in enumerate(zip(*self.unlogged_3g, strict=True), start=1):
+            if count:
+                logs[f"loss_depth{depth}"] = round(loss / count, 4)
+                logs[f"accuracy_depth{depth}"] = round(correct / count, 4)
+        seconds = max(self.elapsed_s - self.logged_s, 1e-9)
+        logs["tokens_per_s"] = round((self.tokens - self.logged_tokens) / seconds, 1)
+        self.unlogged_3g, self.logged_tokens, self.logged_s = [], self.tokens, self.elapsed_s
+        return logs
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._last_s = time.monotonic()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._last_s = time.monotonic()  # evaluating is not training
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        now_s = time.monotonic()
+        self.elapsed_s += now_s - (self._last_s or now_s)
+        self._last_s = now_s
         if state.global_step >= state.max_steps:
-            control.should_log = True
+            control.should_log = True  # whatever `logging_steps` is: the report ends with the last step
 
 
 class DrafterTrainer(Trainer):
@@ -84,19 +123,16 @@ class DrafterTrainer(Trainer):
         kwargs |= {"train_dataset": dataset, "eval_dataset": eval_dataset}
         self._launch = launch_of(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
-        self.add_callback(LogLastStep())
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
-        # Rows: loss sum, correct, labels of each depth; of this process, since they were last settled.
+        # Rows: loss sum, correct, labels of each depth; of this process, since processes last added them up.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
-        self._micro_batch = 0  # of the optimiser step at work, in this process
-        self._answers: list[GreedyAnswer] | None = None  # of the target, to the prompts of `decode_kept_out`
+        self._micro_batch = 0  # of the current optimiser step, in this process
         self.progress = Progress()
-        folder = Path(args.output_dir) / SUSPECT_BATCHES
-        self.guard = StepGuard(folder, dataset, lambda t: self.accelerator.reduce(t, reduction="mean"), self.log)
-        for callback in (self.progress, self.guard):
-            self.add_callback(callback)
-        show_progress(self)
+        self.add_callback(self.progress)
+        if is_quiet():
+            self.remove_callback(ProgressCallback)
+            self.remove_callback(PrinterCallback)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -123,7 +159,6 @@ class DrafterTrainer(Trainer):
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # Gradients are averaged over processes, whose parts are to be added up.
             loss = loss * processes
-        self.guard.add_loss(loss.detach())
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(
@@ -135,7 +170,6 @@ class DrafterTrainer(Trainer):
         """
         self._micro_batch = 0
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.guard.begin(batches)
         if not batches:
             return batches, None
         self._drafter.train()  # as in the forward
@@ -146,8 +180,20 @@ class DrafterTrainer(Trainer):
         return batches, counts_2g
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm over all processes, which thus stop together: the step's one wait for the device.
+
+        Raises:
+            UserError: It is not finite. The step is not taken: it would put NaN into all weights.
+        """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.guard.set_gradient_norm(norm)
+        if norm is None or self.args.fp16:  # whose scaler skips steps with an infinite gradient
+            return norm
+        whole = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(whole):
+            raise UserError(
+                f"the loss or its gradient is not finite in step {self.state.global_step + 1} (the gradient's norm is "
+                f"{whole}), which was not taken: lower train.learning_rate or train.max_grad_norm under another `name`"
+            )
         return norm
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
@@ -170,7 +216,7 @@ class DrafterTrainer(Trainer):
             if "features" in inputs:
                 features, teacher_features = self._drafter.split_features(inputs["features"].to(self._target.dtype))
             else:
-                features, teacher_features = training_features(self._drafter, self._target, ids, positions)
+                features, teacher_features = self._drafter.training_features(self._target, ids, positions)
         # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
         half = self.args.bf16 and self._launch.strategy == "fsdp"
         with torch.autocast(ids.device.type, dtype=torch.bfloat16) if half else nullcontext():
@@ -189,41 +235,27 @@ class DrafterTrainer(Trainer):
 
         It draws nothing from the random generators of the training, which goes on as if it had not been.
         """
-        figures, model = HeldOutFigures(), self.model_wrapped
+        model, sums = self.model_wrapped, []
         model.eval()
         with torch.random.fork_rng():
             for batch in self.get_eval_dataloader():
                 inputs = self._prepare_inputs(batch)
                 with self.accelerator.autocast():
-                    figures.add(self._output(model, inputs), inputs["loss_mask"])
+                    sums.append(heldout_sums(self._output(model, inputs), inputs["loss_mask"]))
         model.train()
-        vector = self.accelerator.reduce(figures.vector().to(self.args.device), reduction="sum")
-        metrics = HeldOutFigures.metrics(vector.cpu(), metric_key_prefix)
+        whole = self.accelerator.reduce(torch.stack(sums).sum(0).to(self.args.device), reduction="sum")
+        metrics = heldout_metrics(whole.cpu(), metric_key_prefix)
+        wanted = self.args.metric_for_best_model
+        if wanted is not None and f"{metric_key_prefix}_{wanted}" not in metrics:
+            raise UserError("the rows kept out of training hold no answer to validate on: raise data.eval_rows_frac")
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
         return metrics
 
-    def decode_kept_out(self, max_prompts: int, max_new_tokens: int) -> None:
-        """Log the tau of a real decode on prompts of rows that were kept out; every process takes its share of them."""
-        drafter = self._drafter
-        with torch.random.fork_rng():
-            drafter.eval()
-            if self._answers is None or drafter.target_change is not None:
-                rows = cast(Dataset, self.eval_dataset)
-                prompts = first_prompts(rows.select(range(min(max_prompts, len(rows)))))
-                mine = prompts[self.args.process_index :: self.args.world_size]
-                self._answers = greedy_answers(drafter, self._target, mine, max_new_tokens)
-            counted = torch.tensor(decoded_chains(drafter, self._answers), dtype=torch.float64)
-            drafter.train()
-        tokens, rounds = self.accelerator.reduce(counted.to(self.args.device), reduction="sum").tolist()
-        if rounds:
-            self.log({"decoded_tau": round(tokens / rounds, 4), "decoded_tokens": tokens})
-        self.progress.pause()
-
     def evaluate_at_end(self) -> None:
-        """Unless the last step was evaluated already."""
+        """Evaluate the last step's weights, unless that was done, or the best ones have replaced them."""
         is_done = any("eval_loss" in log and log["step"] == self.state.global_step for log in self.state.log_history)
-        if self.eval_dataset is not None and not is_done:
+        if self.eval_dataset is not None and not is_done and not self.args.load_best_model_at_end:
             self.evaluate()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int] | None:
@@ -249,7 +281,7 @@ class DrafterTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            self._settle()
+            self._sync_counts()
             logs = {**logs, **self.progress.take_log(), **self._scheduled()}
         super().log(logs, start_time)
 
@@ -272,37 +304,61 @@ class DrafterTrainer(Trainer):
             share_as_usual(Path(output_dir or self.args.output_dir))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._settle()
+        self._sync_counts()
         super()._save_checkpoint(model, trial)
 
-    def take_over(self, checkpoint: Path) -> None:
-        """Be where a checkpoint was when all steps were done: the Trainer itself would train one more."""
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the last of a checkpoint's files but for the Trainer's own state, and what there is beside it."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            write_manifest(Path(output_dir), self._launch)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Be where training was at its end, with the best weights if these are kept.
+
+        From a checkpoint of the last step transformers' Trainer would train one more.
+
+        Raises:
+            UserError: The checkpoint of the best weights is gone.
+        """
         self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+        if self.best_step is not None:
+            checkpoint = checkpoint.with_name(f"checkpoint-{self.best_step}")
+            if not checkpoint.is_dir():
+                raise UserError(f"{checkpoint}, the best by validation, is gone: put it back, or keep the last weights")
         if self._launch.strategy in ("fsdp", "zero"):
             load_whole_weights(self.model, checkpoint, self._launch)
         else:
             self._load_from_checkpoint(str(checkpoint))
 
-    def go_on_from(self, checkpoint: Path) -> None:
-        """Take what callbacks counted; the Trainer itself takes the rest."""
+    def restore_counts(self, checkpoint: Path) -> None:
+        """Let callbacks go on counting from a checkpoint; transformers' Trainer restores the rest."""
+        saved = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["stateful_callbacks"]
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
-                restore(callback, checkpoint)
+                for name, value in saved.get(type(callback).__name__, {}).get("attributes", {}).items():
+                    setattr(callback, name, value)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation whose weights were saved, if these are to be kept."""
+        best = self.state.best_model_checkpoint
+        return int(best.rpartition("-")[2]) if self.args.load_best_model_at_end and best else None
 
     @property
     def stopped_early(self) -> bool:
         """Whether validation ended the training."""
-        return any(isinstance(each, EarlyStopping) and each.stopped for each in self.callback_handler.callbacks)
+        return any(
+            isinstance(each, EarlyStoppingCallback)
+            and each.early_stopping_patience_counter >= each.early_stopping_patience
+            for each in self.callback_handler.callbacks
+        )
 
-    def take_best(self) -> None:
-        """Have the weights of the best evaluation."""
-        if self.state.best_global_step and self.state.best_global_step != self.state.global_step:
-            self._load_from_checkpoint(str(best_checkpoint(self.args, self.state)))
-
-    def _settle(self) -> None:
+    def _sync_counts(self) -> None:
         """Add up over all processes what was counted, for a log or a checkpoint; each must ask at the same step."""
         if self._depth_sums_3g is not None and self._tokens is not None:
-            sums_3g = self.accelerator.reduce(self._depth_sums_3g, reduction="sum").tolist()
+            sums_3g = self.accelerator.reduce(self._depth_sums_3g, reduction="sum").cpu()
             self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_3g)
             self._depth_sums_3g = self._tokens = None
 

@@ -11,7 +11,30 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.processes.launch import leave_at_exit
+
+
+def recipe_arguments(recipe: Recipe) -> TrainingArguments:
+    """The arguments of a recipe's training, with what `validation` asks for.
+
+    Raises:
+        UserError: As `training_arguments`, or `validation` asks for what the other keys cannot give.
+    """
+    values, validation = dict(recipe.train), recipe.validation
+    if values.get("load_best_model_at_end"):
+        raise UserError("key `train.load_best_model_at_end`: leave it out; validation.keep=best is what it would be")
+    evaluates = values.get("eval_strategy", "no")
+    if validation.decides and evaluates in ("no", False):
+        raise UserError("key `validation` needs evaluations: set train.eval_strategy=steps and train.eval_steps")
+    if validation.keep == "best":
+        values["load_best_model_at_end"] = True
+        if not {"save_strategy", "save_steps"} & values.keys():  # of what is evaluated the best must be there
+            values["save_strategy"] = evaluates
+            values |= {"save_steps": values["eval_steps"]} if "eval_steps" in values else {}
+    folder = RunFolder(recipe).drafter / "checkpoints"
+    return training_arguments(values, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
 
 
 def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False) -> TrainingArguments:
@@ -31,10 +54,10 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         "seed": seed,
         "report_to": "none",
         "project": "draftsmith",  # of trackers
-        "logging_nan_inf_filter": False,  # which would wait for the device twice a micro-batch; StepGuard stops at NaN
+        "logging_nan_inf_filter": False,  # which would wait for the device twice a micro-batch
         "use_cpu": use_cpu,
         "dataloader_pin_memory": not use_cpu,
-        "accelerator_config": {"non_blocking": not use_cpu},  # batches travel while the step before is at work
+        "accelerator_config": {"non_blocking": not use_cpu},  # batches travel while the step before is computed
     }
     if "per_device_train_batch_size" in checked:
         # Rows kept out take no more memory than those that are trained on: transformers would take eight at a time.

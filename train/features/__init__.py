@@ -1,5 +1,4 @@
-"""What drafters read of the target: computed in the training step (`online`), or written to disk before.
+"""What drafters read of the target, written to disk before training.
 
-Offline: `write` is the stage, `engine` and `vllm_engine` compute, `cache` is the format, `offline` opens the right one.
-May import `train.batches`.
+`write` is the stage, `cache` the format and what the trainer reads. May import `train.batches`.
 """

@@ -1,6 +1,6 @@
 """The target's hidden states on disk, `runs/<name>/features/`: `draftsmith features` writes them, the trainer reads.
 
-    index.json                   whose features of which tokens these are, and where each row lies
+    index.json                   whose features of which tokens these are, and where each row is stored
     features-00000.safetensors   a tensor [tokens, D] for each layer, named by its id; rows one after the other
 
 The index is written first and never changes. A shard gets its name when it is whole and on disk: one that is there is
@@ -23,8 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import weights_hash
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import read_json, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
+from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.settings import refuse_other_settings
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 
@@ -183,7 +187,7 @@ class FeatureCache:
         return self._index.dtype
 
     def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
-        """Copy the features of these rows, one behind the other, to the beginning of [S, F]."""
+        """Copy the features of these rows, one after the other, to the beginning of [S, F]."""
         done = 0
         for row in rows:
             shard = self._index.shards[bisect_right(self._first_rows, row) - 1]
@@ -218,7 +222,7 @@ class FeatureCache:
 
 
 class FeatureCollator:
-    """`collate_right_padded`, and `features` [B, S, F] from the cache beside it; zeros at padding."""
+    """`collate_right_padded`, and beside it `features` [B, S, F] from the cache; zeros at padding."""
 
     def __init__(self, cache: FeatureCache) -> None:
         self._cache = cache
@@ -229,3 +233,51 @@ class FeatureCollator:
         for place, row in enumerate(rows):
             self._cache.read(row[ROWS_COLUMN], features[place])
         return {**batch, "features": features}
+
+
+def refuse_obstacle(recipe: Recipe) -> None:
+    """Check that drafters of this kind can be trained on features from disk.
+
+    Raises:
+        UserError: They cannot; says why.
+    """
+    obstacle = load_drafter_class(recipe.drafter.kind).offline_obstacle
+    if obstacle is not None:
+        raise UserError(
+            f"drafter.kind `{recipe.drafter.kind}` cannot be trained on features from disk, as {obstacle}: "
+            "set data.features.source=online"
+        )
+
+
+def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
+    """What the features depend on, by recipe key."""
+    chosen = recipe.data.features
+    settings = {
+        "target.model": recipe.target.model,
+        "target.revision": recipe.target.revision,
+        "target.gguf_file": recipe.target.gguf_file,
+        "target.dtype": recipe.target.dtype,
+        "the target's weights (hash)": weights_hash(recipe.target),
+        "data.features.dtype": chosen.dtype,
+        "data (its tokens)": tokens_hash,
+    }
+    settings |= {} if recipe.target.quantization is None else {"target.quantization": recipe.target.quantization}
+    return settings | ({"data.features.autocast": True} if chosen.autocast else {})
+
+
+def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> FeatureCache:
+    """The cache that `draftsmith features` wrote for this recipe, target and drafter.
+
+    Raises:
+        UserError: There is none, it is not complete, or it was made from something else.
+    """
+    folder = RunFolder(recipe).features
+    index = FeatureIndex.read(folder)
+    if index is None:
+        raise UserError(
+            f"{folder} holds no features, which data.features.source=offline trains on: run `draftsmith features` with "
+            f"recipe `{recipe.name}` first, or set data.features.source=online"
+        )
+    layers = drafter.layers_read
+    index.refuse_others(folder, feature_settings(recipe, tokens_hash), layers)
+    return FeatureCache(folder, index, layers)

@@ -2,21 +2,25 @@
 
 The size is known before the target is even loaded, from its config and the tokens. The stage can be killed at any
 moment: shards that are there stay, and the next run writes the others.
+
+Shapes: B batch, S sequence, D hidden, F features.
 """
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun
+from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
@@ -24,12 +28,17 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.run_lock import alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.units import bytes_text, free_bytes_at
-from draftsmith.train.features.cache import SHARD_BYTES, FeatureIndex, Shard, cut_into_shards, write_shard
-from draftsmith.train.features.engine import FeatureEngine, TransformersFeatures
-from draftsmith.train.features.offline import feature_settings, refuse_obstacle
-from draftsmith.train.features.vllm_engine import VllmFeatures, refuse_without_vllm
+from draftsmith.train.features.cache import (
+    SHARD_BYTES,
+    FeatureIndex,
+    Shard,
+    cut_into_shards,
+    feature_settings,
+    refuse_obstacle,
+    write_shard,
+)
 
-# Left free on the disk: a share of what is written, and what else a run writes (or an engine, on its way).
+# Left free on the disk: a share of what is written, and what else a run writes.
 MARGIN_FRAC, MARGIN_BYTES = 0.05, 2 * SHARD_BYTES
 
 
@@ -128,37 +137,63 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
         OSError: The disk is full; finished shards stay.
     """
     begin_s = time.perf_counter()
-    folder, index = projection.folder, projection.index
-    where = {}
-    if recipe.data.features.engine == "vllm":
-        refuse_without_vllm()
-        where = {"device": "cpu"}  # the other device is vLLM's
-    target, _ = load_target(recipe.target.model_copy(update=where))
+    folder, index, chosen = projection.folder, projection.index, recipe.data.features
+    target, _ = load_target(recipe.target)
     index.write(folder)
-    engine = _engine(recipe, target, index, folder)
     num_tokens = sum(shard.tokens for shard in projection.missing)
     with progress_bar(num_tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
         for shard in projection.missing:
-            write_shard(folder / shard.file, shard_features(engine, index, projection.tokens, shard, bar))
+            rows = projection.tokens[shard.rows.start : shard.rows.stop]["input_ids"]
+            computed = row_features(target, index.layers, rows, chosen.batch_size, chosen.autocast)
+            write_shard(folder / shard.file, shard_features(computed, index, shard, bar))
     return FeatureReport(folder, num_tokens, projection.missing_bytes, time.perf_counter() - begin_s)
 
 
-def _engine(recipe: Recipe, target: PreTrainedModel, index: FeatureIndex, folder: Path) -> FeatureEngine:
-    if recipe.data.features.engine == "transformers":
-        chosen = recipe.data.features
-        return TransformersFeatures(target, index.layers, chosen.batch_size, chosen.autocast)
-    longest = max(end - begin for shard in index.shards for begin, end in pairwise(shard.offsets))
-    return VllmFeatures(recipe.target, target, index.layers, longest, folder)
+def row_features(
+    target: PreTrainedModel,
+    layers: tuple[int, ...],
+    rows: Sequence[Sequence[int]],
+    batch_size: int,
+    autocast: bool = False,
+) -> Iterator[tuple[int, Tensor]]:
+    """For every row its number and its features [S, F]; the longest rows first, so that too large a batch fails soon.
+
+    Args:
+        layers: Ids of `draftsmith.models.target.features.FeatureTap`.
+        batch_size: Rows of like length share a forward.
+        autocast: Products in bf16, the residual stream not.
+
+    Raises:
+        UserError: The device's memory does not hold a batch.
+    """
+    by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+    for begin in range(0, len(rows), batch_size):
+        numbers = by_length[begin : begin + batch_size]
+        # On the right, where causal order keeps padding out of every real token.
+        ids_bs = pad_sequence([torch.as_tensor(rows[row]) for row in numbers], batch_first=True)
+        try:
+            with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=autocast):
+                features_bsf = target_features(target, ids_bs.to(target.device), layers=layers)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"{len(numbers)} rows of {ids_bs.shape[1]} tokens do not fit into the device's memory: lower "
+                f"data.features.batch_size, which is {batch_size}"
+            ) from None
+        for place, row in enumerate(numbers):
+            yield row, features_bsf[place, : len(rows[row])]
 
 
 def shard_features(
-    engine: FeatureEngine, index: FeatureIndex, tokens: Dataset, shard: Shard, bar: Progress
+    computed: Iterator[tuple[int, Tensor]], index: FeatureIndex, shard: Shard, bar: Progress
 ) -> dict[str, Tensor]:
-    """{layer: [tokens, D]} of a shard's rows, as they are written."""
+    """{layer: [tokens, D]} of a shard's rows, as they are written.
+
+    Args:
+        computed: Each row's number in the shard and its features [S, F], in any order.
+    """
     shape = (shard.tokens, index.hidden_size)
     features = {str(layer): torch.empty(shape, dtype=index.dtype) for layer in index.layers}
-    rows = tokens[shard.rows.start : shard.rows.stop]["input_ids"]
-    for row, features_sf in engine.features(rows):
+    for row, features_sf in computed:
         place = slice(shard.offsets[row], shard.offsets[row + 1])
         for layer_td, part_sd in zip(features.values(), features_sf.chunk(len(features), dim=-1), strict=True):
             layer_td[place] = part_sd

@@ -9,9 +9,8 @@ from torch import Tensor
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import collate_right_padded
+from draftsmith.train.batches.collate import PackedRows, collate_right_padded
 from draftsmith.train.batches.heldout import split_rows
-from draftsmith.train.batches.packing import PackedRows
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing
-from draftsmith.train.features.offline import refuse_obstacle
-from draftsmith.train.features.online import training_features
+from draftsmith.train.features.cache import refuse_obstacle
 
 # A drafter that warms up is planned as it is afterwards.
 LATE_STEP = 1 << 40
@@ -100,7 +99,7 @@ class FakeTraining:
                 self._allocate_gradients()  # left by the batch before
             from_disk = self._from_disk(ids)
             if from_disk is None:
-                features = training_features(self.drafter, self.target, ids, positions)
+                features = self.drafter.training_features(self.target, ids, positions)
             else:
                 features = self.drafter.split_features(from_disk[0].to(self.target.dtype))
             run.count_as("features", features)

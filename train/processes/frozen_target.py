@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.target.features import decoder_layers
+from draftsmith.models.target.features import decoder_layers, drop_decoder_layers
 from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.schema import Recipe, TargetRecipe
-from draftsmith.train.features.offline import keep_what_is_read
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -48,7 +47,7 @@ def outside_the_launch() -> Iterator[None]:
 
 
 def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """The target to make a drafter from, which `settle` is called with afterwards; both `outside_the_launch`.
+    """The target to make a drafter from, which `sync_models` is called with afterwards; both `outside_the_launch`.
 
     Args:
         device: Of this process.
@@ -66,7 +65,7 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def settle(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
+def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
     """Keep of the target what training needs, on this process's device, and put the drafter beside it.
 
     The drafter is everywhere the one that the first process made.
@@ -75,12 +74,15 @@ def settle(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: to
     if features.source == "offline":
         if _is_one_of_several():
             _share(drafter.state_dict().values(), device)
-        keep_what_is_read(target, drafter, device)
+        drop_decoder_layers(target)
+        target.to(device)
     elif features.sharded:
         _share(drafter.state_dict().values(), device)
         _shard(target, device)
-        drafter.to(device)
-        drafter.attach(target)  # again: what an `attach` made lies on the old device
+    else:
+        return
+    drafter.to(device)
+    drafter.attach(target)  # again: what an earlier `attach` made is on the old device
 
 
 def _is_one_of_several() -> bool:

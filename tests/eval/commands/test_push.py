@@ -346,7 +346,7 @@ def test_a_full_disk_loses_nothing(run: FinishedRun, hub: HubServer, monkeypatch
     before = {file: file.read_bytes() for file in (run.root / "drafter").glob("*.*")}
     with monkeypatch.context() as patched:
         patched.setattr(push_module, "write_atomically", full)
-        assert "no space left on the device" in said(run.call("push"))
+        assert "no space left on device" in said(run.call("push"))
     assert not hub.repos
     assert {file: file.read_bytes() for file in before} == before
     pushed(run.call("push"))

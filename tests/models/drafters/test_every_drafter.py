@@ -31,14 +31,11 @@ from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
-from draftsmith.train.batches.collate import collate_right_padded
-from draftsmith.train.batches.packing import pack_documents
+from draftsmith.train.batches.collate import collate_right_padded, pack_documents
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
-from draftsmith.train.features.engine import TransformersFeatures
-from draftsmith.train.features.online import training_features
-from draftsmith.train.features.write import shard_features
+from draftsmith.train.features.write import row_features, shard_features
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Options worth a case of their own, beside each kind's defaults.
@@ -300,9 +297,10 @@ def cached(
     layers, lengths = drafter.layers_read, [len(ids) for ids in tokens["input_ids"]]
     hidden_size = target.config.hidden_size
     index = FeatureIndex(layers, hidden_size, {"data.features.dtype": dtype}, cut_into_shards(lengths, 1 << 23))
-    engine = TransformersFeatures(target, layers, batch_size=3)
     for shard in index.shards:
-        write_shard(folder / shard.file, shard_features(engine, index, tokens, shard, tqdm(disable=True)))
+        rows = tokens[shard.rows.start : shard.rows.stop]["input_ids"]
+        computed = row_features(target, layers, rows, batch_size=3)
+        write_shard(folder / shard.file, shard_features(computed, index, shard, tqdm(disable=True)))
     return FeatureCache(folder, index, layers)
 
 
@@ -351,7 +349,7 @@ def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backen
     results = []
     for batch in (collate_right_padded(rows), collate_right_padded(packed)):
         ids, positions = batch["input_ids"], batch.get("position_ids")
-        features, teacher = training_features(drafter, target, ids, positions)
+        features, teacher = drafter.training_features(target, ids, positions)
         output = drafter(ids, features, batch["loss_mask"], position_ids=positions, teacher_features=teacher)
         output.loss.backward()
         gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
@@ -436,7 +434,7 @@ def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
         losses, depth_counts = [], []
         for batch in parts:
             ids = batch["input_ids"]
-            features, teacher = training_features(drafter, target, ids)
+            features, teacher = drafter.training_features(target, ids)
             mask = batch["loss_mask"]
             output = drafter(ids, features, mask, teacher_features=teacher, label_counts=label_counts)
             output.loss.backward()

@@ -29,7 +29,6 @@ from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.features.online import training_features
 
 Q_AND_DOWN = ["q_proj", "down_proj"]
 
@@ -340,7 +339,7 @@ def test_other_drafters_change_no_target() -> None:
     for kind in ("medusa", "parallel"):
         drafter = tiny_drafter_of(kind, target)
         assert (drafter.target_change, drafter.trains_target, drafter.learning_rate_factors()) == (None, False, {})
-        assert not training_features(drafter, target, torch.tensor([[1, 2, 3]]))[0].requires_grad
+        assert not drafter.training_features(target, torch.tensor([[1, 2, 3]]))[0].requires_grad
 
 
 # ---- mistakes ----

@@ -14,9 +14,7 @@ from draftsmith.models.groups.attention import Past, _FoldedGroupAttention, grou
 from draftsmith.models.groups.documents import Documents
 from draftsmith.models.groups.parts import parts_of
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.batches.collate import collate_right_padded
-from draftsmith.train.batches.packing import pack_documents
-from draftsmith.train.features.online import training_features
+from draftsmith.train.batches.collate import collate_right_padded, pack_documents
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("parallel", {"num_masks": 3}),
@@ -51,7 +49,7 @@ def batch_of(packed: bool) -> dict[str, Tensor]:
 def step(drafter: Drafter, batch: dict[str, Tensor], autocast: bool = False) -> dict[str, Any]:
     """Loss, sums and gradients of a training step, its draws those of any other."""
     target, positions = drafter.attached.target, batch.get("position_ids")
-    features, teacher = training_features(drafter, target, batch["input_ids"], positions)
+    features, teacher = drafter.training_features(target, batch["input_ids"], positions)
     drafter.zero_grad()
     drafter.train().generator = torch.Generator().manual_seed(4)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -97,7 +95,7 @@ def test_validation_is_the_same_and_takes_no_gradients(kind: str, monkeypatch: p
     drafter = tiny_drafter_of(kind, tiny_target(num_hidden_layers=4))
     batch = batch_of(packed=True)
     ids, positions = batch["input_ids"], batch["position_ids"]
-    features, teacher = training_features(drafter, drafter.attached.target, ids, positions)
+    features, teacher = drafter.training_features(drafter.attached.target, ids, positions)
     outputs = []
     monkeypatch.delattr(torch.autograd, "grad")
     for in_parts in (False, True):
@@ -115,7 +113,7 @@ def test_compiled_drafters_take_parts_as_they_are() -> None:
     drafter = tiny_drafter_of("parallel", tiny_target(), num_masks=2, in_parts=True)
     expected = step(drafter, batch_of(packed=False))
     batch, compiled = batch_of(packed=False), torch.compile(drafter, backend="eager")
-    features, _ = training_features(drafter, drafter.attached.target, batch["input_ids"])
+    features, _ = drafter.training_features(drafter.attached.target, batch["input_ids"])
     drafter.zero_grad()
     loss = compiled(batch["input_ids"], features, batch["loss_mask"])["loss"]
     (3.0 * loss).backward()
@@ -141,7 +139,7 @@ def test_where_there_are_no_parts(kind: str, options: dict[str, Any], message: s
 def test_no_labels() -> None:
     drafter = tiny_drafter_of("parallel", tiny_target(), in_parts=True).train()
     batch = batch_of(packed=False)
-    features, _ = training_features(drafter, drafter.attached.target, batch["input_ids"])
+    features, _ = drafter.training_features(drafter.attached.target, batch["input_ids"])
     output = drafter(batch["input_ids"], features, torch.zeros_like(batch["loss_mask"]))
     output.loss.backward()
     assert output.loss.item() == 0.0

@@ -14,8 +14,13 @@ from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.models.drafters.parallel import DRAFTER
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.batches.collate import collate_right_padded
-from draftsmith.train.batches.packing import PackedRows, check_packing, pack_by_length, pack_documents
+from draftsmith.train.batches.collate import (
+    PackedRows,
+    check_packing,
+    collate_right_padded,
+    pack_by_length,
+    pack_documents,
+)
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 

@@ -1,34 +1,24 @@
 """Held-out rows: which they are, what is said of them, and that training does not notice."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.tiny_runs import InterruptAt, make_recipe, tiny_run, token_rows
+from support.tiny_runs import InterruptAt, history_of, make_recipe, same_weights, tiny_run, token_rows, train_until
 
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import ROWS_COLUMN
-from draftsmith.train.batches.heldout import split_rows
-from draftsmith.train.batches.packing import PackedRows
-from draftsmith.train.drafter import stage
-from draftsmith.train.drafter.evaluation import HeldOutFigures, replayed_chains
+from draftsmith.train.batches.collate import ROWS_COLUMN, PackedRows
+from draftsmith.train.batches.heldout import heldout_metrics, heldout_sums, replayed_chains, split_rows
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trainer import DrafterTrainer
 
 
 def with_rows_kept_out(target_folder: Path, name: str, frac: float = 0.3, **train: Any) -> Recipe:
     recipe = make_recipe(target_folder, name, **train)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval_rows_frac": frac})})
-
-
-def history_of(recipe: Recipe) -> list[dict[str, float]]:
-    return json.loads((RunFolder(recipe).drafter / "training.json").read_text())["history"]
 
 
 def test_replayed_chains_by_hand() -> None:
@@ -46,17 +36,18 @@ def test_replayed_chains_by_hand() -> None:
 
 
 def test_figures_add_up_over_batches() -> None:
-    figures = HeldOutFigures()
-    for loss, correct in ((1.0, 2.0), (3.0, 1.0)):
-        figures.add(
+    sums = [
+        heldout_sums(
             DrafterOutput(
                 loss=torch.tensor(loss), depth_loss_sum=torch.tensor([4.0, 0.0]),
                 depth_correct=torch.tensor([correct, 0]),
                 depth_count=torch.tensor([4, 0]), correct_bgs=torch.zeros(1, 2, 4, dtype=torch.bool),
             ),
             torch.tensor([[0, 1, 1, 1]]),
-        )  # fmt: skip
-    assert HeldOutFigures.metrics(figures.vector(), "eval") == {
+        )
+        for loss, correct in ((1.0, 2.0), (3.0, 1.0))
+    ]  # fmt: skip
+    assert heldout_metrics(sums[0] + sums[1], "eval") == {
         "eval_loss": 2.0, "eval_loss_depth1": 1.0, "eval_accuracy_depth1": 0.375, "eval_tau_depth1": 1.0,
         "eval_tau_depth2": 1.0,
     }  # fmt: skip
@@ -131,8 +122,7 @@ def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
     ]
     for recipe in recipes:
         train_drafter(recipe)
-    first, second = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in recipes)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_weights(*recipes)
     never, always = ([e for e in history_of(recipe) if "eval_loss" in e] for recipe in recipes)
     assert (len(never), len(always)) == (1, 6)
     assert {key: value for key, value in never[0].items() if "eval" in key} == {
@@ -149,29 +139,20 @@ def test_evaluation_of_nothing(target_folder: Path) -> None:
         train_drafter(make_recipe(target_folder, "nothing", eval_strategy="epoch"))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_ramp_resumes_bit_for_bit(target_folder: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+def test_a_ramp_resumes_bit_for_bit(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken off inside the ramp, with evaluations: the same weights and the same log, the shares in it."""
 
     def recipe_of(name: str) -> Recipe:
-        train = {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": accumulation}
+        train = {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2}
         recipe = with_rows_kept_out(target_folder, name, **train, per_device_train_batch_size=2)
         options = {"num_masks": 2, "depth_weights": 0.5, "depth_ramp": 0.8}
         return recipe.model_copy(update={"drafter": recipe_drafter({"kind": "parallel", "options": options})})
 
-    class Interrupted(DrafterTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, callbacks=[InterruptAt(3)], **kwargs)
-
     whole, broken = recipe_of("whole"), recipe_of("broken")
     train_drafter(whole)
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "DrafterTrainer", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_drafter(broken)
+    train_until(InterruptAt(3), broken, monkeypatch)
     train_drafter(broken)
-    expected, found = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in (whole, broken))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same_weights(whole, broken)
     logs = [
         [{key: value for key, value in entry.items() if "_depth" in key} for entry in history_of(recipe)]
         for recipe in (whole, broken)

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import InterruptAt, make_recipe
+from support.tiny_runs import InterruptAt, make_recipe, train_until
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trainer import DrafterTrainer
 
 
 @pytest.mark.parametrize(
@@ -33,18 +31,11 @@ def test_training_in_bf16_learns_as_in_fp32_and_resumes_bit_for_bit(
         recipe = make_recipe(target_folder, name, max_steps=30, save_steps=10, **train)
         return Recipe.model_validate({**recipe.model_dump(), "drafter": drafter})
 
-    class Interrupted(DrafterTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, callbacks=[InterruptAt(15)], **kwargs)
-
     single, half, broken = recipe_of("single"), recipe_of("half", bf16=True), recipe_of("broken", bf16=True)
     in_single, in_half = train_drafter(single), train_drafter(half)
     assert in_half.loss == pytest.approx(in_single.loss, rel=0.1)
     assert in_half.loss < 0.7 * in_half.history[0]["loss"]
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "DrafterTrainer", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_drafter(broken)
+    train_until(InterruptAt(15), broken, monkeypatch)
     train_drafter(broken)
     weights = [load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in (half, broken, single)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

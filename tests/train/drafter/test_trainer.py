@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import SMALL_VOCABULARY, InterruptAt, make_recipe
+from support.processes import in_processes
+from support.tiny_runs import SMALL_VOCABULARY, InterruptAt, make_recipe, same_weights, train_until
 from transformers import TrainerCallback
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import Terminated, UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter import stage
-from draftsmith.train.drafter.checkpoints import newest_whole_checkpoint
+from draftsmith.train.drafter.checkpoints import newest_checkpoint
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
@@ -66,7 +67,6 @@ def with_packing(recipe: Recipe) -> Recipe:
 @pytest.mark.parametrize(
     ("train", "packing"),
     [
-        ({}, False),
         ({"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}, False),
         ({"per_device_train_batch_size": 2}, True),
     ],
@@ -78,22 +78,55 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
     if packing:
         whole, broken = with_packing(whole), with_packing(broken)
     train_drafter(whole)
-
-    class Interrupted(DrafterTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, callbacks=[InterruptAt(5)], **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "DrafterTrainer", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_drafter(broken)
+    train_until(InterruptAt(5), broken, monkeypatch)
     checkpoints = RunFolder(broken).drafter / "checkpoints"
-    assert newest_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
+    assert newest_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
     (checkpoints / "checkpoint-6").mkdir()  # one that was being written when the power went
     assert train_drafter(broken).steps == 7
-    expected, found = (load_file(RunFolder(recipe).drafter / "model.safetensors") for recipe in (whole, broken))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same_weights(whole, broken)
+
+
+class NotFinite(DrafterTrainer):
+    """The loss of the fourth step is NaN, in the last process."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 3 and self.args.process_index == self.args.world_size - 1:
+            with torch.no_grad():
+                next(self._drafter.parameters()).mul_(torch.nan)
+        return super().compute_loss(*args, **kwargs)
+
+
+class InfiniteGradient(DrafterTrainer):
+    """The loss of the fourth step is finite, its gradient is not."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        if self.state.global_step == 3:
+            next(p for p in self._drafter.parameters() if p.grad is not None).grad.mul_(torch.inf)
+        return loss
+
+
+def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", trainer)
+        with pytest.raises(
+            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), which was not"
+        ):
+            train_drafter(recipe)
+
+
+@pytest.mark.parametrize("trainer", [NotFinite, InfiniteGradient])
+def test_what_is_not_finite_ends_the_training(target_folder: Path, trainer: type[DrafterTrainer]) -> None:
+    recipe = make_recipe(target_folder, "not-finite", gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    not_finite(recipe, trainer)
+    checkpoints = RunFolder(recipe).drafter / "checkpoints"
+    assert [file.name for file in checkpoints.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.slow
+def test_all_processes_stop_together(target_folder: Path) -> None:
+    """One of them has NaN; none waits for another."""
+    in_processes(not_finite, 2, make_recipe(target_folder, "together", per_device_train_batch_size=2))
 
 
 def test_a_seed_of_the_training_alone(target_folder: Path) -> None:
@@ -139,30 +172,22 @@ def test_training_that_fails_gives_ctrl_c_back(target_folder: Path, monkeypatch:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_the_step_at_work(
-    target_folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_saves_the_current_step(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException]
 ) -> None:
-    recipe = make_recipe(target_folder, "ctrl-c", max_steps=7, save_steps=100)
+    recipe = make_recipe(target_folder, "signal", max_steps=7, save_steps=100)
 
     class SignalAt3(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 2:
                 os.kill(os.getpid(), number)
 
-    class Interrupted(DrafterTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, callbacks=[SignalAt3()], **kwargs)
-
     handler = signal.getsignal(signal.SIGINT)
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "DrafterTrainer", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_drafter(recipe)
+    raised = train_until(SignalAt3(), recipe, monkeypatch)
+    assert type(raised) is error
     assert signal.getsignal(signal.SIGINT) is handler
-    checkpoints = RunFolder(recipe).drafter / "checkpoints"
-    assert newest_whole_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
-    assert train_drafter(recipe).steps == 7
+    assert [file.name for file in (RunFolder(recipe).drafter / "checkpoints").iterdir()] == ["checkpoint-3"]
 
 
 def test_logged_depths_are_the_same_under_accumulation(target_folder: Path) -> None:

@@ -14,9 +14,7 @@ from torch import Tensor
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.groups.attention import _FoldedGroupAttention
 from draftsmith.models.groups.documents import Documents
-from draftsmith.train.batches.collate import collate_right_padded
-from draftsmith.train.batches.packing import pack_documents
-from draftsmith.train.features.online import training_features
+from draftsmith.train.batches.collate import collate_right_padded, pack_documents
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dflash": [{"sample_from_anchor": True, "causal": True, "anchor_ratio": 0.6, "draft_vocab_size": 40}],
@@ -56,7 +54,7 @@ def counted_step(kind: str, options: dict[str, Any], documents: int) -> type[Gho
         ghosts.counting = True
         with torch.no_grad():
             counts = drafter.label_counts(ids, mask, positions)
-            features, teacher = training_features(drafter, target, ids, positions)
+            features, teacher = drafter.training_features(target, ids, positions)
             with torch.autocast("cuda", torch.bfloat16):
                 drafter(ids, features, mask, positions, teacher_features=teacher, label_counts=counts)
         ghosts.counting = False

@@ -26,7 +26,7 @@ from draftsmith.recipes.schema import Recipe, TargetRecipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.features.offline import keep_what_is_read, open_features
+from draftsmith.train.features.cache import keep_what_is_read, open_features
 from draftsmith.train.features.write import project_features, write_features
 from draftsmith.train.plan.batches import training_data
 from draftsmith.train.plan.plan import Line, PlanOptions, make_plan

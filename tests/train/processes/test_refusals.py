@@ -14,9 +14,8 @@ from draftsmith.models.target import quantized
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.processes import refusals
-from draftsmith.train.processes.launch import Launch, launch_of
-from draftsmith.train.processes.refusals import refuse_what_cannot_work
+from draftsmith.train.processes import launch as launches
+from draftsmith.train.processes.launch import Launch, launch_of, refuse_what_cannot_work
 
 DDP, FSDP2, ZERO2, ZERO3 = Launch("ddp", 2), Launch("fsdp", 2, 2), Launch("zero", 2, 2), Launch("zero", 2, 3)
 ALONE = Launch("single")
@@ -87,7 +86,7 @@ def test_refused_by_name(
     train: dict[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)  # whatever is installed
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)  # whatever is installed
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
     with pytest.raises(UserError, match=message):
         refuse_what_cannot_work(recipe, arguments(tmp_path, **train), launch)
@@ -96,7 +95,7 @@ def test_refused_by_name(
 @pytest.mark.parametrize("launch", [ALONE, DDP, FSDP2, ZERO2, ZERO3])
 @pytest.mark.parametrize("kind", drafter_kinds())
 def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, kind: str) -> None:
-    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
     if launch.splits_weights and load_drafter_class(kind).split_obstacle({}) is not None:
         pytest.skip("refused")
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}})
@@ -105,7 +104,7 @@ def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("launch", [FSDP2, ZERO3])
 def test_parts_need_whole_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch) -> None:
-    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
     recipe = recipe_in(tmp_path, drafter={"kind": "parallel", "options": {"in_parts": True}})
     with pytest.raises(
         UserError,
@@ -132,7 +131,7 @@ def test_other_ways_to_split(
 
 def test_libraries_that_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded: there is neither a target nor tokens in this folder."""
-    for module in (refusals, quantized):
+    for module in (launches, quantized):
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ZeRO-2 needs DeepSpeed, which is not installed: `pip install"):
         refuse_what_cannot_work(recipe_in(tmp_path), arguments(tmp_path), ZERO2)

@@ -5,20 +5,17 @@ They are optional: each test needs its tracker, and skips without.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.tiny_runs import InterruptAt, make_recipe
+from support.tiny_runs import InterruptAt, history_of, make_recipe, train_until
 from support.wandb_file import items_of, wandb_records
 
 from draftsmith.eval.report.tracked import FILES, add_to_trackers
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trainer import DrafterTrainer
-from draftsmith.train.monitoring.trackers import TRACKERS_FILE, refuse_missing_trackers, tracked_run
+from draftsmith.train.drafter.trackers import TRACKERS_FILE, refuse_missing_trackers, tracked_run
 
 SUMMARY = [
     {"method": "autoregressive", "tau": 1.0, "speedup_mean": 1.0, "greedy_identical": None},
@@ -31,10 +28,6 @@ def recipe_with(target_folder: Path, tracker: str) -> Recipe:
     values = make_recipe(target_folder, "tracked", report_to=tracker, eval_strategy="steps", eval_steps=2).model_dump()
     values["data"]["eval_rows_frac"] = 0.3
     return Recipe.model_validate(values)
-
-
-def history_of(recipe: Recipe) -> list[dict[str, float]]:
-    return json.loads((RunFolder(recipe).drafter / "training.json").read_text())["history"]
 
 
 def curve(recipe: Recipe, name: str) -> list[float]:
@@ -88,14 +81,7 @@ def test_a_run_that_goes_on_is_the_same_in_wandb(
 ) -> None:
     recipe = recipe_with(target_folder, "wandb")
 
-    class Interrupted(DrafterTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, callbacks=[InterruptAt(5)], **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "DrafterTrainer", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_drafter(recipe)
+    train_until(InterruptAt(5), recipe, monkeypatch)
     train_drafter(recipe)
     runs = wandb_records(RunFolder(recipe).root)["run"]
     assert len({run.run_id for run in runs}) == 1

@@ -1,0 +1,133 @@
+"""Rows kept out of training decide which weights are kept and when it ends, exactly as well when a run goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_runs import (
+    InterruptAt,
+    history_of,
+    make_recipe,
+    same_weights,
+    save_small_target,
+    train_until,
+    weights_of,
+)
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.report import TrainReport
+from draftsmith.train.drafter.stage import train_drafter
+
+STEPS = 16
+
+
+def validated(target: Path, name: str, validation: dict[str, Any], **train: Any) -> Recipe:
+    """A learning rate at which tau goes up and down."""
+    values = {"max_steps": STEPS, "learning_rate": 0.4, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    recipe = make_recipe(target, name, **{**values, "save_total_limit": 2, **train}).model_dump()
+    recipe["data"]["eval_rows_frac"] = 0.3
+    return Recipe.model_validate({**recipe, "validation": validation})
+
+
+def best_step(recipe: Recipe) -> int | None:
+    return json.loads((RunFolder(recipe).drafter / "training.json").read_text())["best_step"]
+
+
+def taus(recipe: Recipe) -> dict[int, float]:
+    """Of the longest chain, by step."""
+    return {int(log["step"]): log["eval_tau_depth3"] for log in history_of(recipe) if "eval_tau_depth3" in log}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_target(tmp_path_factory.mktemp("validation") / "target")
+
+
+@pytest.fixture(scope="module")
+def best(target: Path) -> Recipe:
+    recipe = validated(target, "best", {"keep": "best"})
+    train_drafter(recipe)
+    return recipe
+
+
+def first_best(values: dict[int, float]) -> int:
+    return next(step for step, tau in values.items() if tau == max(values.values()))
+
+
+def test_the_best_weights_are_kept(best: Recipe, target: Path) -> None:
+    folder, values = RunFolder(best).drafter, taus(best)
+    step = first_best(values)
+    assert 2 < step < STEPS  # else this would say nothing
+    assert best_step(best) == step
+    kept = load_file(folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in weights_of(best).items())
+    report = TrainReport.read(folder)
+    assert report.heldout_tau[-1] == max(values.values())
+    assert f"with the weights of step {step}, the best there" in report.sentence()
+    last = validated(target, "last", {})
+    train_drafter(last)
+    assert taus(last) == values
+    assert not same_weights(last, best)
+    assert TrainReport.read(RunFolder(last).drafter).heldout_tau[-1] == values[STEPS]
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_training_ends_when_tau_rises_no_more(best: Recipe, target: Path, patience: int) -> None:
+    """At the first evaluation that is the n-th in a row without a new best; the sequence is that of the whole run."""
+    values, waited, highest, expected = taus(best), 0, 0.0, STEPS
+    for step, tau in values.items():
+        waited, highest = (0, tau) if tau > highest else (waited + 1, highest)
+        if waited == patience:
+            expected = step
+            break
+    assert expected < STEPS
+    recipe = validated(target, f"patient{patience}", {"keep": "best", "patience": patience})
+    report = train_drafter(recipe)
+    assert report.steps == expected
+    assert report.stopped_early
+    assert taus(recipe) == {step: tau for step, tau in values.items() if step <= expected}
+    assert best_step(recipe) == first_best(taus(recipe))
+    # Killed between its last checkpoint and its end: no step more, the same weights.
+    folder = RunFolder(recipe).drafter
+    expected_weights = weights_of(recipe)
+    for name in ("training.json", "model.safetensors"):
+        (folder / name).unlink()
+    again = train_drafter(recipe)
+    assert (again.steps, again.best_step) == (report.steps, report.best_step)
+    assert all(torch.equal(expected_weights[name], tensor) for name, tensor in weights_of(recipe).items())
+
+
+def test_interrupted_and_resumed_is_uninterrupted(best: Recipe, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = validated(target, "broken", {"keep": "best"})
+    train_until(InterruptAt(9), recipe, monkeypatch)
+    train_drafter(recipe)
+    assert taus(recipe) == taus(best)
+    assert best_step(recipe) == best_step(best)
+    assert same_weights(recipe, best)
+
+
+@pytest.mark.parametrize(
+    ("validation", "train", "message"),
+    [
+        ({"keep": "best"}, {"eval_strategy": "no"}, "`validation` needs evaluations: set train.eval_strategy=steps"),
+        ({"patience": 2}, {"eval_strategy": "no"}, "`validation` needs evaluations"),
+        ({"keep": "best"}, {"save_steps": 5}, "section `train`: .*the saving steps to be a round multiple of the eval"),
+        ({}, {"load_best_model_at_end": True}, "leave it out; validation.keep=best is what it would be"),
+    ],
+)
+def test_what_does_not_go_together(
+    target: Path, validation: dict[str, Any], train: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train_drafter(validated(target, "refused", validation, **train))
+
+
+def test_other_validation_is_another_training(best: Recipe) -> None:
+    changed = best.model_copy(update={"train": {**best.train, "eval_steps": 4, "save_steps": 4}})
+    with pytest.raises(UserError, match=r"begun with train.save_steps = 2, now it is 4 \(train.eval_steps changed too"):
+        train_drafter(changed)
