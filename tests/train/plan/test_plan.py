@@ -26,11 +26,12 @@ from draftsmith.recipes.schema import Recipe, TargetRecipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.features.cache import keep_what_is_read, open_features
+from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
 from draftsmith.train.plan.batches import training_data
 from draftsmith.train.plan.plan import Line, PlanOptions, make_plan
 from draftsmith.train.plan.step_cost import FakeTraining, StepCost
+from draftsmith.train.processes.frozen_target import sync_models
 
 # What a kind needs to reach its most expensive step at once.
 OPTIONS: dict[str, dict[str, Any]] = {"medusa2": {"warmup_steps": 0}}
@@ -133,7 +134,7 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path, accumula
     target, _ = load_target(recipe.target)
     drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
     cache = open_features(recipe, tokens_hash(tokens), drafter)
-    keep_what_is_read(target, drafter, torch.device("cpu"))
+    sync_models(recipe, target, drafter, torch.device("cpu"))
     args = training_arguments(recipe.train, tmp_path, 0, use_cpu=True)
     measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, tokens, cache))
     assert predicted.peak_bytes + batch_bytes == pytest.approx(measured, rel=0.05)
