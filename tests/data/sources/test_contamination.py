@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.places import MATERIAL
 
-from draftsmith.data.sources.contamination import CONTAINED, SAME, SHARED, Contamination, Match, words_of
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
+from draftsmith.data.sources.questions import CONTAINED, SAME, SHARED, Contamination, Match, words_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
