@@ -97,7 +97,7 @@ def test_both_hold_the_package_and_what_explains_it(release: Release) -> None:
     with tarfile.open(release.sdist) as archive:
         files = {member.name.partition("/")[2] for member in archive if member.isfile()}
     made = {name for name in files if name in ("PKG-INFO", "setup.cfg") or name.startswith("draftsmith.egg-info/")}
-    tops = {*PACKAGES, "examples", "licenses"}
+    tops = {*PACKAGES, "embedded_target", "examples", "licenses"}
     wanted = {name for name in source_files() if name.split("/")[0] in tops or name in BESIDE_THE_PACKAGES}
     assert files - made == wanted
     assert release.sdist.stat().st_size < 16 * 2**20
