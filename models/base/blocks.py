@@ -19,7 +19,6 @@ Shapes: B batch, S sequence, G depths, N rows, C context rows, D hidden, F featu
 """
 
 import copy
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -33,7 +32,7 @@ from draftsmith.models.base.drafter import DrafterConfig
 from draftsmith.models.base.masks import MaskTokenId
 from draftsmith.models.base.one_forward import OneForwardDrafter, OneForwardOptions
 from draftsmith.models.base.options import DepthWeights, Init, MaskResidual, NumLayers, ascending_layers
-from draftsmith.models.decoding.blocks import BatchBlockDecoder, BlockDecoder
+from draftsmith.models.decoding.blocks import BlockDecoder
 from draftsmith.models.decoding.protocols import DrafterDecoder
 from draftsmith.models.groups.alignment import IGNORED_LABEL, previous_features
 from draftsmith.models.groups.context import ContextAttention
@@ -209,9 +208,6 @@ class BlockDrafter(OneForwardDrafter):
 
     def one_forward_decoder(self, max_length_tokens: int) -> DrafterDecoder:
         return BlockDecoder(self, max_length_tokens)
-
-    def one_forward_rows(self, max_length_tokens: int, batch_size: int) -> Sequence[DrafterDecoder]:
-        return BatchBlockDecoder(self, max_length_tokens, batch_size).rows
 
 
 @torch.no_grad()

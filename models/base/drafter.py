@@ -6,7 +6,7 @@ What a depth predicts, and from what, is the same for all of them: `models/group
 Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.options import DrafterOptions
-from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
 from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
 from draftsmith.models.losses import DrafterOutput
@@ -288,10 +288,6 @@ class Drafter(PreTrainedModel):
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """A decoder for sequences of at most this many tokens, prompt included."""
         raise NotImplementedError
-
-    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
-        """A decoder for each row of a batch. Rows whose draft is one forward share it where a drafter can do that."""
-        return [self.decoder(max_length_tokens) for _ in range(batch_size)]
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, G, S, V] that training compares with labels, of every group: for tests and small vocabularies.

@@ -3,7 +3,6 @@
 Shapes: B batch, S sequence, G = K+1 streams, K masks, N present rows, E input width of a layer, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.one_forward import OneForwardDrafter, OneForwardOptions
 from draftsmith.models.base.options import InParts
-from draftsmith.models.decoding.batch import BatchParallelDecoder
 from draftsmith.models.decoding.cached import ParallelDecoder
 from draftsmith.models.decoding.protocols import DrafterDecoder
 from draftsmith.models.groups.parts import PartRows
@@ -79,9 +77,6 @@ class MaskedDrafter(OneForwardDrafter):
 
     def one_forward_decoder(self, max_length_tokens: int) -> DrafterDecoder:
         return ParallelDecoder(self, max_length_tokens)
-
-    def one_forward_rows(self, max_length_tokens: int, batch_size: int) -> Sequence[DrafterDecoder]:
-        return BatchParallelDecoder(self, max_length_tokens, batch_size).rows
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:

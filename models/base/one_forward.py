@@ -5,8 +5,6 @@ With `markov_rank` the drafts of a depth depend on the token before all the same
 Shapes: B batch, S sequence, G depths, N labelled rows, V vocabulary, V' of them drafted.
 """
 
-from collections.abc import Sequence
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -16,7 +14,7 @@ from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.markov_head import MarkovHead
 from draftsmith.models.base.options import DepthOptions
 from draftsmith.models.decoding.markov import MarkovDecoder
-from draftsmith.models.decoding.protocols import DrafterDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.head_loss import LowRankLogits
 
 
@@ -74,18 +72,8 @@ class OneForwardDrafter(GroupWiseDrafter):
         """Of the logits before what the token before adds."""
         raise NotImplementedError
 
-    def one_forward_rows(self, max_length_tokens: int, batch_size: int) -> Sequence[DrafterDecoder]:
-        """The same for the rows of a batch."""
-        raise NotImplementedError
-
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
-        return self._with_markov_head(self.one_forward_decoder(max_length_tokens))
-
-    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
-        return [self._with_markov_head(row) for row in self.one_forward_rows(max_length_tokens, batch_size)]
-
-    def _with_markov_head(self, decoder: DrafterDecoder) -> DrafterDecoder | StepwiseDecoder:
-        head = self.markov_head
+        decoder, head = self.one_forward_decoder(max_length_tokens), self.markov_head
         if head is None:
             return decoder
         return MarkovDecoder(decoder, lambda tokens: head(tokens).float(), self.config.num_depths, self.device)

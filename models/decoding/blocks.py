@@ -4,8 +4,8 @@ What the target says of committed tokens is made into keys and values of each la
 then one forward over the rows of a block drafts all depths. A block's own keys and values lie behind the context's: the
 next round overwrites them.
 
-Shapes: L layers, B sequences, G depths, P prompt, n features that are new, R = block_size rows, A rows of a batch in a
-call, F features, D hidden, V columns of the logits.
+Shapes: L layers, B sequences, G depths, P prompt, n features that are new, R = block_size rows, F features, D
+hidden, V columns of the logits.
 """
 
 from typing import Any
@@ -13,13 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.batch import BatchDecoder, forwards_of
-from draftsmith.models.decoding.cached import SMALL_STEP_TOKENS, CachedDecoder
-from draftsmith.models.decoding.kv_cache import BatchAttention
+from draftsmith.models.decoding.cached import CachedDecoder
 from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, padded_rows
 
 
@@ -115,61 +112,3 @@ class BlockDecoder(CachedDecoder):
         logits = self._run(F.pad(features, (0, 0, 0, padded - new)), block, *rotary, places, mask)
         # Kept over the next call, which on CUDA may reuse its memory.
         return logits.clone() if self._device.type == "cuda" else logits
-
-
-class BatchBlockDecoder(BatchDecoder):
-    """`BlockDecoder` for several rows. Rows that read a prompt do so by themselves, as in `BatchParallelDecoder`."""
-
-    def __init__(self, drafter: Any, max_length_tokens: int, batch_size: int) -> None:
-        super().__init__(batch_size, drafter.columns)
-        self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
-        self._masks_kd, self._causal = drafter.mask_inputs().detach(), drafter.config.causal
-        self._first_row = drafter.first_stream - 1
-        self._to_keys_values = ContextLayers(drafter.layers)
-        capacity = max_length_tokens + drafter.config.block_size + SMALL_STEP_TOKENS
-        self._cache = BatchAttention(drafter.layers_config, batch_size, capacity, self._device, drafter.dtype)
-        self._newest: dict[int, Tensor] = {}
-        self._pending: list[list[Tensor]] = [[] for _ in range(batch_size)]
-        self._offsets = [0] * batch_size
-
-    def start(self, row: int, prompt_ids: Tensor, features: Tensor, position_offset: int) -> None:
-        super().start(row, prompt_ids, features, position_offset)
-        self._cache.lengths[row], self._offsets[row] = 0, position_offset
-        self._newest[row], self._pending[row] = prompt_ids[-1:], [features[:-1]]
-
-    def observe(self, row: int, committed_ids: Tensor, features: Tensor) -> None:
-        super().observe(row, committed_ids, features)
-        if len(committed_ids):
-            self._newest[row] = committed_ids[-1:]
-            self._pending[row].append(features)
-
-    def _draft(self, due: list[int]) -> dict[int, Tensor]:
-        new = {row: torch.cat(self._pending[row]) for row in due}
-        for row, features in new.items():
-            length = self._cache.lengths[row] + len(features) + 1
-            if length > self._max_length_tokens:
-                raise ValueError(
-                    f"{length} tokens, but batch_decoders(max_length_tokens={self._max_length_tokens}): make it larger"
-                )
-            self._pending[row] = [features[:0]]
-        drafted: dict[int, Tensor] = {}
-        for step in forwards_of(self._drafter.layers_config, [len(new[row]) for row in due]):
-            rows = [due[i] for i in step]
-            drafted |= dict(zip(rows, self._forward(rows, [new[row] for row in rows]), strict=True))
-        return drafted
-
-    def _forward(self, rows: list[int], features: list[Tensor]) -> Tensor:
-        """[A, G, V] of these rows."""
-        drafter, cache = self._drafter, self._cache
-        offset_a1 = torch.tensor([self._offsets[row] for row in rows], device=self._device)[:, None]
-        block = drafter.block_inputs(torch.cat([self._newest[row] for row in rows]), self._masks_kd)
-        most = max(map(len, features))
-        if most:
-            places_an = cache.begin_step(rows, most)
-            context = drafter.context_of(pad_sequence(features, True))
-            cache.store(self._to_keys_values(context, drafter.rotary_of(context, places_an + offset_a1)))
-        for row, of_row in zip(rows, features, strict=True):
-            cache.lengths[row] += len(of_row)
-        rotary = drafter.rotary_of(block, cache.begin_step(rows, block.shape[1], self._causal) + offset_a1)
-        hidden = drafter.run_layers(block, rotary, cached_attention=cache)
-        return drafter.logits_of(hidden[:, self._first_row :]).float()

@@ -1,7 +1,6 @@
-"""Attention over cached keys and values, of one sequence and of several: `RememberedAttention` for `groups.layers`.
+"""Attention over the cached keys and values of one sequence: `RememberedAttention` for `groups.layers`.
 
-Shapes: B rows of a batch, A of them in a step, H heads, Hkv key-value heads, R rows of a decode step, S columns, Dh
-head size, L layers.
+Shapes: H heads, Hkv key-value heads, R rows of a decode step, S columns, Dh head size, L layers.
 """
 
 import torch
@@ -16,14 +15,6 @@ from draftsmith.models.cpu_kernels import can_attend
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
-    """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers remember."""
-    num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    return (config.num_hidden_layers, 2, batch_size, num_kv_heads, capacity, head_size)
-
-
 class CachedAttention:
     """Keys and values of one sequence for all layers, and the mask of the step at work.
 
@@ -36,11 +27,14 @@ class CachedAttention:
     def __init__(
         self, config: PreTrainedConfig, capacity: int, max_rows: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        capacity = aligned(capacity)
-        self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
+        capacity, num_heads = aligned(capacity), config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        shape = (config.num_hidden_layers, 2, 1, num_kv_heads, capacity, head_size)
+        self._keys_values = torch.zeros(shape, device=device, dtype=dtype)
         self.capacity, self.length = capacity, 0
         self._begin = 0  # where the rows of the step at work are written
-        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
+        self._repeats = num_heads // num_kv_heads
         # Row r may see columns <= length + r. A band holds this mask for every length: slices of it, not new masks.
         # There is one for each remainder of the length, so that every slice begins aligned.
         shape = (ALIGNMENT, max_rows, capacity + aligned(max_rows))
@@ -132,52 +126,3 @@ class CachedAttention:
         keys, values = (part[0].unsqueeze(1).expand(-1, self._repeats, -1, -1) for part in (keys, values))
         out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
         return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
-
-
-class BatchAttention:
-    """Keys and values of B sequences for all layers; the caller moves `lengths` on.
-
-    A step writes R new tokens behind each row's own `lengths`, in causal order.
-    """
-
-    def __init__(
-        self, config: PreTrainedConfig, batch_size: int, capacity: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._keys_values = torch.zeros(cache_shape(config, batch_size, capacity), device=device, dtype=dtype)
-        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
-        self.lengths = [0] * batch_size
-        self._columns = torch.arange(capacity, device=device)
-
-    def begin_step(self, rows: list[int], num_new: int, causal: bool = True) -> Tensor:
-        """Prepare a step of R tokens in each of A different, ascending rows; their places [A, R] in their sequences.
-
-        Without `causal` the new tokens of a row see each other.
-        """
-        lengths = [self.lengths[row] for row in rows]
-        starts = torch.tensor(lengths, device=self._columns.device)
-        self._places = starts[:, None] + self._columns[:num_new]
-        self._row_ids = torch.tensor(rows, device=starts.device)
-        # Neighbours are read where they lie; others are copied together.
-        together = rows[-1] - rows[0] + 1 == len(rows)
-        self._read: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else self._row_ids
-        self._end = max(lengths) + num_new
-        hidden = self._columns[: self._end] > (self._places if causal else self._places[:, -1:])[..., None]
-        # The query heads that share a key head stand one after the other as its rows.
-        shape = (len(rows), self._repeats, num_new, self._end)
-        mask = open_mask(*shape, dtype=self._keys_values.dtype, device=starts.device)
-        self._mask = mask.masked_fill_(hidden[:, None], float("-inf")).flatten(1, 2)[:, None]
-        return self._places
-
-    def store(self, keys_values: Tensor) -> None:
-        """Put those of all layers [L, 2, A, Hkv, R, Dh] where the step's tokens are."""
-        self._keys_values[:, :, self._row_ids[:, None], :, self._places] = keys_values.permute(2, 4, 0, 1, 3, 5)
-
-    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[A, R, H, Dh] for queries [A, H, R, Dh]; stores the new keys and values [A, Hkv, R, Dh]."""
-        keys_values = self._keys_values[layer_index]
-        for room, new in zip(keys_values, (k_bhrd, v_bhrd), strict=True):
-            room[self._row_ids[:, None], :, self._places] = new.transpose(1, 2)
-        keys, values = keys_values[:, self._read, :, : self._end]
-        q_grouped = q_bhrd.unflatten(1, (-1, self._repeats)).flatten(2, 3)
-        out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
-        return out.unflatten(2, (self._repeats, -1)).flatten(1, 2).transpose(1, 2)

@@ -12,8 +12,6 @@ Heads are independent of each other's tokens and of every architecture: no layer
 Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,8 +20,6 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.batch import BatchDecoder
-from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.groups.alignment import depth_labels, previous_features
 from draftsmith.models.groups.rows import GroupRows
 from draftsmith.models.losses import DrafterOutput
@@ -108,9 +104,6 @@ class MedusaDrafter(HeadsDrafter):
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":
         return MedusaDecoder(self)
 
-    def batch_decoders(self, max_length_tokens: int, batch_size: int) -> Sequence[SequenceDecoder]:
-        return MedusaBatchDecoder(self, batch_size).rows
-
 
 class MedusaDecoder:
     """Keeps h_{t-1} and nothing else; see `draftsmith.models.decoding.protocols.DrafterDecoder`."""
@@ -139,28 +132,6 @@ class MedusaDecoder:
             raise ValueError("drafting needs a sequence: call start() first")
         # Rows of their own: one compiled shape, wherever in the target's features they were.
         return self._logits_of(self._previous_d.clone()).float()
-
-
-class MedusaBatchDecoder(BatchDecoder):
-    """The same for several rows, whose heads run together."""
-
-    def __init__(self, drafter: MedusaDrafter, batch_size: int) -> None:
-        super().__init__(batch_size, drafter.columns)
-        self._drafter = drafter
-        self._previous_d: list[Tensor] = [torch.empty(0)] * batch_size
-
-    def start(self, row: int, prompt_ids: Tensor, features: Tensor, position_offset: int) -> None:
-        super().start(row, prompt_ids, features, position_offset)
-        self._previous_d[row] = previous_features(features.unsqueeze(0))[0, -1]
-
-    def observe(self, row: int, committed_ids: Tensor, features: Tensor) -> None:
-        super().observe(row, committed_ids, features)
-        if len(committed_ids):
-            self._previous_d[row] = features[-1]
-
-    def _draft(self, due: list[int]) -> dict[int, Tensor]:
-        logits_gav = self._drafter.logits_of(torch.stack([self._previous_d[row] for row in due])).float()
-        return dict(zip(due, logits_gav.unbind(1), strict=True))
 
 
 DRAFTER = MedusaDrafter

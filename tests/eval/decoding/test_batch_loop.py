@@ -154,7 +154,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(kind: str, tree: str) -> Non
             wanted.append(generate(session, single, prompt, sampling, 20, (), generator.manual_seed(seed)))
     generators = [torch.Generator() for _ in range(3)]
     with BatchSession(target, 64, 3, drafter.feature_layers) as batch:
-        decoders = drafter.batch_decoders(64, 3)
+        decoders = [drafter.decoder(64) for _ in range(3)]
         methods = [method(*pair) for pair in zip(decoders, generators, strict=True)]
         outs = generate_batch(batch, methods, prompts, sampling, 20, (), generators, seeds)
     assert [figures(out) for out in outs] == [figures(out) for out in wanted]
@@ -201,31 +201,3 @@ def sizes() -> dict[str, Any]:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }
-
-
-@pytest.mark.parametrize(("kind", "forwards_of"), [("parallel", "run_layers"), ("medusa", "logits_of")])
-def test_rows_draft_in_one_forward(kind: str, forwards_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five rows, of which the one that begins anew reads its prompt by itself."""
-    target = tiny_target()
-    drafter = tiny_drafter_of(kind, target)
-    sizes: list[int] = []
-    forward = getattr(drafter, forwards_of)
-
-    def counting(hidden: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
-        sizes.append(len(hidden))
-        return forward(hidden, *others, **more)
-
-    monkeypatch.setattr(drafter, forwards_of, counting)
-    rows: list[Any] = list(drafter.batch_decoders(64, 5))
-    features = torch.randn(20, 32)
-    for row in rows:
-        row.start(torch.arange(3, 6), features[:3])
-        row.observe(torch.arange(1), features[:1])
-    with pytest.raises(ValueError, match="call start"):
-        [rows[0].draft() for _ in range(2)]
-    assert sizes == [5]
-    rows[2].start(torch.arange(20), features)
-    for row in (rows[0], rows[1], rows[4]):
-        row.observe(torch.arange(2), features[:2])
-    assert all(len(row.draft()) == drafter.config.num_depths for row in rows)
-    assert sizes == ([5, 1, 3] if kind == "parallel" else [5, 4])

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from draftsmith.eval.decoding.batch_loop import generate_batch
 from draftsmith.eval.decoding.batch_session import BatchSession
-from draftsmith.eval.decoding.beam_search import beam_search
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
@@ -91,19 +90,17 @@ def test_of_a_batch(kind: str) -> None:
     drafter = tiny_drafter_of(kind, target)
     prompts = [[5, 9, 33], [8], [*range(10, 30)], [4, 4, 7, 7, 1]]
     with BatchSession(target, 61, 3, drafter.feature_layers) as session, masks_are_aligned(at_least=30):
-        methods = [method_of(decoder, "best_first") for decoder in drafter.batch_decoders(61, 3)]
+        methods = [method_of(decoder, "best_first") for decoder in [drafter.decoder(61) for _ in range(3)]]
         generate_batch(session, methods, prompts, GREEDY, 20)
         session.add([5, 9, 33])
         session.extend(0, [5, 9, 33, 7, 8, 9])
 
 
-def test_of_a_draft_model_and_of_beams() -> None:
+def test_of_a_draft_model() -> None:
     target, draft_model = tiny_target(), tiny_target(num_hidden_layers=1)
     with TargetSession(target, 61) as session, masks_are_aligned(at_least=30):
         decoder = DraftModelDecoder(draft_model, 4, 61, target.config.vocab_size)
         generate(session, method_of(decoder, "best_first"), [5, 9, 33], GREEDY, 40)
-    with masks_are_aligned(at_least=10):
-        beam_search(target, [5, 9, 33], 3, 12, draft_model=draft_model, draft_beams=4)
 
 
 def test_cudnn_attention_is_off_while_a_session_is_open() -> None:

@@ -17,8 +17,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.eval.decoding.batch_loop import generate_batch
-from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -362,49 +360,6 @@ def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backen
     torch.testing.assert_close(found.depth_loss_sum, expected.depth_loss_sum, atol=1e-5, rtol=1e-5)
     assert torch.equal(found.depth_correct, expected.depth_correct)
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
-
-
-@every_drafter
-def test_rows_of_a_batch_draft_as_one_sequence_does(kind: str, options: dict[str, Any]) -> None:
-    """Rows with prompts of different lengths, that observe 1 to 20 tokens, pause, or begin anew between drafts."""
-    target, drafter = target_and_drafter(kind, options)
-    ids = torch.randint(3, VOCABULARY, (3, 60), generator=torch.Generator().manual_seed(5))
-    features = target_features(target, ids, layers=drafter.feature_layers)
-    rows = drafter.batch_decoders(64, 3)
-    singles: list[Any] = [drafter.decoder(64) for _ in range(3)]
-    ends = [0, 0, 0]
-    #            by row: the prompt's length for a new sequence (below 0), or how many tokens are observed
-    for steps in ([-4, -19, -1], [1, 3, 2], [0, 1, 20], [5, -7, 0], [2, 1, 1], [1, 0, -3], [4, 20, 2]):
-        for row, step in enumerate(steps):
-            start = 0 if step < 0 else ends[row]
-            end = start + abs(step)
-            for decoder in (rows[row], singles[row]):
-                if step < 0:
-                    decoder.start(ids[row, :end], features[row, :end])
-                elif step > 0:
-                    decoder.observe(ids[row, start:end], features[row, start - 1 : end - 1])
-            ends[row] = end
-        for row in reversed(range(3)):
-            if steps[row] != 0:
-                wanted = drafted_logits(drafter, singles[row], ids[row], ends[row] - 1)
-                drafted = drafted_logits(drafter, rows[row], ids[row], ends[row] - 1)
-                torch.testing.assert_close(drafted, wanted, atol=1e-5, rtol=1e-5)
-
-
-@every_drafter
-@pytest.mark.parametrize("tree", ["chain", "best_first"])
-def test_greedy_identity_in_a_batch(kind: str, options: dict[str, Any], tree: str) -> None:
-    target, drafter = target_and_drafter(kind, options)
-    target, drafter = target.double(), drafter.double()
-    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "nodes": 9, "branch": 3})
-    greedy, prompts = Sampling(), [[5, 9, 33, 12, 40, 7], [8], [*range(10, 30)], [44, 45]]
-    with TargetSession(target, 64) as session:
-        wanted = [generate(session, Autoregressive(), prompt, greedy, 20).ids for prompt in prompts]
-    with BatchSession(target, 64, 3, drafter.feature_layers) as batch:
-        decoders = drafter.batch_decoders(64, 3)
-        methods = [DrafterMethod("x", decoder, tree_builder(recipe, decoder), greedy) for decoder in decoders]
-        outs = generate_batch(batch, methods, prompts, greedy, 20)
-    assert [out.ids for out in outs] == wanted
 
 
 # Whose loss is a mean over groups, not over the rows of each depth.
