@@ -15,6 +15,14 @@ from draftsmith.models.cpu_kernels import can_attend
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
+def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
+    """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers keep of B sequences."""
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return (config.num_hidden_layers, 2, batch_size, num_kv_heads, capacity, head_size)
+
+
 class CachedAttention:
     """Keys and values of one sequence for all layers, and the mask of the step at work.
 
@@ -27,14 +35,11 @@ class CachedAttention:
     def __init__(
         self, config: PreTrainedConfig, capacity: int, max_rows: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        capacity, num_heads = aligned(capacity), config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        shape = (config.num_hidden_layers, 2, 1, num_kv_heads, capacity, head_size)
-        self._keys_values = torch.zeros(shape, device=device, dtype=dtype)
+        capacity = aligned(capacity)
+        self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
         self.capacity, self.length = capacity, 0
         self._begin = 0  # where the rows of the step at work are written
-        self._repeats = num_heads // num_kv_heads
+        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
         # Row r may see columns <= length + r. A band holds this mask for every length: slices of it, not new masks.
         # There is one for each remainder of the length, so that every slice begins aligned.
         shape = (ALIGNMENT, max_rows, capacity + aligned(max_rows))
