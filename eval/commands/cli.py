@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.eval.commands import leaving
+from draftsmith.eval.commands import export_commands
 from draftsmith.eval.commands.stages import (
     make_drafter,
     measured_result,
@@ -230,9 +230,9 @@ def prove(
         raise typer.Exit(1)
 
 
-app.command()(leaving.push)
-app.command()(leaving.export)
-app.command(name="import")(leaving.import_command)
+app.command()(export_commands.push)
+app.command()(export_commands.export)
+app.command(name="import")(export_commands.import_command)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, config_differences
 from draftsmith.models.formats.eagle3 import with_own_head
-from draftsmith.models.formats.served import WAYS, Way, drafted_tokens, kind_of, refusal, serving_command
+from draftsmith.models.formats.served import EXPORTERS, Exporter, drafted_tokens, kind_of, refusal, serving_command
 from draftsmith.models.formats.speculators import flattened
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
@@ -73,8 +73,8 @@ def export_drafter(
         UserError: The format cannot express it, or the folder holds something else.
     """
     refuse_inexpressible(drafter, to)
-    config, way = drafter.config, WAYS[kind_of(drafter.config), to]
-    _refuse_folder(folder, to, way)
+    config, exporter = drafter.config, EXPORTERS[kind_of(drafter.config), to]
+    _refuse_folder(folder, to, exporter)
     made = Export(
         to=to,
         kind=kind_of(config),
@@ -86,8 +86,8 @@ def export_drafter(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
     try:
-        write_checkpoint(way.write(drafter), partial, _weights_file(way))
-        check_written(partial, drafter, way)
+        write_checkpoint(exporter.write(drafter), partial, _weights_file(exporter))
+        check_written(partial, drafter, exporter)
         (partial / EXPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(old)
@@ -120,23 +120,23 @@ def read_checkpoint(folder: Path, weights_file: str = "model.safetensors") -> Ch
     return Checkpoint(flattened(config), tensors)
 
 
-def check_written(folder: Path, drafter: Drafter, way: Way) -> None:
+def check_written(folder: Path, drafter: Drafter, exporter: Exporter) -> None:
     """
     Raises:
         RuntimeError: What lies there is not what its reader asks for, or not the drafter: a bug of ours.
     """
-    read = read_checkpoint(folder, _weights_file(way))
+    read = read_checkpoint(folder, _weights_file(exporter))
     target_config = drafter.config.target_config
-    if way.rules is None:
+    if exporter.rules is None:
         load_weights("export", str(folder), AutoModelForCausalLM, dtype="auto")
         wrong = []
     else:
         shapes = {name: tuple(value.shape) for name, value in read.tensors.items()}
-        wrong = way.rules.complaints(read.config, shapes)
+        wrong = exporter.rules.complaints(read.config, shapes)
     if "num_attention_heads" in read.config:
-        differences = config_differences(read.config, target_config, exactly=True, layers=way.layers)
+        differences = config_differences(read.config, target_config, exactly=True, layers=exporter.layers)
         wrong += [f"config: {sentence}" for sentence in differences]
-    wrong = wrong or _read_back_wrong(way.read(read, target_config), drafter)
+    wrong = wrong or _read_back_wrong(exporter.read(read, target_config), drafter)
     if wrong:
         raise RuntimeError(f"the export is not what it should be: {'; '.join(wrong)}")
 
@@ -164,15 +164,15 @@ def _same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs)
 
 
-def _weights_file(way: Way) -> str:
-    return "model.safetensors" if way.rules is None else way.rules.weights_file
+def _weights_file(exporter: Exporter) -> str:
+    return "model.safetensors" if exporter.rules is None else exporter.rules.weights_file
 
 
-def _refuse_folder(folder: Path, to: str, way: Way) -> None:
+def _refuse_folder(folder: Path, to: str, exporter: Exporter) -> None:
     if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no export: name another place with --folder")
     taken = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
-    if to == "vllm" and way.method not in NAMED_METHODS and taken is not None:
+    if to == "vllm" and exporter.method not in NAMED_METHODS and taken is not None:
         raise UserError(
             f"vLLM takes every folder with `{taken}` in its path for another method: export this drafter to a path "
             "without it, with --folder"

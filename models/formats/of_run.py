@@ -7,7 +7,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats.export import Export, export_drafter, refuse_inexpressible
 from draftsmith.models.formats.reading import import_drafter
-from draftsmith.models.formats.served import FORMATS, WAYS, caveat, kind_of, loading_words
+from draftsmith.models.formats.served import EXPORTERS, FORMATS, caveat, kind_of, loading_words
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, check_writable
@@ -77,7 +77,7 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     folder = run.root / "export" / to if folder is None else folder.expanduser()
     check_writable(folder.parent)
     refuse_inexpressible(drafter, to)
-    if WAYS[kind_of(drafter.config), to].needs_target(drafter.config):
+    if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
     target, loading = target_location(recipe.target), loading_words(recipe.target)

@@ -1,6 +1,6 @@
 """Which kind of drafter goes into which format, how it is served there, or why it cannot be.
 
-`WAYS` and `REFUSED` together have an entry for every kind and every format; the table in the documents is made of them.
+A kind that has no entry in `EXPORTERS` for a format is refused by it; the table in the documents is made of the same.
 What depends on a drafter's options and target is asked of its config, so it can be said before any training.
 """
 
@@ -36,7 +36,7 @@ def _always(config: DrafterConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class Way:
+class Exporter:
     """One kind in one format.
 
     Args:
@@ -65,61 +65,61 @@ def _to_speculators(drafter: Drafter) -> Checkpoint:
     return speculators.to_speculators(drafter, drafted_tokens(drafter.config))
 
 
-WAYS: dict[tuple[str, str], Way] = {
-    ("eagle3", "vllm"): Way(eagle3.VLLM, eagle3.refusal_vllm, eagle3.to_vllm, eagle3.parameters, "eagle3"),
-    ("peagle", "vllm"): Way(
+EXPORTERS: dict[tuple[str, str], Exporter] = {
+    ("eagle3", "vllm"): Exporter(eagle3.VLLM, eagle3.refusal_vllm, eagle3.to_vllm, eagle3.parameters, "eagle3"),
+    ("peagle", "vllm"): Exporter(
         eagle3.VLLM, eagle3.refusal_vllm, eagle3.to_vllm, eagle3.parameters, "eagle3", parallel=True
     ),
-    ("eagle", "vllm"): Way(eagle.VLLM, eagle.refusal_vllm, eagle.to_vllm, eagle.parameters, "eagle"),
-    ("medusa", "vllm"): Way(
+    ("eagle", "vllm"): Exporter(eagle.VLLM, eagle.refusal_vllm, eagle.to_vllm, eagle.parameters, "eagle"),
+    ("medusa", "vllm"): Exporter(
         medusa.VLLM, medusa.refusal, medusa.to_vllm, medusa.parameters, "medusa", needs_target=_always
     ),
-    ("draft_model", "vllm"): Way(
+    ("draft_model", "vllm"): Exporter(
         None, causal_lm.refusal_draft_model, causal_lm.to_draft_model, causal_lm.parameters, "draft_model",
         needs_target=_always,
     ),
-    ("parallel", "vllm"): Way(
+    ("parallel", "vllm"): Exporter(
         None, causal_lm.refusal_pard, causal_lm.to_pard, causal_lm.parameters, "draft_model", parallel=True,
         needs_target=_always,
     ),
-    ("eagle3", "sglang"): Way(eagle3.SGLANG, eagle3.refusal_sglang, eagle3.to_sglang, eagle3.parameters, "EAGLE3"),
-    ("eagle", "sglang"): Way(
+    ("eagle3", "sglang"): Exporter(eagle3.SGLANG, eagle3.refusal_sglang, eagle3.to_sglang, eagle3.parameters, "EAGLE3"),
+    ("eagle", "sglang"): Exporter(
         eagle.SGLANG, eagle.refusal_without_attention_bias, eagle.to_sglang, eagle.parameters, "EAGLE"
     ),
-    ("draft_model", "sglang"): Way(
+    ("draft_model", "sglang"): Exporter(
         None, causal_lm.refusal_draft_model, causal_lm.to_draft_model, causal_lm.parameters, "STANDALONE",
         needs_target=_always,
     ),
-    ("eagle3", "speculators"): Way(
+    ("eagle3", "speculators"): Exporter(
         speculators.RULES, speculators.refusal, _to_speculators, eagle3.parameters, "eagle3", needs_target=_always
     ),
-    ("peagle", "speculators"): Way(
+    ("peagle", "speculators"): Exporter(
         speculators.RULES, speculators.refusal, _to_speculators, eagle3.parameters, "eagle3", parallel=True,
         needs_target=_always,
     ),
-    ("eagle3", "eagle"): Way(
+    ("eagle3", "eagle"): Exporter(
         eagle3.AUTHORS, eagle3.refusal_authors, eagle3.to_authors, eagle3.parameters, needs_target=_always
     ),
-    ("eagle", "eagle"): Way(
+    ("eagle", "eagle"): Exporter(
         eagle.AUTHORS, eagle.refusal_without_attention_bias, eagle.to_authors, eagle.parameters
     ),
-    ("medusa", "medusa"): Way(
+    ("medusa", "medusa"): Exporter(
         medusa.FASTER_DECODING, medusa.refusal_faster_decoding, medusa.to_faster_decoding, medusa.parameters
     ),
-    ("hydra", "hydra"): Way(hydra.RULES, hydra.refusal, hydra.to_hydra, hydra.parameters),
-    ("dflash", "vllm"): Way(
+    ("hydra", "hydra"): Exporter(hydra.RULES, hydra.refusal, hydra.to_hydra, hydra.parameters),
+    ("dflash", "vllm"): Exporter(
         dflash.VLLM, dflash.refusal_vllm, dflash.to_dflash, dflash.parameters, "dflash",
         needs_target=dflash.has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
     ),
-    ("dflash", "sglang"): Way(
+    ("dflash", "sglang"): Exporter(
         dflash.SGLANG, dflash.refusal_sglang, dflash.to_dflash, dflash.parameters, "DFLASH", in_blocks=True,
         layers=qwen3_layers_config,
     ),
-    ("dspark", "vllm"): Way(
+    ("dspark", "vllm"): Exporter(
         dflash.DSPARK_VLLM, dflash.refusal_dspark_vllm, dflash.to_dspark, dflash.parameters, "dspark",
         needs_target=dflash.has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
     ),
-    ("dspark", "sglang"): Way(
+    ("dspark", "sglang"): Exporter(
         dflash.DSPARK_SGLANG, dflash.refusal_dspark_sglang, dflash.to_dspark, dflash.parameters, "DSPARK",
         in_blocks=True, layers=qwen3_layers_config,
     ),
@@ -127,42 +127,16 @@ WAYS: dict[tuple[str, str], Way] = {
 
 # Of these, what real vLLM loads and accepts in `tests/models/formats/test_vllm_serves.py`.
 # DSpark runs on vLLM's newer runner alone, which needs Triton.
-LOADED_IN_VLLM = {place for place in WAYS if place[1] in ("vllm", "speculators")} - {("dspark", "vllm")}
-_CHANGED_TARGET = Refusal("it changes the target itself, by a LoRA that no format carries", "drafter.kind=medusa")
-_PAIRS_OF_MASKS = Refusal(
-    "no engine has K distinct masks, and none has masks in EAGLE's first shape", "drafter.kind=peagle"
-)
-_OWN_LAYERS = Refusal("no engine drafts with the target's own layers and K distinct masks", "drafter.kind=peagle")
-# Kinds that a format has no place for at all.
-REFUSED: dict[tuple[str, str], Refusal] = {
-    **{("medusa2", to): _CHANGED_TARGET for to in FORMATS},
-    **{("eagle_parallel", to): _PAIRS_OF_MASKS for to in FORMATS},
-    **{("pass_embeddings", to): _OWN_LAYERS for to in FORMATS},
-    ("hydra", "vllm"): Refusal("vLLM has no Hydra", "drafter.kind=eagle3"),
-    ("hydra", "sglang"): Refusal("SGLang has no Hydra", "drafter.kind=eagle3"),
-    ("medusa", "sglang"): Refusal("SGLang has no Medusa", "drafter.kind=eagle3"),
-    ("peagle", "sglang"): Refusal("SGLang has no P-EAGLE", "drafter.kind=eagle3"),
-    ("parallel", "sglang"): Refusal("SGLang has no PARD", "drafter.kind=eagle3"),
-    **{
-        (kind, "eagle"): Refusal("the authors' code has EAGLE and EAGLE-3 only", "drafter.kind=eagle3")
-        for kind in ("peagle", "medusa", "hydra", "draft_model", "parallel", "dflash", "dspark")
-    },
-    **{
-        (kind, "speculators"): Refusal("of our kinds the library has EAGLE-3 and P-EAGLE", "drafter.kind=eagle3")
-        for kind in ("eagle", "medusa", "hydra", "draft_model", "parallel")
-    },
-    **{
-        (kind, "speculators"): Refusal("the library's form of this layout is not written here", "drafter.kind=peagle")
-        for kind in ("dflash", "dspark")
-    },
-    **{
-        (kind, "medusa"): Refusal("this is the layout of Medusa's heads", "drafter.kind=medusa")
-        for kind in ("peagle", "eagle", "eagle3", "hydra", "draft_model", "parallel", "dflash", "dspark")
-    },
-}
-REFUSED |= {
-    (kind, "hydra"): Refusal("this is the layout of Hydra's heads", "drafter.kind=hydra")
-    for kind in ("peagle", "eagle", "eagle3", "medusa", "draft_model", "parallel", "dflash", "dspark")
+LOADED_IN_VLLM = {place for place in EXPORTERS if place[1] in ("vllm", "speculators")} - {("dspark", "vllm")}
+# Why no format has a place for a kind, where more can be said than which kinds have one.
+NO_PLACE = {
+    "medusa2": Refusal("it changes the target itself, by a LoRA that no format carries", "drafter.kind=medusa"),
+    "eagle_parallel": Refusal(
+        "no engine has K distinct masks, and none has masks in EAGLE's first shape", "drafter.kind=peagle"
+    ),
+    "pass_embeddings": Refusal(
+        "no engine drafts with the target's own layers and K distinct masks", "drafter.kind=peagle"
+    ),
 }
 
 
@@ -173,8 +147,16 @@ def kind_of(config: DrafterConfig) -> str:
 
 def refusal(config: DrafterConfig, to: str) -> Refusal | None:
     """Why this drafter cannot go into this format; None if it can."""
-    place = (kind_of(config), to)
-    return WAYS[place].refusal(config) if place in WAYS else REFUSED[place]
+    exporter = EXPORTERS.get((kind_of(config), to))
+    return no_place(kind_of(config), to) if exporter is None else exporter.refusal(config)
+
+
+def no_place(kind: str, to: str) -> Refusal:
+    """Why a format takes no drafter of a kind that has no exporter for it, whatever kind that is."""
+    kinds = [each for each, format_ in EXPORTERS if format_ == to]
+    return NO_PLACE.get(kind) or Refusal(
+        f"it takes {', '.join(kinds)} and has no place for {kind}", f"drafter.kind={kinds[0]}"
+    )
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
@@ -194,9 +176,9 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     """vLLM's argument of that name, for this folder."""
-    way = WAYS[kind_of(config), "vllm"]
-    values = {"method": way.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
-    return {**values, "parallel_drafting": True} if way.parallel else values
+    exporter = EXPORTERS[kind_of(config), "vllm"]
+    values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
+    return {**values, "parallel_drafting": True} if exporter.parallel else values
 
 
 def loading_words(recipe: TargetRecipe) -> list[str]:
@@ -210,15 +192,15 @@ def serving_command(
     config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()
 ) -> str | None:
     """What starts a server with this folder, or None where the format has none. `loading`: of `loading_words`."""
-    way, tokens = WAYS[kind_of(config), to], drafted_tokens(config)
+    exporter, tokens = EXPORTERS[kind_of(config), to], drafted_tokens(config)
     if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
         return shlex.join([*words, "--speculative-config", json.dumps(values)])
     if to == "sglang":
         words = ["python", "-m", "sglang.launch_server", "--model-path", target, *loading]
-        words += ["--speculative-algorithm", way.method, "--speculative-draft-model-path", folder]
-        if not way.in_blocks:
+        words += ["--speculative-algorithm", exporter.method, "--speculative-draft-model-path", folder]
+        if not exporter.in_blocks:
             words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
             words += ["--speculative-num-draft-tokens", str(tokens + 1)]
         return shlex.join(words)

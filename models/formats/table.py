@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.formats.served import FORMATS, LOADED_IN_VLLM, REFUSED, WAYS, refusal
+from draftsmith.models.formats.served import EXPORTERS, FORMATS, LOADED_IN_VLLM, no_place, refusal
 
 # Drafters that a format refuses though it takes their kind: kind, the target's architecture, options, in words.
 CONDITIONS: list[tuple[str, str, dict[str, Any], str]] = [
@@ -79,7 +79,7 @@ def table() -> str:
     for kind, model_type, options, words in CONDITIONS:
         said: dict[str, list[str]] = {}
         for to in FORMATS:
-            refused = _refused(kind, model_type, options, to) if (kind, to) in WAYS else None
+            refused = _refused(kind, model_type, options, to) if (kind, to) in EXPORTERS else None
             if refused is not None:
                 said.setdefault(refused, []).append(to)
         lines += [f"| `{kind}` | {words} | {', '.join(formats)} | {why} |" for why, formats in said.items()]
@@ -87,10 +87,14 @@ def table() -> str:
 
 
 def _cell(kind: str, to: str) -> str:
-    if (kind, to) in REFUSED:
-        return f"no: {REFUSED[kind, to].sentence()}"
-    way = WAYS[kind, to]
-    served = f"as `{way.method}`" + (" with `parallel_drafting`" if way.parallel else "") if way.method else "yes"
+    exporter = EXPORTERS.get((kind, to))
+    if exporter is None:
+        return f"no: {no_place(kind, to).sentence()}"
+    served = (
+        f"as `{exporter.method}`" + (" with `parallel_drafting`" if exporter.parallel else "")
+        if exporter.method
+        else "yes"
+    )
     return f"{served}; {'real vLLM' if (kind, to) in LOADED_IN_VLLM else 'checked by the rules'}"
 
 

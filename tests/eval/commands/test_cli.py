@@ -13,7 +13,7 @@ import pytest
 from support.places import ROOT
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands import cli, leaving
+from draftsmith.eval.commands import cli, export_commands
 from draftsmith.recipes.errors import exit_with_one_sentence
 
 RUNNER = CliRunner()
@@ -52,7 +52,7 @@ def test_sigterm_ends_every_command_as_ctrl_c_does(command: str, monkeypatch: py
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    for module in (cli, leaving):
+    for module in (cli, export_commands):
         monkeypatch.setattr(module, "load_recipe", terminated)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     result = RUNNER.invoke(cli.app, [command, "quickstart"])

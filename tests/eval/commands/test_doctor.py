@@ -410,7 +410,7 @@ def test_a_target_that_cannot_be_loaded_is_no_diagnosis(tmp_path: Path) -> None:
             "4 distinct masks, as this drafter has: train with drafter.options.",
         ),
         ("vllm", ["drafter.kind=eagle", "drafter.options.fc_bias=true"], "defect", "drafter.options.fc_bias=false"),
-        ("sglang", ["drafter.kind=peagle"], "defect", "SGLang has no P-EAGLE: train with drafter.kind=eagle3"),
+        ("sglang", ["drafter.kind=peagle"], "defect", "has no place for peagle: train with drafter.kind=eagle3"),
         ("vllm", ["drafter.kind=medusa"], "ok", "`draftsmith export --to vllm` can write it"),
     ],
 )

@@ -14,10 +14,10 @@ from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands.cli import app
-from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, drafter_kinds
+from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.export import EXPORT_FILE, check_written, export_drafter
-from draftsmith.models.formats.served import FORMATS, REFUSED, WAYS, kind_of, loading_words, refusal, serving_command
+from draftsmith.models.formats.served import EXPORTERS, FORMATS, kind_of, loading_words, refusal, serving_command
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -119,6 +119,9 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
 ]
 
 
+TARGET_CONFIG = tiny_target().config.to_dict()
+
+
 def drafter_of(kind: str, model_type: str, options: dict[str, Any]) -> Drafter:
     return tiny_drafter_of(kind, tiny_target(model_type, num_hidden_layers=4), **options)
 
@@ -132,9 +135,13 @@ def exported(drafter: Drafter, to: str, folder: Path) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("kind", drafter_kinds())
-def test_every_pair_is_decided(kind: str, to: str) -> None:
-    assert ((kind, to) in WAYS) != ((kind, to) in REFUSED)
+def test_a_kind_that_no_exporter_knows_is_refused_by_name(to: str) -> None:
+    """A new drafter file needs no edit of the formats."""
+    config = DrafterConfig(target_config=TARGET_CONFIG)
+    config.model_type = "draftsmith-brand_new"
+    refused = refusal(config, to)
+    assert refused is not None
+    assert re.fullmatch(r"it takes .* and has no place for brand_new: train with drafter\.kind=\w+", refused.sentence())
 
 
 @pytest.mark.parametrize(("kind", "to", "model_type", "options"), EXPRESSIBLE)
@@ -215,7 +222,7 @@ def test_a_wrong_tensor_is_found(kind: str, harm: Any, said: str, tmp_path: Path
     tensors = {name: value.clone().contiguous() for name, value in tensors.items()}
     save_file(tensors, tmp_path / "theirs" / "model.safetensors")
     with pytest.raises(RuntimeError, match=said):
-        check_written(tmp_path / "theirs", drafter, WAYS[kind, "vllm"])
+        check_written(tmp_path / "theirs", drafter, EXPORTERS[kind, "vllm"])
 
 
 @pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", 1e-5), ("head_dim", 16), ("max_position_embeddings", 64)])
@@ -224,7 +231,7 @@ def test_a_config_that_is_not_the_targets_is_found(key: str, value: Any, tmp_pat
     config, _ = exported(drafter, "vllm", tmp_path)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(RuntimeError, match=rf"config: {key} is {value} where the target's layers have"):
-        check_written(tmp_path / "theirs", drafter, WAYS["eagle", "vllm"])
+        check_written(tmp_path / "theirs", drafter, EXPORTERS["eagle", "vllm"])
 
 
 def test_rope_of_the_target_is_written(tmp_path: Path) -> None:
@@ -285,7 +292,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert shlex.split(told["command"]) == words
     refused = CliRunner().invoke(app, ["export", file, "--to", "sglang"])
     assert refused.exit_code == 2
-    assert "SGLang has no Medusa: train with drafter.kind=eagle3" in refused.stderr
+    assert "no place for medusa: train with drafter.kind=eagle3" in refused.stderr
     misspelt = CliRunner().invoke(app, ["export", file, "--to", "vlm"])
     assert "did you mean `vllm`?" in misspelt.stderr
 

@@ -22,7 +22,7 @@ from draftsmith.models.formats.checkpoint import Checkpoint
 from draftsmith.models.formats.export import export_drafter, read_checkpoint
 from draftsmith.models.formats.loader_rules import LoaderRules
 from draftsmith.models.formats.reading import IMPORT_FILE, import_drafter
-from draftsmith.models.formats.served import WAYS, kind_of
+from draftsmith.models.formats.served import EXPORTERS, kind_of
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -147,8 +147,10 @@ def drafted(decoder: Any, depths: int) -> Tensor:
 def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: Path) -> None:
     drafter, tensors = imported(tmp_path, layout)
     export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
-    way = WAYS[kind_of(drafter.config), LAYOUTS[layout][3]]
-    back = read_checkpoint(tmp_path / "back", way.rules.weights_file if way.rules else "model.safetensors").tensors
+    exporter = EXPORTERS[kind_of(drafter.config), LAYOUTS[layout][3]]
+    back = read_checkpoint(
+        tmp_path / "back", exporter.rules.weights_file if exporter.rules else "model.safetensors"
+    ).tensors
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
 

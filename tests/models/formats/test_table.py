@@ -4,7 +4,7 @@ import pytest
 from support.served_drafters import SERVED
 
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.formats.served import FORMATS, LOADED_IN_VLLM, WAYS
+from draftsmith.models.formats.served import EXPORTERS, FORMATS, LOADED_IN_VLLM
 from draftsmith.models.formats.table import CONDITIONS, table
 
 
@@ -18,7 +18,7 @@ def test_every_pair_has_a_cell() -> None:
 def test_what_is_said_of_real_vllm_is_tried() -> None:
     assert {(kind, to) for kind, to, _ in SERVED.values()} == LOADED_IN_VLLM
     loaded = {kind for kind, to in LOADED_IN_VLLM if to == "vllm"}
-    assert {kind for kind, to in WAYS if to == "vllm"} == {*loaded, "dspark"}  # which needs a GPU there
+    assert {kind for kind, to in EXPORTERS if to == "vllm"} == {*loaded, "dspark"}  # which needs a GPU there
 
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=[f"{kind}-{words}" for kind, _, _, words in CONDITIONS])

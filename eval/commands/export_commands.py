@@ -1,4 +1,4 @@
-"""The commands of drafters that leave the house or come into it: push, export, import."""
+"""The commands `push`, `export` and `import`: a drafter to the Hub, to other programs, and from them."""
 
 from dataclasses import asdict
 from pathlib import Path
