@@ -1,14 +1,15 @@
 """Which checkpoint training goes on from: the newest one that is complete. Others are set aside and named.
 
-A checkpoint's `manifest.json` names its files with their sizes, and how many processes wrote it under which launch; the
-Trainer's state is written after it. So a checkpoint is complete if its state can be read and all files of its manifest
-are there at their size, whatever wrote them: the Trainer itself, FSDP2 or DeepSpeed.
+A checkpoint's `manifest.json` is written last. It names the checkpoint's files with their sizes, and the hashes of the
+small ones, and how many processes wrote it under which launch. So a checkpoint is complete if it has one that fits,
+whatever wrote it: the Trainer itself, FSDP2 or DeepSpeed.
 """
 
+import hashlib
 import json
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import read_json, write_atomically
@@ -16,29 +17,39 @@ from draftsmith.train.processes.launch import Launch
 
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
 DAMAGED = "damaged-"
+# Larger files are checked by their size alone, as reading them again would keep training waiting.
+HASHED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says; `files` gives the fingerprint of each, by its path in the checkpoint."""
+
+    launch: str
+    processes: int
+    files: dict[str, str]
+
+
+def _fingerprint(file: Path) -> str:
+    size = file.stat().st_size
+    return f"{size} bytes" if size > HASHED_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def write_manifest(checkpoint: Path, launch: Launch) -> None:
     """Write down which files a checkpoint has, once all processes have written theirs."""
-    files = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
-    values = {"launch": launch.name, "processes": launch.processes, "files": files}
-    write_atomically(checkpoint / MANIFEST, json.dumps(values, indent=1) + "\n")
+    files = {str(path.relative_to(checkpoint)): _fingerprint(path) for path in checkpoint.rglob("*") if path.is_file()}
+    manifest = Manifest(launch.name, launch.processes, files)
+    write_atomically(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
 def what_is_damaged(checkpoint: Path) -> str | None:
-    """The first file that is missing or not whole; None if the checkpoint is complete.
-
-    Weights alone (`train.save_only_model`) have no manifest.
-    """
-    for name in (STATE_FILE, MANIFEST):
-        if name == STATE_FILE or (checkpoint / name).exists():
-            try:
-                read_json(checkpoint / name, dict[str, Any], "")
-            except UserError:
-                return f"{name} is missing or not whole"
-    for name, size in _manifest(checkpoint)["files"].items():
-        file = checkpoint / name
-        if not file.is_file() or file.stat().st_size != size:
+    """The first file that is missing or not whole; None if the checkpoint is complete."""
+    try:
+        files = read_json(checkpoint / MANIFEST, Manifest, "").files
+    except UserError:
+        return f"{MANIFEST} is missing or not whole"
+    for name, fingerprint in files.items():
+        if not (checkpoint / name).is_file() or _fingerprint(checkpoint / name) != fingerprint:
             return f"{name} is missing or not whole"
     return None
 
@@ -82,24 +93,19 @@ def refuse_other_launch(checkpoint: Path, launch: Launch) -> None:
     Raises:
         UserError: It was written by another number of processes, or under another way of splitting.
     """
-    written: dict[str, Any] = {"processes": launch.processes, "launch": launch.name} | _manifest(checkpoint)
-    processes, anew = written["processes"], f"or delete {checkpoint.parent} to train anew"
+    written = read_json(checkpoint / MANIFEST, Manifest, "")
+    processes, anew = written.processes, f"or delete {checkpoint.parent} to train anew"
     if processes != launch.processes:
         are = f"are {launch.processes}" if launch.processes > 1 else "is one"
         raise UserError(
             f"{checkpoint} was written by {processes} process{'es' * (processes > 1)} and there {are} now: training "
             f"goes on exactly with as many only, so launch {processes} again, {anew}"
         )
-    if written["launch"] != launch.name:
+    if written.launch != launch.name:
         raise UserError(
-            f"{checkpoint} was written under {written['launch']}, which {launch.name} cannot read: launch it as "
+            f"{checkpoint} was written under {written.launch}, which {launch.name} cannot read: launch it as "
             f"before, {anew}"
         )
-
-
-def _manifest(checkpoint: Path) -> dict[str, Any]:
-    file = checkpoint / MANIFEST
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"files": {}}
 
 
 def _newest_first(folder: Path) -> list[Path]:

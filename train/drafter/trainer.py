@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import rotate_checkpoints
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
@@ -304,15 +305,16 @@ class DrafterTrainer(Trainer):
             share_as_usual(Path(output_dir or self.args.output_dir))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, its manifest when all of it is there, and only then delete older ones."""
         self._sync_counts()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save the last of a checkpoint's files but for the Trainer's own state, and what there is beside it."""
-        super()._save_rng_state(output_dir)
+        self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            write_manifest(Path(output_dir), self._launch)
+            write_manifest(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self._launch)
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(self.args.output_dir, limit, best_model_checkpoint=best, use_mtime=True)
 
     def restore(self, checkpoint: Path) -> None:
         """Be where training was at its end, with the best weights if these are kept.
