@@ -35,9 +35,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.bench.arms import Arm, compiles, load_models, make_arms
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
+from draftsmith.eval.bench.measured_methods import MeasuredMethod, compiles, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
@@ -135,10 +135,10 @@ def llama_side(server: LlamaServer, dtype: str, asked: Asked) -> Side:
     return Side(answer, SAME_WEIGHTS if dtype in OF_TORCH.values() else OTHER_MODEL)
 
 
-def our_side(session: TargetSession, arm: Arm, asked: Asked) -> Side:
+def our_side(session: TargetSession, measured: MeasuredMethod, asked: Asked) -> Side:
     def answer(prompt: list[int]) -> Answer:
-        session.read_layers(arm.feature_layers)
-        out = generate(session, arm.method, prompt, GREEDY, asked.tokens, asked.end_ids)
+        session.read_layers(measured.feature_layers)
+        out = generate(session, measured.method, prompt, GREEDY, asked.tokens, asked.end_ids)
         return Answer(out.ids, out.wall_time_s, out.wall_time_s - out.prefill_s, out.accept_lengths)
 
     return Side(answer)
@@ -240,26 +240,28 @@ def transformers_sides(
     return sides | {"transformers: prompt lookup": transformers_side(target, asked, **lookup)}
 
 
-def same_draft_arms(draft: PreTrainedModel | None, gamma: int, asked: Asked, vocab_size: int) -> Iterator[Arm]:
+def same_draft_methods(
+    draft: PreTrainedModel | None, gamma: int, asked: Asked, vocab_size: int
+) -> Iterator[MeasuredMethod]:
     """What transformers has too: its draft model with gamma tokens a round, and its prompt lookup."""
     if draft is not None:
         decoder = DraftModelDecoder(draft, gamma, asked.longest_tokens, vocab_size)
         chain = tree_builder(MethodRecipe(name="chain"), decoder)
-        yield Arm(DrafterMethod("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
+        yield MeasuredMethod(DrafterMethod("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
     lookup = PromptLookup("prompt lookup", max_ngram=3, num_tokens=10, match="earliest", partial=True)
-    yield Arm(lookup, GREEDY, torch.Generator())
+    yield MeasuredMethod(lookup, GREEDY, torch.Generator())
 
 
-def get_ready(session: TargetSession, arms: list[Arm], asked: Asked) -> None:
+def get_ready(session: TargetSession, methods: list[MeasuredMethod], asked: Asked) -> None:
     """What is compiled or measured before anything is timed."""
-    for arm in arms:  # what is compiled gives the layers of all of them
-        session.read_layers(arm.feature_layers)
-    give_costs(session, arms, asked.prompts[0])
+    for measured in methods:  # what is compiled gives the layers of all of them
+        session.read_layers(measured.feature_layers)
+    give_costs(session, methods, asked.prompts[0])
     if isinstance(session, CompiledSession) and session.pads:
-        for arm in arms:  # the sizes of their trees
-            session.read_layers(arm.feature_layers)
+        for measured in methods:  # the sizes of their trees
+            session.read_layers(measured.feature_layers)
             with session.learning():
-                generate(session, arm.method, asked.prompts[0], GREEDY, asked.tokens, asked.end_ids)
+                generate(session, measured.method, asked.prompts[0], GREEDY, asked.tokens, asked.end_ids)
 
 
 def parsed() -> argparse.Namespace:
@@ -301,21 +303,21 @@ def main() -> None:
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     asked = Asked([ids for _, ids in prompts], arguments.new_tokens, end_ids)
     draft = draft_model_of(recipe, theirs)
-    same_draft = list(same_draft_arms(draft, arguments.gamma, asked, target.config.vocab_size))
-    plain, *drafting = make_arms(ours, drafters, target, tokenizer, asked.longest_tokens)
-    drafting = [arm for arm in drafting if arm.lenience == 1]
-    arms = [plain, *same_draft, *drafting]
+    same_draft = list(same_draft_methods(draft, arguments.gamma, asked, target.config.vocab_size))
+    plain, *drafting = measured_methods(ours, drafters, target, tokenizer, asked.longest_tokens)
+    drafting = [measured for measured in drafting if measured.lenience == 1]
+    methods = [plain, *same_draft, *drafting]
     program, files = programs_and_files(recipe.target, target.device, arguments.llama_server)
     threads = torch.get_num_threads()
     benched = {dtype: bench(file, program, threads) for dtype, file in files.items()}
     with ExitStack() as stack:
         session = stack.enter_context(open_session(target, asked.longest_tokens, compiles(ours)))
-        get_ready(session, arms, asked)
+        get_ready(session, methods, asked)
         sides = transformers_sides(theirs, asked, draft, arguments.gamma)
         for dtype, file in files.items():
             server = stack.enter_context(llama_server(program, file, threads, asked.longest_tokens))
             sides[f"llama.cpp: {dtype}"] = llama_side(server, dtype, asked)
-        sides |= {f"ours: {arm.method.name}": our_side(session, arm, asked) for arm in arms}
+        sides |= {f"ours: {measured.method.name}": our_side(session, measured, asked) for measured in methods}
 
         def is_tie(number: int, expected: list[int], ids: list[int]) -> bool:
             where = first_difference(expected, ids)
@@ -334,7 +336,9 @@ def main() -> None:
         "threads": threads,
         "llama_bench_tokens_per_s": benched,
         "sides": found,
-        **conclusions(found, [f"ours: {arm.method.name}" for arm in drafting or same_draft], OF_TORCH.get(dtype)),
+        **conclusions(
+            found, [f"ours: {measured.method.name}" for measured in drafting or same_draft], OF_TORCH.get(dtype)
+        ),
     }
     report(result)
     if arguments.json:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.eval.bench.arms import compiles, load_models, make_arms
-from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.bench.measured_methods import compiles, load_models, measured_methods
+from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.report.summary import summarize_timing
 from draftsmith.models.base.registry import load_drafter_class
@@ -50,10 +50,10 @@ def main() -> None:
     questions = load_questions(recipe.eval.questions, arguments.questions_per_category)
     tokens, seed = recipe.eval.max_new_tokens, recipe.seed
     bench = SpecBench(target, tokenizer, questions, tokens, seed, compiles=compiles(recipe))
-    arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
+    methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         log = RecordLog(Path(scratch) / "records.jsonl")
-        bench.run(arms, log, arguments.repeats, warmup_questions=2)
+        bench.run(methods, log, arguments.repeats, warmup_questions=2)
         timing = summarize_timing(list(log))
     result = {
         "timing": timing,

@@ -229,9 +229,9 @@ MUTANTS = (
     # ---- figures ----
     Mutant(
         "a speedup over the wrong baseline",
-        "eval/report/summary.py",
-        'record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]',
-        'record.answers[f"{AUTOREGRESSIVE}@0"]',
+        "eval/bench/records.py",
+        'self.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]',
+        'self.answers[f"{AUTOREGRESSIVE}@0"]',
         "tests/eval/bench/test_spec_bench.py tests/eval/report",
     ),
     Mutant(

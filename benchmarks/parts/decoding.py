@@ -139,8 +139,8 @@ def figures_of_kind(shape: Shape, target: PreTrainedModel, kind: str, compiles: 
         session = stack.enter_context(open_session(target, shape.session_tokens, compiles))
         session.read_layers(drafter.feature_layers)
         depth = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else drafter.config.num_depths
-        arms = [(tree, temperature) for temperature in (0.0, 1.0) for tree in ("chain", "tree")]
-        methods = {arm: drafting(shape, decoder, *arm, min(depth, DEEPEST), target.device) for arm in arms}
+        shapes = [(tree, temperature) for temperature in (0.0, 1.0) for tree in ("chain", "tree")]
+        methods = {each: drafting(shape, decoder, *each, min(depth, DEEPEST), target.device) for each in shapes}
         if isinstance(session, CompiledSession):  # all sizes before any is compiled
             for (_, temperature), method in methods.items():
                 with session.learning():

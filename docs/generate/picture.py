@@ -14,7 +14,7 @@ from typing import Any
 DOCS = Path(__file__).parents[1]
 RESULT = DOCS / "results" / "smollm2" / "fast_step.json"
 # Rows of the result, from the baseline down, and what they are called in the picture.
-ARMS = {
+NAMES = {
     "autoregressive@0": "no draft",
     "tree-7@0": "ParallelSpec, tree",
     "tree-7-lookup@0": "ParallelSpec, tree with lookups",
@@ -30,7 +30,7 @@ WIDTH, LEFT, RIGHT, TOP, STEP, BAR = 720, 232, 124, 46, 32, 17
 
 def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str]) -> str:
     """The SVG. Bars begin at 0, so that their lengths are the ratios that they show."""
-    chosen = {name: rows[name] for name in ARMS}
+    chosen = {name: rows[name] for name in NAMES}
     most = max((row["speedup_interval"] or [0, row["speedup_mean"]])[1] for row in chosen.values())
     scale = (WIDTH - LEFT - RIGHT) / most
     height = TOP + STEP * len(chosen) + 30
@@ -52,7 +52,7 @@ def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str
         end = LEFT + scale * row["speedup_mean"]
         lines += [
             f'<text x="{LEFT - 10}" y="{middle + 5:.0f}" text-anchor="end" fill="{colours["text"]}">'
-            f"{escape(ARMS[name])}</text>",
+            f"{escape(NAMES[name])}</text>",
             f'<rect x="{LEFT}" y="{middle - BAR / 2:.0f}" width="{end - LEFT:.1f}" height="{BAR}" rx="2" '
             f'fill="{colour}"/>',
         ]
@@ -79,7 +79,7 @@ def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str
 
 def _described(rows: dict[str, dict[str, Any]]) -> str:
     """In words, for those who cannot see it."""
-    parts = [f"{ARMS[name]} {row['speedup_mean']:.2f}x at tau {row['tau']:.2f}" for name, row in rows.items()]
+    parts = [f"{NAMES[name]} {row['speedup_mean']:.2f}x at tau {row['tau']:.2f}" for name, row in rows.items()]
     return escape("Speedup on a CPU: " + ", ".join(parts))
 
 

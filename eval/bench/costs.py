@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 
-from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession
@@ -27,13 +27,13 @@ TIMED_FORWARDS = 30
 DRAFTED_TOKENS = 64  # at most, of the answer whose drafts are timed
 
 
-def give_costs(session: TargetSession, arms: Sequence[Arm], prompt: list[int]) -> None:
-    """Measure what the adaptive arms weigh tokens against, for those that do not know it yet: see `MeasuredCosts`."""
-    measured = MeasuredCosts(session, prompt)
-    for arm in arms:
-        if asking(arm.method) is not None:
-            session.read_layers(arm.feature_layers)
-            measured.give(arm.method)
+def give_costs(session: TargetSession, methods: Sequence[MeasuredMethod], prompt: list[int]) -> None:
+    """Measure what adaptive methods weigh tokens against, for those that do not know it yet; see `MeasuredCosts`."""
+    costs = MeasuredCosts(session, prompt)
+    for measured in methods:
+        if asking(measured.method) is not None:
+            session.read_layers(measured.feature_layers)
+            costs.give(measured.method)
 
 
 def asking(method: Method) -> AdaptiveTree | None:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 
@@ -54,7 +53,7 @@ class RecordedDivergence(Divergence):
 
     run: int
     turn: int
-    arm: str
+    arm: str  # `method@temperature`
 
 
 def first_difference(expected: list[int], found: list[int]) -> int | None:
@@ -108,10 +107,10 @@ def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[in
     return step.logits[-1]
 
 
-def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, ArmRecord, ArmRecord]]:
-    """(arm, its answers, the baseline's) of lossless greedy arms whose answers are not the baseline's."""
-    for key, answer in record.answers.items():
-        baseline = record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
+def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodRecord, MethodRecord]]:
+    """Lossless greedy methods whose answers are not the baseline's: method@temperature, its answers, the baseline's."""
+    for key in record.answers:
+        answer, baseline = record.beside_baseline(key)
         if answer.temperature == 0 and answer.lossless and answer.ids != baseline.ids:
             yield key, answer, baseline
 
@@ -129,12 +128,12 @@ def find_divergences(
     found: list[RecordedDivergence] = []
     for record in records:
         question_id = record.question_id
-        for arm, answer, baseline in differing_answers(record):
+        for key, answer, baseline in differing_answers(record):
             for turn, (theirs, ours) in enumerate(zip(baseline.turns, answer.turns, strict=False)):
                 position = first_difference(theirs.ids, ours.ids)
                 if position is None:
                     continue
-                place = (record.run, arm, turn, question_id, position, theirs.ids[position], ours.ids[position])
+                place = (record.run, key, turn, question_id, position, theirs.ids[position], ours.ids[position])
                 if place not in by_place:
                     same = (question_id, turn, *theirs.ids[: position + 1], ours.ids[position])
                     if same not in measured:
@@ -144,7 +143,7 @@ def find_divergences(
                         measured[same] = divergence_at(
                             position, bench.target, bench.session, question_id, prompt, theirs.ids, ours.ids
                         )
-                    by_place[place] = RecordedDivergence(**asdict(measured[same]), run=record.run, turn=turn, arm=arm)
+                    by_place[place] = RecordedDivergence(**asdict(measured[same]), run=record.run, turn=turn, arm=key)
                 found.append(by_place[place])
                 break
     return found

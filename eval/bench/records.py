@@ -1,24 +1,37 @@
-"""What is measured, as records.jsonl has it: a line for each question and run, with what every arm answered."""
+"""What is measured, as `records.jsonl` stores it, and the check that its times may be compared.
+
+A line holds what all methods did with one question in one run. Times are compared within one process, on the same
+target, dtype, prompts, sampling and token limit. Every answer carries these settings as they were when it was made, so
+that no later edit of a recipe, a target or a record can make two of them look alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sized
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import TypeAdapter
+from pydantic_core import from_json
+from torch import nn
 
 from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodName
 
 T = TypeVar("T")
 
-# Of a turn, what earlier versions did not measure and a report can do without.
+# What earlier versions did not measure of a turn and a report can do without.
 NEWER: dict[str, Any] = {"outside_tokens": None, "ended_outside": None, "phases_s": []}
 
-# Keys of an arm's `settings`, and how an error calls them.
+# Keys of `MethodRecord.settings`, and how an error calls them.
 SETTINGS = {
     "target": "target weights",
     "dtype": "dtype",
@@ -26,14 +39,16 @@ SETTINGS = {
     "sampling": "sampling",
     "max_new_tokens": "token limit",
 }
+MEASURE_AGAIN = "delete that line from records.jsonl and run `draftsmith eval` again"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
-class ArmRecord:
-    """What one arm did with one question.
+class MethodRecord:
+    """What one method did with one question at one temperature.
 
     lenience: below 1 it is not lossless; process: that measured it, as only times of one are compared; sequential: see
-    `Method`; settings: what the answers were made with, see `fair_clock`; turns_left_out: later ones without room.
+    `Method`; settings: what the answers were made with, see `answer_settings`; turns_left_out: later ones without room.
     """
 
     method: MethodName  # a file of answers is called by it
@@ -51,22 +66,22 @@ class ArmRecord:
 
     @property
     def ids(self) -> list[list[int]]:
-        """Of each turn."""
+        """The token ids of each turn."""
         return [turn.ids for turn in self.turns]
 
 
 @dataclass(slots=True)
 class QuestionRecord:
-    """What all arms did with one question in one run.
+    """What all methods did with one question in one run.
 
-    answers: by the arm's key; weights_bytes, weights_read_s: see `WeightReading`, None of earlier versions.
+    answers: by `method@temperature`; weights_bytes, weights_read_s: see `WeightReading`, None of earlier versions.
     """
 
     run: int
     question_id: int | str
     category: str
     tstamp: float
-    answers: dict[str, ArmRecord]
+    answers: dict[str, MethodRecord]
     weights_bytes: int | None = None
     weights_read_s: float | None = None
 
@@ -74,22 +89,29 @@ class QuestionRecord:
     def where(self) -> str:
         return f"run {self.run} of question {self.question_id}"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def beside_baseline(self, key: str) -> tuple[MethodRecord, MethodRecord]:
+        """The answers of `method@temperature` and those of the baseline at the same temperature."""
+        answer = self.answers[key]
+        return answer, self.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> QuestionRecord:
-        """
+        """Check and build a record from a line of the file.
+
         Raises:
             UserError: An earlier version of draftsmith measured less than this one needs.
             ValueError, TypeError, KeyError, AttributeError: These are no records.
         """
         record = _FORMS[QuestionRecord].validate_python({**values, "answers": {}})
         for key, answer in values["answers"].items():
-            answer = _by_turns(answer) if "token_ids" in answer else answer
-            turns = [_complete(AnswerRecord, {**NEWER, **turn}, record.where) for turn in answer["turns"]]
-            arm = record.answers[key] = _complete(ArmRecord, {**answer, "turns": turns}, record.where)
-            if not turns or key != f"{arm.method}@{arm.temperature:g}" or not SETTINGS.keys() <= arm.settings.keys():
+            of_turns = answer["turns"] if all(isinstance(turn, dict) for turn in answer["turns"]) else [{}]
+            turns = [_complete(AnswerRecord, {**NEWER, **turn}, record.where) for turn in of_turns]
+            found = record.answers[key] = _complete(MethodRecord, {**answer, "turns": turns}, record.where)
+            if (
+                not turns
+                or key != f"{found.method}@{found.temperature:g}"
+                or not SETTINGS.keys() <= found.settings.keys()
+            ):
                 raise ValueError(key)
             for turn in turns:
                 per_round: list[Sized] = [turn.draft_lengths, turn.draft_depths, turn.round_s]
@@ -98,7 +120,7 @@ class QuestionRecord:
         return record
 
 
-_FORMS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (AnswerRecord, ArmRecord, QuestionRecord)}
+_FORMS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (AnswerRecord, MethodRecord, QuestionRecord)}
 
 
 def _complete(kind: type[T], values: dict[str, Any], where: str) -> T:
@@ -112,15 +134,116 @@ def _complete(kind: type[T], values: dict[str, Any], where: str) -> T:
     return _FORMS[kind].validate_python({name: values[name] for name in names})
 
 
-def _by_turns(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer as earlier versions wrote it: each figure a list over the turns, or over the rounds of all turns."""
-    names = {"turns": "text", "token_ids": "ids", "wall_time": "wall_time_s"}
-    steps = answer["decoding_steps"]
-    turns: list[dict[str, Any]] = [{} for _ in steps]
-    for key, values in answer.items():
-        if key in ("accept_lengths", "draft_lengths", "draft_depths", "round_s"):
-            values = [values[end - count : end] for count, end in zip(steps, accumulate(steps), strict=True)]
-        if isinstance(values, list):
-            for turn, value in zip(turns, values, strict=True):
-                turn[names.get(key, key)] = value
-    return {"lenience": 1.0, **answer, "turns": turns}
+class RecordLog:
+    """The append-only file of records, which survives Ctrl-C, a killed process and a full disk.
+
+    A record is in the file whole, on a line of its own, or not at all once the file is opened again.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            with file.open("rb+") as stream:  # drop what an interrupted append wrote after the last newline
+                stream.truncate(stream.read().rfind(b"\n") + 1)
+
+    def append(self, record: QuestionRecord) -> None:
+        """Write a record and wait until it is on disk."""
+        with self.file.open("ab") as stream:
+            stream.write((json.dumps(asdict(record), ensure_ascii=False) + "\n").encode("utf-8"))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def __iter__(self) -> Iterator[QuestionRecord]:
+        """Read the records one by one.
+
+        Raises:
+            UserError: A line is damaged, or was written by a version that measured less.
+        """
+        if not self.file.exists():
+            return
+        with self.file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    record = QuestionRecord.from_json(from_json(line, allow_inf_nan=False))
+                except (ValueError, TypeError, KeyError, AttributeError):
+                    raise UserError(
+                        f"{self.file} line {number} is no record, so the file was damaged: delete that line (it will "
+                        "be measured again) or the whole folder"
+                    ) from None
+                yield record
+
+
+def answer_settings(
+    of_target: dict[str, str], prompt_ids: list[int], turns: tuple[str, ...], sampling: Sampling, max_new_tokens: int
+) -> dict[str, Any]:
+    """What an answer was made with.
+
+    Args:
+        of_target: `target_settings` of the model that is measured.
+        prompt_ids: Of the first turn. The later ones follow each method's own answers: they count as asked.
+        turns: The question's, as asked.
+    """
+    prompts = json.dumps([prompt_ids, turns[1:]]).encode()
+    return {
+        **of_target,
+        "prompts": hashlib.sha256(prompts).hexdigest()[:16],
+        "sampling": {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p},
+        "max_new_tokens": max_new_tokens,
+    }
+
+
+def target_settings(target: Any) -> dict[str, str]:
+    """The settings that depend on the target alone."""
+    return {"target": weights_fingerprint(target), "dtype": str(target.dtype).removeprefix("torch.")}
+
+
+@torch.no_grad()
+def weights_fingerprint(model: nn.Module) -> str:
+    """Tell a model by its weights, not by its name: a hash of names, shapes and bits of all parameters.
+
+    SHA-256 over integer sums of the bits, row by row, which every device adds up alike in a moment.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        bits = weight.detach().contiguous().view(_INTEGERS[weight.element_size()])
+        sums = bits.sum(-1, dtype=torch.int64) if bits.dim() else bits.to(torch.int64)
+        digest.update(sums.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_fair_clock(records: list[QuestionRecord]) -> None:
+    """Check that every speedup compares like with like, in one process.
+
+    Raises:
+        UserError: Names the record and what differs.
+    """
+    if not records:
+        raise UserError("nothing has been measured yet: run `draftsmith eval` with this recipe first")
+    for record in records:
+        answers, where = record.answers.values(), record.where
+        if len({answer.process for answer in answers}) > 1:
+            raise UserError(f"{where} mixes times of several processes, which cannot be compared: {MEASURE_AGAIN}")
+        baselines = {answer.temperature: answer for answer in answers if answer.method == AUTOREGRESSIVE}
+        for answer in answers:
+            if answer.temperature not in baselines:
+                raise UserError(f"{where} lacks its autoregressive baseline: {MEASURE_AGAIN}")
+            for setting, word in SETTINGS.items():
+                found, wanted = answer.settings[setting], baselines[answer.temperature].settings[setting]
+                if found != wanted:
+                    raise UserError(
+                        f"{where}: {answer.method} was measured with other {word} than its autoregressive baseline "
+                        f"({found} against {wanted}), so no speedup can be told: {MEASURE_AGAIN}"
+                    )
+        if record.answers.keys() != records[0].answers.keys():
+            raise UserError(f"{where} has other methods than the first record: {MEASURE_AGAIN}")
+        for key, answer in record.answers.items():
+            of_first = records[0].answers[key].settings
+            for setting, word in SETTINGS.items():
+                # Each question has its own prompts.
+                if setting != "prompts" and answer.settings[setting] != of_first[setting]:
+                    raise UserError(
+                        f"{where} was measured with another {word} than the first record: delete the folder to "
+                        "measure again"
+                    )

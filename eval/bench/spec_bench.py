@@ -19,12 +19,10 @@ from typing import Any
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.arms import Arm
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import give_costs
-from draftsmith.eval.bench.fair_clock import answer_settings, target_settings
-from draftsmith.eval.bench.record_log import RecordLog
-from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import Round, generate
@@ -47,9 +45,9 @@ class SpecBench:
         tokenizer: Its tokenizer, with a chat template.
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
-        seed: Of all sampling; each (run, question, turn, arm) has its own stream, see `request_seed`.
+        seed: Of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
         stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings`.
-        compiles: Run the target through `torch.compile`, for all arms.
+        compiles: Run the target through `torch.compile`, for all methods.
         must_compile: Whether a target on a CPU that cannot be compiled is an error.
     """
 
@@ -87,11 +85,11 @@ class SpecBench:
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
         self.session = open_session(target, length, compiles, must_compile)
 
-    def run(self, arms: list[Arm], log: RecordLog, runs: int, warmup_questions: int) -> None:
+    def run(self, methods: list[MeasuredMethod], log: RecordLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet.
 
         Args:
-            arms: What is compared; each temperature has its autoregressive arm.
+            methods: What is compared; each temperature has its autoregressive one.
         """
         finished = {(record.run, record.question_id) for record in log}
         wanted = [
@@ -102,32 +100,32 @@ class SpecBench:
         ]
         if not wanted:
             return
-        for arm in arms:  # what is compiled gives the layers of all of them
-            self.session.read_layers(arm.feature_layers)
-        give_costs(self.session, arms, first_turn_ids(self.tokenizer, self.questions[0]))
+        for measured in methods:  # what is compiled gives the layers of all of them
+            self.session.read_layers(measured.feature_layers)
+        give_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
         compiled = isinstance(self.session, CompiledSession)
         # Compiling itself must not be measured.
         warmup_questions = max(warmup_questions, int(compiled))
         if isinstance(self.session, CompiledSession) and self.session.pads:
-            # What is compiled depends on the arms' largest trees.
-            for arm in arms:
+            # What is compiled depends on the methods' largest trees.
+            for measured in methods:
                 with self.session.learning():
                     for question in self.questions[:warmup_questions]:
-                        self.answer(arm, question, most_new_tokens=WARMUP_NEW_TOKENS)
+                        self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
         for question in self.questions[:warmup_questions]:
-            for arm in arms:
-                self.answer(arm, question, most_new_tokens=WARMUP_NEW_TOKENS)
+            for measured in methods:
+                self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
         total = runs * len(self.questions)
         with progress_bar(total, "measure", "question", initial=total - len(wanted)) as progress:
             for run, index, question in wanted:
-                log.append(self._record(arms, run, index, question))
+                log.append(self._record(methods, run, index, question))
                 progress.update()
 
-    def _record(self, arms: list[Arm], run: int, index: int, question: Question) -> QuestionRecord:
-        """All arms on one question. Which goes first rotates, so that none always finds the caches warm."""
-        shift = (run + index) % len(arms)
-        answers = {arm.key: self.answer(arm, question, run) for arm in arms[shift:] + arms[:shift]}
-        in_order = {arm.key: answers[arm.key] for arm in arms}
+    def _record(self, methods: list[MeasuredMethod], run: int, index: int, question: Question) -> QuestionRecord:
+        """All methods on one question. Which goes first rotates, so that none always finds the caches warm."""
+        shift = (run + index) % len(methods)
+        answers = {measured.key: self.answer(measured, question, run) for measured in methods[shift:] + methods[:shift]}
+        in_order = {measured.key: answers[measured.key] for measured in methods}
         read_s = self._reading.seconds()  # right after the answers, so that it is of their minute
         return QuestionRecord(
             run, question.question_id, question.category, time.time(), in_order, self._reading.bytes, read_s
@@ -135,51 +133,53 @@ class SpecBench:
 
     def answer(
         self,
-        arm: Arm,
+        measured: MeasuredMethod,
         question: Question,
         run: int = 0,
         most_new_tokens: int | None = None,
         on_round: Callable[[Round], None] | None = None,
-    ) -> ArmRecord:
-        """What one arm does with all turns of a question, with its own answers as history.
+    ) -> MethodRecord:
+        """What one method does with all turns of a question, with its own answers as history.
 
         Args:
             most_new_tokens: A turn, where it is fewer than the bench's.
             on_round: See `generate`.
         """
         max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
-        self.session.read_layers(arm.feature_layers)
+        self.session.read_layers(measured.feature_layers)
         turns: list[AnswerRecord] = []
         for number in range(len(question.turns)):
-            arm.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, arm.key))
+            measured.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, measured.key))
             prompt_ids = self.prompt_ids(question.turns, [str(turn.text) for turn in turns])
             if number == 0:
-                settings = answer_settings(self._of_target, prompt_ids, question.turns, arm.sampling, max_new_tokens)
+                settings = answer_settings(
+                    self._of_target, prompt_ids, question.turns, measured.sampling, max_new_tokens
+                )
             room = self.session.max_length_tokens - len(prompt_ids)
             if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
                 break
             answer = generate(
                 self.session,
-                arm.method,
+                measured.method,
                 prompt_ids,
-                arm.sampling,
+                measured.sampling,
                 min(max_new_tokens, room),
                 self._end_ids,
-                arm.generator,
+                measured.generator,
                 self._stop,
-                arm.lenience,
+                measured.lenience,
                 on_round,
             )
             if answer.text is None:
                 answer.text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
             answer.text = answer.text.strip()
             turns.append(answer)
-        return ArmRecord(
-            method=arm.method.name,
-            temperature=arm.sampling.temperature,
-            lenience=arm.lenience,
+        return MethodRecord(
+            method=measured.method.name,
+            temperature=measured.sampling.temperature,
+            lenience=measured.lenience,
             process=PROCESS,
-            sequential=arm.method.sequential,
+            sequential=measured.method.sequential,
             settings=settings,
             turns=turns,
             turns_left_out=len(question.turns) - len(turns),
@@ -193,9 +193,9 @@ class SpecBench:
         return prompt_token_ids(self.tokenizer, [*history, Turn("user", turns[len(answers)])])
 
 
-def request_seed(seed: int, run: int, question_id: int | str, turn: int, arm_key: str) -> int:
+def request_seed(seed: int, run: int, question_id: int | str, turn: int, method_key: str) -> int:
     """Of one answer's generator: what is sampled for a turn depends on nothing that was measured before it."""
-    return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{arm_key}".encode())
+    return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{method_key}".encode())
 
 
 def first_turn_ids(tokenizer: Any, question: Question) -> list[int]:

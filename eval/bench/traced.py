@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.data.sources.questions import Question
-from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.loop import Round
@@ -21,7 +21,7 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 
 TRACED_NEW_TOKENS = 96
 TRACED_QUESTIONS = 2
-MOST_ARMS = 4
+MOST_METHODS = 4
 UNFINISHED = "\ufffd"  # how tokenizers show the first bytes of a character
 
 
@@ -107,7 +107,7 @@ class Trace:
 
 
 def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) -> list[str]:
-    """The arms to show: of every kind the one that took least time per token, the fastest first.
+    """The methods to show: of every kind the one that took least time per token, the fastest first.
 
     Only the lowest temperature, where all of them write the same text.
 
@@ -116,39 +116,43 @@ def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) 
     """
     tokens: dict[str, int] = {}
     seconds: dict[str, float] = {}
-    arms: dict[str, tuple[str, float]] = {}
+    methods: dict[str, tuple[str, float]] = {}
     for record in records:
         for key, answer in record.answers.items():
             if answer.method != AUTOREGRESSIVE:
-                arms[key] = (answer.method, answer.temperature)
+                methods[key] = (answer.method, answer.temperature)
                 tokens[key] = tokens.get(key, 0) + sum(len(turn.ids) for turn in answer.turns)
                 seconds[key] = seconds.get(key, 0.0) + sum(turn.wall_time_s for turn in answer.turns)
-    lowest = min((temperature for _, temperature in arms.values()), default=0.0)
+    lowest = min((temperature for _, temperature in methods.values()), default=0.0)
     best: dict[str, str] = {}
-    for key in sorted(arms, key=lambda key: seconds[key] / tokens[key]):
-        method, temperature = arms[key]
+    for key in sorted(methods, key=lambda key: seconds[key] / tokens[key]):
+        method, temperature = methods[key]
         if temperature == lowest:
             best.setdefault(kinds.get(method, method), key)
-    return list(best.values())[:MOST_ARMS]
+    return list(best.values())[:MOST_METHODS]
 
 
-def trace_answers(bench: SpecBench, arms: list[Arm], kinds: dict[str, str]) -> list[TracedAnswer]:
-    """Of each arm the same questions, from the beginning and the middle.
+def trace_answers(bench: SpecBench, methods: list[MeasuredMethod], kinds: dict[str, str]) -> list[TracedAnswer]:
+    """Of each method the same questions, from the beginning and the middle.
 
     Args:
-        arms: Those to show.
+        methods: Those to show.
         kinds: As above.
     """
     text = TextOfTokens(bench.tokenizer)
     answers = []
     for question in bench.questions[:: max(1, len(bench.questions) // TRACED_QUESTIONS)][:TRACED_QUESTIONS]:
-        for arm in arms:
-            answers.append(_traced(bench, arm, question, kinds.get(arm.method.name, arm.method.name), text))
+        for measured in methods:
+            answers.append(
+                _traced(bench, measured, question, kinds.get(measured.method.name, measured.method.name), text)
+            )
     return answers
 
 
-def _traced(bench: SpecBench, arm: Arm, question: Question, kind: str, text: TextOfTokens) -> TracedAnswer:
-    answer = TracedAnswer(arm.key, kind, question.question_id, question.category, question.turns[0])
+def _traced(
+    bench: SpecBench, measured: MeasuredMethod, question: Question, kind: str, text: TextOfTokens
+) -> TracedAnswer:
+    answer = TracedAnswer(measured.key, kind, question.question_id, question.category, question.turns[0])
     first_turn = replace(question, turns=question.turns[:1])
-    bench.answer(arm, first_turn, most_new_tokens=TRACED_NEW_TOKENS, on_round=Trace(answer, text).on_round)
+    bench.answer(measured, first_turn, most_new_tokens=TRACED_NEW_TOKENS, on_round=Trace(answer, text).on_round)
     return answer

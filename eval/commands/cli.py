@@ -345,7 +345,7 @@ def search(
 
 
 def _where_to_go_next(*measured: Recipe) -> None:
-    from draftsmith.eval.bench.arms import drafter_folders
+    from draftsmith.eval.bench.measured_methods import drafter_folders
 
     for recipe in measured:
         root = RunFolder(recipe).root

@@ -14,11 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.eval.bench.fair_clock import check_fair_clock
-from draftsmith.eval.bench.record_log import RecordLog
-from draftsmith.eval.bench.records import SETTINGS, QuestionRecord
+from draftsmith.eval.artifacts.measurement import RECORDS
+from draftsmith.eval.bench.records import SETTINGS, QuestionRecord, RecordLog, check_fair_clock
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.kept.measurement import RECORDS
 from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.summary import question_sums
 from draftsmith.recipes.errors import UserError
@@ -33,7 +31,7 @@ class RunMeasured:
 
     @property
     def drafting(self) -> list[str]:
-        """Its arms without the baselines."""
+        """Its methods without the baselines, by `method@temperature`."""
         return [key for key, answer in self.records[0].answers.items() if answer.method != AUTOREGRESSIVE]
 
 
@@ -60,27 +58,27 @@ def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
 
 
 def _rows(runs: list[RunMeasured], temperature: float) -> list[dict[str, Any]]:
-    arms = [
+    methods = [
         (run.folder, key, question_sums(run.records, key))
         for run in runs
         for key in run.drafting
         if run.records[0].answers[key].temperature == temperature
     ]
-    ours = [arm for arm in arms if arm[0] == runs[0].folder]
+    ours = [each for each in methods if each[0] == runs[0].folder]
     if not ours:
         return []
     every = bootstrap.every_question(len(_questions(runs[0])))
-    reference = max(ours, key=lambda arm: float(bootstrap.speedup(arm[2], every)[0]))
+    reference = max(ours, key=lambda each: float(bootstrap.speedup(each[2], every)[0]))
     rows = []
-    for arm in [reference, *(arm for arm in arms if arm is not reference)]:
-        folder, key, sums = arm
+    for each in [reference, *(each for each in methods if each is not reference)]:
+        folder, key, sums = each
         row: dict[str, Any] = {"run": str(folder), "method": key.rpartition("@")[0], "temperature": temperature}
         for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
             value, of_reference = (float(figure(each, every)[0]) for each in (sums, reference[2]))
             row |= {name: value, f"{name}_interval": bootstrap.interval(figure, sums)}
             row[f"{name}_ratio"] = value / of_reference
             row[f"{name}_ratio_interval"] = bootstrap.paired_ratio(figure, sums, reference[2])
-        row["reference"] = arm is reference
+        row["reference"] = each is reference
         rows.append(row)
     return rows
 

@@ -9,15 +9,8 @@ from typing import Any
 import torch
 
 from draftsmith.data.sources.questions import load_questions, questions_file
-from draftsmith.eval.bench.arms import compiles, drafter_folders, load_models, make_arms, method_kinds
-from draftsmith.eval.bench.divergence import find_divergences
-from draftsmith.eval.bench.overlap import measure_untimed
-from draftsmith.eval.bench.record_log import RecordLog
-from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.bench.traced import best_of_each_kind, trace_answers
-from draftsmith.eval.commands.terminal.console import PlainConsole
-from draftsmith.eval.kept.drafter_card import update_card
-from draftsmith.eval.kept.measurement import (
+from draftsmith.eval.artifacts.drafter import update_card, with_tuned_trees
+from draftsmith.eval.artifacts.measurement import (
     DIVERGENCES,
     NOTES,
     RECORDS,
@@ -29,14 +22,27 @@ from draftsmith.eval.kept.measurement import (
     measured_records,
     measured_summary,
     measurement_settings,
+    recorded_data_card,
     recorded_divergences,
     recorded_notes,
     recorded_traced,
+    recorded_trainings,
     untimed_figures,
 )
-from draftsmith.eval.kept.origins import recorded_data_card, recorded_trainings
-from draftsmith.eval.kept.proof import recorded_proof
-from draftsmith.eval.kept.tuned_tree import with_tuned_trees
+from draftsmith.eval.artifacts.proof import recorded_proof
+from draftsmith.eval.bench.divergence import find_divergences
+from draftsmith.eval.bench.measured_methods import (
+    compiles,
+    drafter_folders,
+    load_models,
+    measured_methods,
+    method_kinds,
+)
+from draftsmith.eval.bench.records import RecordLog
+from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
+from draftsmith.eval.bench.theory import measure_untimed
+from draftsmith.eval.bench.traced import best_of_each_kind, trace_answers
+from draftsmith.eval.commands.terminal.console import PlainConsole
 from draftsmith.eval.report.baseline import baseline_speeds
 from draftsmith.eval.report.charts import draw_charts
 from draftsmith.eval.report.page.forms import write_report
@@ -95,18 +101,20 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         must_compile=bool(choices.compile),
     )
     try:
-        arms = make_arms(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
-        bench.run(arms, log, choices.runs, choices.warmup_questions)
+        methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
+        bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, recorded_divergences(recipe))
         write_atomically(folder.eval / DIVERGENCES, json.dumps({"answers": list(map(asdict, parted))}, indent=2) + "\n")
         if choices.untimed_questions and untimed is None:
-            figures = measure_untimed(bench, arms, choices.untimed_questions)
-            measured = {"questions": choices.untimed_questions, "arms": figures}
-            write_atomically(folder.eval / UNTIMED, json.dumps(measured, indent=2) + "\n")
+            figures = measure_untimed(bench, methods, choices.untimed_questions)
+            untimed = {"questions": choices.untimed_questions, "arms": figures}
+            write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
         if traced is None:
             drafts = method_kinds(recipe, drafters)
             shown = best_of_each_kind(log, drafts)
-            answers = trace_answers(bench, [arm for key in shown for arm in arms if arm.key == key], drafts)
+            answers = trace_answers(
+                bench, [measured for key in shown for measured in methods if measured.key == key], drafts
+            )
             text = json.dumps({"answers": list(map(asdict, answers))}, ensure_ascii=False) + "\n"
             write_atomically(folder.eval / TRACED, text)
     finally:

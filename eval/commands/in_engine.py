@@ -20,13 +20,13 @@ from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.artifacts.measurement import NOTES, RECORDS, drafter_weights, recorded_settings
+from draftsmith.eval.artifacts.proof import GreedyProof
+from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
 from draftsmith.eval.commands.evaluate import rewrite_report
 from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.kept.measurement import NOTES, RECORDS, drafter_weights, recorded_settings
-from draftsmith.eval.kept.proof import GreedyProof
 from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, Asking, ask, level_figures, with_speedups
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
 from draftsmith.eval.serving.endpoint import Endpoint

@@ -24,18 +24,17 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.bench.arms import Arm, compiles, load_models, make_arms
+from draftsmith.eval.artifacts.drafter import update_card, with_tuned_trees
+from draftsmith.eval.artifacts.measurement import drafter_weights
+from draftsmith.eval.artifacts.proof import BINS, PROOF, DistributionProof, GreedyProof, Proof
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
+from draftsmith.eval.bench.measured_methods import MeasuredMethod, compiles, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.kept.drafter_card import update_card
-from draftsmith.eval.kept.measurement import drafter_weights
-from draftsmith.eval.kept.proof import BINS, PROOF, DistributionProof, GreedyProof, Proof
-from draftsmith.eval.kept.tuned_tree import with_tuned_trees
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -70,29 +69,31 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     length = max(len(ids) for _, ids in asked) + new_tokens
     temperatures = [t for t in recipe.eval.temperatures if t > 0] or [DEFAULT_TEMPERATURE]
     evaluation = recipe.eval.model_copy(update={"temperatures": [0.0, *temperatures]})
-    arms = make_arms(recipe.model_copy(update={"eval": evaluation}), drafters, target, tokenizer, length)
+    methods = measured_methods(recipe.model_copy(update={"eval": evaluation}), drafters, target, tokenizer, length)
     greedy: list[GreedyProof] = []
     distribution: list[DistributionProof] = []
     reference: dict[int | str, list[int]] = {}
     with (
         open_session(target, length, compiles(recipe)) as session,
-        progress_bar(len(arms), "prove", "method") as progress,
+        progress_bar(len(methods), "prove", "method") as progress,
     ):
-        give_costs(session, arms, asked[0][1])
-        for arm in arms:
-            session.read_layers(arm.feature_layers)
-            arm.generator.manual_seed(recipe.seed)
-            if arm.sampling.greedy:
-                answers = {q: _answer(session, arm, ids, new_tokens, end_ids) for q, ids in asked}
-                if arm.method.name == AUTOREGRESSIVE:
+        give_costs(session, methods, asked[0][1])
+        for measured in methods:
+            session.read_layers(measured.feature_layers)
+            measured.generator.manual_seed(recipe.seed)
+            if measured.sampling.greedy:
+                answers = {q: _answer(session, measured, ids, new_tokens, end_ids) for q, ids in asked}
+                if measured.method.name == AUTOREGRESSIVE:
                     reference = answers
                 else:
-                    greedy.append(compare_answers(target, session, arm.method.name, asked, reference, answers))
+                    greedy.append(compare_answers(target, session, measured.method.name, asked, reference, answers))
             else:
                 drawn = (
-                    (ids, _answer(session, arm, ids, new_tokens, end_ids)) for _, ids in asked for _ in range(samples)
+                    (ids, _answer(session, measured, ids, new_tokens, end_ids))
+                    for _, ids in asked
+                    for _ in range(samples)
                 )
-                distribution.append(_test(target, arm, drawn))
+                distribution.append(_test(target, measured, drawn))
             progress.update()
     samplings = [Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p) for temperature in temperatures]
     proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), weights, left_out)
@@ -111,8 +112,10 @@ def _lossless_only(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
 
 
-def _answer(session: TargetSession, arm: Arm, prompt: list[int], new_tokens: int, end_ids: frozenset[int]) -> list[int]:
-    return generate(session, arm.method, prompt, arm.sampling, new_tokens, end_ids, arm.generator).ids
+def _answer(
+    session: TargetSession, measured: MeasuredMethod, prompt: list[int], new_tokens: int, end_ids: frozenset[int]
+) -> list[int]:
+    return generate(session, measured.method, prompt, measured.sampling, new_tokens, end_ids, measured.generator).ids
 
 
 def compare_answers(
@@ -141,19 +144,21 @@ def compare_answers(
 
 
 @torch.inference_mode()
-def _test(target: PreTrainedModel, arm: Arm, drawn: Iterable[tuple[list[int], list[int]]]) -> DistributionProof:
+def _test(
+    target: PreTrainedModel, measured: MeasuredMethod, drawn: Iterable[tuple[list[int], list[int]]]
+) -> DistributionProof:
     uniforms, impossible = [], 0
     generator = torch.Generator().manual_seed(0)
     for prompt, answer in drawn:
         ids = torch.tensor([[*prompt, *answer]], device=target.device)
         logits = target(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        u, excluded = rosenblatt(arm.sampling.probabilities(logits).cpu(), torch.tensor(answer), generator)
+        u, excluded = rosenblatt(measured.sampling.probabilities(logits).cpu(), torch.tensor(answer), generator)
         uniforms.append(u)
         impossible += excluded
     u = torch.cat(uniforms)
     statistic, p_value = chi_square_uniform(u)
     return DistributionProof(
-        arm.method.name, arm.sampling.temperature, len(u) + impossible, impossible, statistic, p_value
+        measured.method.name, measured.sampling.temperature, len(u) + impossible, impossible, statistic, p_value
     )
 
 

@@ -27,8 +27,8 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from rich.console import Console
 
-from draftsmith.eval.kept.drafter_card import card_figures, update_card
-from draftsmith.eval.kept.proof import recorded_proof
+from draftsmith.eval.artifacts.drafter import card_figures, update_card
+from draftsmith.eval.artifacts.proof import recorded_proof
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.export import EXPORT_FILE, Export

@@ -27,13 +27,13 @@ from rich.table import Table
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.bench.arms import compile_decoder, compiles, drafter_folder, load_models
+from draftsmith.eval.artifacts.drafter import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
+from draftsmith.eval.bench.measured_methods import compile_decoder, compiles, drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.round_costs import Curve, on_curve
 from draftsmith.eval.trees.sampling import Sampling

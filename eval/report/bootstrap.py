@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.bench.records import ArmRecord
+from draftsmith.eval.bench.records import MethodRecord
 
 RESAMPLES, LEVEL = 4000, 0.95
 FEWEST_QUESTIONS = 2
@@ -38,7 +38,7 @@ class QuestionSums:
     baseline_seconds: Floats
 
     @staticmethod
-    def of(pairs_by_question: Sequence[Sequence[tuple[ArmRecord, ArmRecord]]]) -> QuestionSums:
+    def of(pairs_by_question: Sequence[Sequence[tuple[MethodRecord, MethodRecord]]]) -> QuestionSums:
         """Of each question, a method's answers beside the baseline's."""
         rows = []
         for pairs in pairs_by_question:

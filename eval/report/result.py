@@ -22,7 +22,7 @@ def evaluation_figures(
     proof: Any,
     baseline: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """By arm, `method@temperature`: the row over all questions, a round's time, and the main figures by category.
+    """By `method@temperature`: the row over all questions, a round's time, and the main figures by category.
 
     Beside them what each method was asked for, as `eval.methods` takes it. `over_tasks`: means over Spec-Bench's tasks,
     each of which counts alike, however long its answers are.
@@ -36,19 +36,19 @@ def evaluation_figures(
     """
     rows: dict[str, dict[str, Any]] = {}
     for row in summary:
-        arm = rows.setdefault(_arm(row), {})
+        figures = rows.setdefault(_key(row), {})
         if row["category"] == OVERALL:
-            arm |= row
+            figures |= row
         else:
-            by_category = arm.setdefault("by_category", {})
+            by_category = figures.setdefault("by_category", {})
             by_category[row["category"]] = {key: row[key] for key in OF_A_CATEGORY}
-    for name, arm in rows.items():
-        tasks = [row for row in summary if _arm(row) == name and row["category"] == row.get("task")]
+    for name, figures in rows.items():
+        tasks = [row for row in summary if _key(row) == name and row["category"] == row.get("task")]
         if len(tasks) > 1:
             means = {key: statistics.fmean(row[key] for row in tasks) for key in ("tau", "speedup_mean")}
-            arm["over_tasks"] = {"tasks": len(tasks), **means}
+            figures["over_tasks"] = {"tasks": len(tasks), **means}
     for row in timing:
-        rows[_arm(row)]["timing"] = row
+        rows[_key(row)]["timing"] = row
     settings = recipe.eval.model_dump(include={"questions", "max_new_tokens", "runs", "stop", "top_k", "top_p"})
     return {
         "recipe": recipe.name,
@@ -58,7 +58,7 @@ def evaluation_figures(
         "settings": settings,
         "methods": {method.name: _as_asked(method) for method in recipe.eval.methods},
         "rows": rows,
-        "over_seeds": {_arm(row): row for row in seed_spread(summary)},
+        "over_seeds": {_key(row): row for row in seed_spread(summary)},
         "proof": proof,
         "baseline": baseline,
     }
@@ -72,5 +72,5 @@ def _as_asked(method: MethodRecipe) -> dict[str, Any]:
     return asked
 
 
-def _arm(row: dict[str, Any]) -> str:
+def _key(row: dict[str, Any]) -> str:
     return f"{row['method']}@{row['temperature']:g}"

@@ -17,7 +17,7 @@ loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft
 cost ratio           t_draft / t_target_step, of a whole round
 draft vocabulary     of a drafter that cannot draft every token, see `draft_vocabulary_figures`
 
-What theory makes of these figures is in `theory_table.py`.
+What theory makes of these figures is in `eval/bench/theory.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ import numpy as np
 
 from draftsmith.data.sources.questions import MT_BENCH, task_of
 from draftsmith.eval.bench.divergence import RecordedDivergence, differing_answers
-from draftsmith.eval.bench.fair_clock import check_fair_clock
-from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, check_fair_clock
+from draftsmith.eval.bench.theory import theory_row
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
-from draftsmith.eval.report.theory_table import theory_row
 
 OVERALL = "overall"
 
@@ -65,24 +64,18 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
     ]
 
 
-Pair = tuple[int, ArmRecord, ArmRecord]  # run, the method's answers, the baseline's answers
+Pair = tuple[int, MethodRecord, MethodRecord]  # run, the method's answers, the baseline's answers
 
 
 def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]:
-    return [(record.run, *_beside_baseline(record, key)) for record in records if _belongs(record, category)]
-
-
-def _beside_baseline(record: QuestionRecord, key: str) -> tuple[ArmRecord, ArmRecord]:
-    """An arm's answers and the baseline's."""
-    answer = record.answers[key]
-    return answer, record.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
+    return [(record.run, *record.beside_baseline(key)) for record in records if _belongs(record, category)]
 
 
 def _belongs(record: QuestionRecord, category: str) -> bool:
     return category in (OVERALL, record.category, task_of(record.category))
 
 
-def _turns(answers: Iterable[ArmRecord]) -> list[AnswerRecord]:
+def _turns(answers: Iterable[MethodRecord]) -> list[AnswerRecord]:
     return [turn for answer in answers for turn in answer.turns]
 
 
@@ -122,11 +115,11 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
 
 
 def question_sums(records: list[QuestionRecord], key: str, category: str = OVERALL) -> bootstrap.QuestionSums:
-    """Of an arm, by question in the order of the first run."""
-    by_question: dict[int | str, list[tuple[ArmRecord, ArmRecord]]] = {}
+    """Of `method@temperature`, by question in the order of the first run."""
+    by_question: dict[int | str, list[tuple[MethodRecord, MethodRecord]]] = {}
     for record in records:
         if _belongs(record, category):
-            by_question.setdefault(record.question_id, []).append(_beside_baseline(record, key))
+            by_question.setdefault(record.question_id, []).append(record.beside_baseline(key))
     return bootstrap.QuestionSums.of(list(by_question.values()))
 
 
@@ -149,7 +142,7 @@ def _identity(
     different = [
         (record.run, record.question_id, key)
         for record in records
-        if _belongs(record, category) and any(key == arm for arm, *_ in differing_answers(record))
+        if _belongs(record, category) and any(key == other for other, *_ in differing_answers(record))
     ]
     return {
         "greedy_identical": not different,
@@ -200,7 +193,7 @@ def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | No
     """For each method and temperature: where a round's time went, and predicted beside measured speedup.
 
     Args:
-        untimed: By arm, what `overlap.py` measured apart from the clock.
+        untimed: By `method@temperature`, figures of `measure_untimed`.
     """
     check_fair_clock(records)
     rows = []
@@ -254,7 +247,7 @@ def acceptance_by_depth(draft_lengths: list[int]) -> list[float]:
     return shares
 
 
-def _median_per_round(answers: list[ArmRecord], seconds: Callable[[AnswerRecord], float]) -> float:
+def _median_per_round(answers: list[MethodRecord], seconds: Callable[[AnswerRecord], float]) -> float:
     """Median over questions of the mean seconds per round."""
     rounds = [sum(turn.rounds for turn in answer.turns) for answer in answers]
     totals = [sum(map(seconds, answer.turns)) for answer in answers]

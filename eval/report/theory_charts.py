@@ -20,9 +20,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from draftsmith.eval.bench.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.charts import COLOURS, save_figure, series_name
-from draftsmith.eval.report.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 
 GAMMAS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

@@ -2,5 +2,5 @@
 
 Read `endpoint` (a client of a server and what it counts of its drafts), then `asking` (who is asked what when, and the
 figures of it). `own` has our decoder's figures for the same prompts, `cpu_sampling` corrects vLLM's sampling on a CPU,
-`result` is what is kept and shown. May import `eval.kept` and what is before it.
+`result` is what is kept and shown. May import `eval.artifacts` and what is before it.
 """

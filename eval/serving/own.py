@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from draftsmith.data.sources.questions import Question
-from draftsmith.eval.bench.fair_clock import answer_settings
-from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, answer_settings
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.serving.asking import DRAFTING, PLAIN, ServedAnswer, clock_figures, draft_figures
@@ -42,7 +41,7 @@ def own_figures(
         method: The name of the chain's.
         asked: The questions, with the ids of their first prompts.
     """
-    arms: dict[str, list[tuple[QuestionRecord, ArmRecord]]] = {PLAIN: [], DRAFTING: []}
+    arms: dict[str, list[tuple[QuestionRecord, MethodRecord]]] = {PLAIN: [], DRAFTING: []}
     temperature = sampling.temperature
     for record in records:
         if record.question_id not in asked:
@@ -56,7 +55,7 @@ def own_figures(
     return [_row(arm, temperature, answers) for arm, answers in arms.items() if answers and arms[DRAFTING]]
 
 
-def _row(arm: str, temperature: float, answers: list[tuple[QuestionRecord, ArmRecord]]) -> dict[str, Any]:
+def _row(arm: str, temperature: float, answers: list[tuple[QuestionRecord, MethodRecord]]) -> dict[str, Any]:
     served = [_timed(record, number, turn) for record, answer in answers for number, turn in enumerate(answer.turns)]
     turns = [answer.turns for _, answer in answers if arm == DRAFTING]
     by_question = [

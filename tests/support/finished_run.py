@@ -12,9 +12,9 @@ from click.testing import Result
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
+from draftsmith.eval.artifacts.drafter import write_tuned
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.terminal.console import console
-from draftsmith.eval.kept.tuned_tree import write_tuned
 from draftsmith.recipes.schema import MethodRecipe
 
 LONGEST_S = 30.0  # of a command; a run here takes a second or two

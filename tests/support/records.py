@@ -1,13 +1,13 @@
 """Measurement records whose figures can be checked by hand."""
 
-from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
 from draftsmith.eval.decoding.answer import AnswerRecord
 
 
 def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True) -> QuestionRecord:
     """10 tokens in 3 rounds of 3 after a first token; the baseline takes 9 rounds."""
 
-    def arm(method: str, wall: float, accepted: list[int], ids: list[int]) -> ArmRecord:
+    def answered(method: str, wall: float, accepted: list[int], ids: list[int]) -> MethodRecord:
         settings = {
             "target": "12ab",
             "dtype": "float32",
@@ -31,10 +31,10 @@ def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True
             choose_s=0.03 * len(accepted),
             commit_s=0.04 * len(accepted),
         )
-        return ArmRecord(method, 0.0, 1.0, "p", False, settings, [answer], 0)
+        return MethodRecord(method, 0.0, 1.0, "p", False, settings, [answer], 0)
 
     answers = {
-        "autoregressive@0": arm("autoregressive", baseline_seconds, [1] * 9, [1] * 10),
-        "chain@0": arm("chain", seconds, [3] * 3, [1] * 10 if same else [2] * 10),
+        "autoregressive@0": answered("autoregressive", baseline_seconds, [1] * 9, [1] * 10),
+        "chain@0": answered("chain", seconds, [3] * 3, [1] * 10 if same else [2] * 10),
     }
     return QuestionRecord(run, 1, "math", 0.0, answers)

@@ -55,17 +55,17 @@ def tint(row: dict[str, Any]) -> str:
 
 def _tables(summary: list[dict[str, Any]], categories: list[str]) -> list[CategoryTable]:
     drafted = [row for row in summary if row["method"] != AUTOREGRESSIVE]
-    cells = {(_arm(row), row["category"]): Cell(tint(row), row) for row in drafted}
+    cells = {(_key(row), row["category"]): Cell(tint(row), row) for row in drafted}
     tables = []
     for temperature in sorted({row["temperature"] for row in drafted}):
         overall = [row for row in drafted if row["temperature"] == temperature and row["category"] == OVERALL]
         overall.sort(key=lambda row: -row["speedup_mean"])
-        rows = [(_name(row), [cells.get((_arm(row), category)) for category in categories]) for row in overall]
+        rows = [(_name(row), [cells.get((_key(row), category)) for category in categories]) for row in overall]
         tables.append(CategoryTable(temperature, categories, rows))
     return tables
 
 
-def _arm(row: dict[str, Any]) -> tuple[str, float]:
+def _key(row: dict[str, Any]) -> tuple[str, float]:
     return row["method"], row["temperature"]
 
 

@@ -79,12 +79,12 @@ def _method_row(
     low, high = row["speedup_interval"] or [row["speedup_mean"]] * 2
     against = None
     if records and row is not best:
-        mine, others = (question_sums(list(records), _arm(each)) for each in (row, best))
+        mine, others = (question_sums(list(records), _key(each)) for each in (row, best))
         against = bootstrap.paired_ratio(bootstrap.speedup, mine, others)
     return MethodRow(
         row, TONES[word], word, against, scale.percent(row["speedup_mean"]), scale.percent(low), scale.percent(high)
     )
 
 
-def _arm(row: dict[str, Any]) -> str:
+def _key(row: dict[str, Any]) -> str:
     return f"{row['method']}@{row['temperature']:g}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.eval.bench.records import ArmRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.page.plot import Scale
 
@@ -133,7 +133,7 @@ def _has_phases(record: QuestionRecord, temperature: float) -> bool:
     return all(answer.turns[0].phases_s for answer in answers)
 
 
-def _timeline_row(answer: ArmRecord, scale: Scale) -> TimelineRow:
+def _timeline_row(answer: MethodRecord, scale: Scale) -> TimelineRow:
     turn, began_s, rounds, tokens = answer.turns[0], 0.0, [], 0
     for seconds, kept in zip(turn.phases_s, turn.accept_lengths, strict=False):
         if 1000 * began_s >= scale.high * (1 - 1e-9):  # sums of readings are rounded

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from draftsmith.eval.bench.theory import expected_tokens, operations_factor
 from draftsmith.eval.report.papers.quoted import place, table
-from draftsmith.eval.report.theory import expected_tokens, operations_factor
 
 # Table 1's alphas and gammas.
 TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
@@ -21,27 +21,27 @@ def operations_and_speed() -> str:
     return table(["alpha", "gamma", "operations", "speed"], rows)
 
 
-def ngram_alphas(results: Path, arms: list[tuple[str, str, str, float]]) -> str:
+def ngram_alphas(results: Path, rows_of: list[tuple[str, str, str, float]]) -> str:
     """Table 3's last rows: alpha of n-grams that are counted in the target's own answers.
 
     Args:
-        arms: What the page calls the target, result file, what stands before a method's name there, temperature.
+        rows_of: What the page calls the target, result file, what stands before a method's name there, temperature.
     """
     rows = []
-    for target, file, before, temperature in arms:
+    for target, file, before, temperature in rows_of:
         alphas = (place(results, file, before + name, temperature).quoted("timing.alpha") for name in NGRAMS)
         rows.append([target, f"{temperature:g}", *alphas])
     return table(["target", "T", *NGRAMS], rows, labels=2)
 
 
-def expected_and_measured(results: Path, arms: list[tuple[str, str, str, float]]) -> str:
+def expected_and_measured(results: Path, rows_of: list[tuple[str, str, str, float]]) -> str:
     """Table 4: theorem 3.8 with the measured alpha and c, beside the measured speedup of decoding.
 
     Args:
-        arms: What the page calls it, result file, method, temperature.
+        rows_of: What the page calls it, result file, method, temperature.
     """
     rows = []
-    for name, file, method, temperature in arms:
+    for name, file, method, temperature in rows_of:
         found = place(results, file, method, temperature)
         figures = [
             found.quoted("timing.gamma", "{:d}"),

@@ -42,7 +42,7 @@ EXPECTED = [
     for name, *methods in CHAINS
     for temperature in TEMPERATURES
 ]
-NGRAM_ARMS = [
+NGRAM_ROWS = [
     (target.name, target.file, f"{before}-draft_model/" if before else "", temperature)
     for target, before in TARGETS
     for temperature in TEMPERATURES
@@ -92,7 +92,7 @@ def page_text(results: Path) -> str:
         embedded=EMBEDDED.name,
         masks=number_of_masks(results, MASKS),
         operations=operations_and_speed(),
-        ngrams=ngram_alphas(results, NGRAM_ARMS),
+        ngrams=ngram_alphas(results, NGRAM_ROWS),
         expected=expected_and_measured(results, EXPECTED),
         pictures=PICTURES,
         answer=ANSWER if (results.parent / PICTURES / ANSWER).exists() else None,

@@ -18,13 +18,13 @@ class Place:
 
     folder: Path
     file: str  # without its suffix
-    arm: str  # `method@temperature`
+    key: str  # `method@temperature`
 
     @cached_property
     def row(self) -> dict[str, Any] | None:
-        """The arm's figures; None where it was not measured."""
+        """Its figures; None where it was not measured."""
         file = self.folder / f"{self.file}.json"
-        return _rows(file, file.stat().st_mtime_ns).get(self.arm) if file.exists() else None
+        return _rows(file, file.stat().st_mtime_ns).get(self.key) if file.exists() else None
 
     def value(self, path: str) -> float | None:
         """A figure of the row, down through its mappings and lists; None where it was not measured."""
@@ -37,18 +37,18 @@ class Place:
         return found if isinstance(found, int | float) else None
 
     def quoted(self, path: str, form: str = "{:.2f}") -> str:
-        """`[2.78](results/name.json#figures.rows.arm.path)`, or a dash."""
+        """`[2.78](results/name.json#figures.rows.key.path)`, or a dash."""
         value = self.value(path)
         if value is None:
             return NOT_MEASURED
-        return f"[{form.format(value)}]({self.folder.name}/{self.file}.json#figures.rows.{self.arm}.{path})"
+        return f"[{form.format(value)}]({self.folder.name}/{self.file}.json#figures.rows.{self.key}.{path})"
 
 
 def place(results: Path, file: str, method: str, temperature: float) -> Place:
-    """Where a method's row at a temperature stands: in `file`, or in `file_*`, where a table has several sittings."""
-    arm = f"{method}@{temperature:g}"
-    sittings = [file, *sorted(found.stem for found in results.glob(f"{file}_*.json"))]
-    places = [Place(results, sitting, arm) for sitting in sittings]
+    """Where a method's row at a temperature stands: in `file`, or in `file_*`, where a table has several runs."""
+    key = f"{method}@{temperature:g}"
+    runs = [file, *sorted(found.stem for found in results.glob(f"{file}_*.json"))]
+    places = [Place(results, run, key) for run in runs]
     return next((found for found in places if found.row), places[0])
 
 

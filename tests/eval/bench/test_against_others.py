@@ -84,9 +84,9 @@ def test_all_sides_give_the_same_answers(
     told: dict[str, bool] = {}
     our_side = script.our_side
 
-    def noted_side(session: Any, arm: Any, *rest: Any) -> Any:
-        told[arm.method.name] = asking(arm.method) is None
-        return our_side(session, arm, *rest)
+    def noted_side(session: Any, measured: Any, *rest: Any) -> Any:
+        told[measured.method.name] = asking(measured.method) is None
+        return our_side(session, measured, *rest)
 
     monkeypatch.setattr(script, "our_side", noted_side)
     draft = tiny_run(tmp_path, "draft", drafter={"kind": "draft_model", "options": {"num_layers": 1}}, eval=asked)

@@ -1,16 +1,35 @@
-"""Records go to the file and come back as they were; those of earlier versions too, or the reason why not."""
+"""Records come back as they were written, and no speedup is told of times that cannot be compared."""
 
-from dataclasses import replace
-from itertools import chain
+import copy
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.records import made_up
+from support.tiny_models import tiny_target
 
-from draftsmith.eval.bench.record_log import RecordLog
-from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.bench.records import (
+    SETTINGS,
+    QuestionRecord,
+    RecordLog,
+    answer_settings,
+    check_fair_clock,
+    target_settings,
+    weights_fingerprint,
+)
+from draftsmith.eval.report.summary import summarize, summarize_timing
+from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+
+OTHER: dict[str, Any] = {
+    "target": "another",
+    "dtype": "bfloat16",
+    "prompts": "others",
+    "sampling": {"temperature": 0.0, "top_k": 5, "top_p": 1.0},
+    "max_new_tokens": 11,
+}
 
 
 def two_turns() -> QuestionRecord:
@@ -23,21 +42,6 @@ def two_turns() -> QuestionRecord:
     return record
 
 
-def by_figures(answer: dict[str, Any]) -> dict[str, Any]:
-    """An arm's answers as earlier versions wrote them: a list over turns for each figure, or over all turns' rounds."""
-    turns = answer.pop("turns")
-    of_turns = {"turns": "text", "token_ids": "ids", "wall_time": "wall_time_s"}
-    of_turns |= {
-        key: key for key in ["first_token_s", "prefill_s", "draft_s", "verify_s", "choose_s", "commit_s", "tried"]
-    }
-    lists = {key: [turn[name] for turn in turns] for key, name in of_turns.items()}
-    lists["decoding_steps"] = [len(turn["accept_lengths"]) for turn in turns]
-    lists["new_tokens"] = [len(turn["ids"]) for turn in turns]
-    for key in ("accept_lengths", "draft_lengths", "draft_depths", "round_s"):
-        lists[key] = list(chain.from_iterable(turn[key] for turn in turns))
-    return answer | lists
-
-
 def test_what_is_appended_comes_back(tmp_path: Path) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
     records = [made_up(0, 2.0, 4.0), two_turns()]
@@ -48,33 +52,25 @@ def test_what_is_appended_comes_back(tmp_path: Path) -> None:
     assert len(log.file.read_text().splitlines()) == 2
 
 
-def test_records_of_an_earlier_version_still_load() -> None:
+def test_records_of_an_earlier_version() -> None:
+    """Without what a report can do without they load; else they are refused, and so are those of the oldest form."""
     record = two_turns()
-    values = record.to_json()
-    values["answers"] = {key: by_figures(answer) for key, answer in values["answers"].items()}
-    assert QuestionRecord.from_json(values) == record
-    for answer in values["answers"].values():
-        del answer["lenience"]  # always 1 before there was lenience
-    assert QuestionRecord.from_json(values) == record
-    values = record.to_json()
+    values = asdict(record)
     for answer in values["answers"].values():
         for turn in answer["turns"]:
-            del turn["outside_tokens"], turn["ended_outside"]  # nothing was noted of draft vocabularies
-            del turn["phases_s"]
+            del turn["outside_tokens"], turn["ended_outside"], turn["phases_s"]
     del values["weights_bytes"], values["weights_read_s"]
     assert QuestionRecord.from_json(values) == record
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("key", ["settings", "round_s", "choose_s"])
-def test_records_that_lack_a_figure_are_refused(key: str, earlier: bool) -> None:
-    values = two_turns().to_json()
-    answer = values["answers"]["chain@0"]
-    if earlier:
-        answer = values["answers"]["chain@0"] = by_figures(answer)
-    for place in [answer] if earlier or key in answer else answer["turns"]:
-        del place[key]
-    with pytest.raises(UserError, match=rf"run 3 of question 1 .* earlier version of draftsmith \(no {key}\): delete"):
+    for key in ("settings", "round_s"):
+        values = asdict(record)
+        answer = values["answers"]["chain@0"]
+        for place in [answer] if key in answer else answer["turns"]:
+            del place[key]
+        message = rf"run 3 of question 1 .* earlier version of draftsmith \(no {key}\): delete"
+        with pytest.raises(UserError, match=message):
+            QuestionRecord.from_json(values)
+    values["answers"]["chain@0"]["turns"] = ["an answer", "another"]
+    with pytest.raises(UserError, match="earlier version of draftsmith"):
         QuestionRecord.from_json(values)
 
 
@@ -98,3 +94,74 @@ def test_a_method_whose_name_leads_out_of_the_folder_is_no_record(tmp_path: Path
     log.append(record)
     with pytest.raises(UserError, match=r"records\.jsonl line 1 is no record"):
         list(log)
+
+
+def test_every_setting_is_tested() -> None:
+    made = answer_settings({"target": "a", "dtype": "float32"}, [1], ("x",), Sampling(), 10)
+    assert made.keys() == SETTINGS.keys() == OTHER.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "summary"),
+    [(key, "chain@0", summarize) for key in SETTINGS] + [("dtype", "autoregressive@0", summarize_timing)],
+)
+def test_nothing_is_compared_that_differs(key: str, changed: str, summary: Any) -> None:
+    record = made_up(0, 2.0, 4.0)
+    check_fair_clock([record])
+    record.answers[changed].settings[key] = OTHER[key]
+    message = f"run 0 of question 1: chain was measured with other {SETTINGS[key]} than its autoregressive baseline"
+    with pytest.raises(UserError, match=message):
+        summary([made_up(0, 2.0, 4.0), record])
+
+
+@pytest.mark.parametrize("key", ["target", "dtype", "sampling", "max_new_tokens"])
+def test_records_of_another_target_are_not_averaged(key: str) -> None:
+    """Fair each by itself, but not of one thing. The prompts do differ from question to question."""
+    later = made_up(1, 2.0, 4.0)
+    for answer in later.answers.values():
+        answer.settings["prompts"] = "of another question"
+    check_fair_clock([made_up(0, 2.0, 4.0), later])
+    for answer in later.answers.values():
+        answer.settings[key] = OTHER[key]
+    with pytest.raises(
+        UserError, match=f"run 1 of question 1 was measured with another {SETTINGS[key]} than the first"
+    ):
+        summarize([made_up(0, 2.0, 4.0), later])
+
+
+def test_times_of_two_processes_are_never_compared() -> None:
+    record = made_up(0, 2.0, 4.0)
+    record.answers["chain@0"].process = "another"
+    with pytest.raises(UserError, match="mixes times of several processes, which cannot be compared"):
+        summarize([record])
+    del record.answers["autoregressive@0"]
+    with pytest.raises(UserError, match="lacks its autoregressive baseline"):
+        summarize([record])
+    with pytest.raises(UserError, match="nothing has been measured yet"):
+        summarize([])
+
+
+def test_a_target_is_told_by_its_weights() -> None:
+    target = tiny_target()
+    name = weights_fingerprint(target)
+    assert weights_fingerprint(copy.deepcopy(target)) == name
+    assert target_settings(target) == {"target": name, "dtype": "float32"}
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        weight = other.model.layers[1].mlp.down_proj.weight
+        weight[3, 4] += 1e-3
+        changed = weights_fingerprint(other)
+        weight[3, 4] = target.model.layers[1].mlp.down_proj.weight[3, 4]
+        assert weights_fingerprint(other) == name
+        weight[[0, 1]] = weight[[1, 0]]  # the same numbers elsewhere
+    assert len({name, changed, weights_fingerprint(other), weights_fingerprint(target.to(torch.bfloat16))}) == 4
+
+
+def test_prompts_are_those_that_were_asked() -> None:
+    def prompts(ids: list[int], *turns: str) -> str:
+        return answer_settings({}, ids, turns, Sampling(), 10)["prompts"]
+
+    assert prompts([1, 2], "a", "b") == prompts([1, 2], "a", "b")
+    assert (
+        len({prompts([1, 2], "a", "b"), prompts([1, 3], "a", "b"), prompts([1, 2], "a", "c"), prompts([1], "a")}) == 4
+    )

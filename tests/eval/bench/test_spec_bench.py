@@ -15,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.sources.questions import Question, load_questions, task_of
 from draftsmith.eval.bench import spec_bench
-from draftsmith.eval.bench.arms import Arm
-from draftsmith.eval.bench.record_log import RecordLog
-from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, request_seed, write_answers
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.compiled_session import CompiledSession
@@ -89,14 +88,16 @@ def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBenc
 
 
 @pytest.fixture
-def arms() -> list[Arm]:
-    arms = []
+def methods() -> list[MeasuredMethod]:
+    methods = []
     for temperature in (0.0, 1.0):
         sampling, generator = Sampling(temperature), torch.Generator()
-        arms.append(Arm(Autoregressive(), sampling, torch.Generator()))
+        methods.append(MeasuredMethod(Autoregressive(), sampling, torch.Generator()))
         for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
-            arms.append(Arm(DrafterMethod(name, FixedDecoder(), builder, sampling, generator), sampling, generator))
-    return arms
+            methods.append(
+                MeasuredMethod(DrafterMethod(name, FixedDecoder(), builder, sampling, generator), sampling, generator)
+            )
+    return methods
 
 
 def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> None:
@@ -114,18 +115,20 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
             widths[self._name].add(features.shape[-1])
 
     greedy = Sampling()
-    arms = [
-        Arm(Autoregressive(), greedy, torch.Generator()),
-        Arm(DrafterMethod("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)),
-        Arm(DrafterMethod("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
+    methods = [
+        MeasuredMethod(Autoregressive(), greedy, torch.Generator()),
+        MeasuredMethod(
+            DrafterMethod("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)
+        ),
+        MeasuredMethod(DrafterMethod("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
     ]
-    bench.run(arms, RecordLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
+    bench.run(methods, RecordLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
     assert widths == {"deep": {3 * 16}, "plain": {16}}
 
 
-def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
+def test_the_whole_harness(bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
-    bench.run(arms, log, runs=2, warmup_questions=1)
+    bench.run(methods, log, runs=2, warmup_questions=1)
     records = list(log)
     assert [(record.run, record.question_id) for record in records] == [
         (run, question.question_id) for run in range(2) for question in QUESTIONS
@@ -169,32 +172,36 @@ def test_the_whole_harness(bench: SpecBench, arms: list[Arm], tmp_path: Path) ->
         assert answer.sequential is False
 
 
-def test_finished_questions_are_not_asked_again(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
+def test_finished_questions_are_not_asked_again(
+    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
+) -> None:
     """Interrupted after two of three questions; the resumed run asks the third only, and its samples are the same."""
     whole = RecordLog(tmp_path / "whole.jsonl")
-    bench.run(arms, whole, runs=1, warmup_questions=0)
+    bench.run(methods, whole, runs=1, warmup_questions=0)
     lines = whole.file.read_text().splitlines(keepends=True)
     cut = tmp_path / "cut.jsonl"
     cut.write_text("".join(lines[:2]) + lines[2][:40])
     log = RecordLog(cut)
-    bench.run(arms, log, runs=1, warmup_questions=0)
+    bench.run(methods, log, runs=1, warmup_questions=0)
     assert cut.read_text().splitlines(keepends=True)[:2] == lines[:2]
     for before, after in zip(whole, log, strict=True):
         for key, answer in before.answers.items():
             assert answer.ids == after.answers[key].ids
 
 
-def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
-    """Asked in another order, by arms in another order, and alone: every arm samples the same answer."""
-    bench.run(arms, RecordLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
+def test_a_sampled_answer_depends_on_no_other_question(
+    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
+) -> None:
+    """Asked in another order, by methods in another order, and alone: every method samples the same answer."""
+    bench.run(methods, RecordLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
     wanted = {(r.run, r.question_id): r.answers for r in RecordLog(tmp_path / "all.jsonl")}
     assert wanted[0, 1]["chain@1"].ids != wanted[1, 1]["chain@1"].ids
     assert len({str(wanted[run, 1]["autoregressive@1"].ids) for run in (0, 1)}) == 2
-    arms.reverse()
+    methods.reverse()
     for name, questions in (("reversed", QUESTIONS[::-1]), ("alone", QUESTIONS[2:])):
         bench.questions = questions
         log = RecordLog(tmp_path / f"{name}.jsonl")
-        bench.run(arms, log, runs=2, warmup_questions=0)
+        bench.run(methods, log, runs=2, warmup_questions=0)
         for record in log:
             for key, answer in record.answers.items():
                 assert answer.ids == wanted[record.run, record.question_id][key].ids, key
@@ -207,15 +214,17 @@ def test_every_request_has_a_seed_of_its_own() -> None:
     assert seeds[0] == request_seed(0, 0, 1, 0, "a@1")
 
 
-def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
-    """Every arm alike; the conversation goes on with the text before the stop string."""
+def test_stop_strings_end_answers_and_are_no_part_of_them(
+    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
+) -> None:
+    """Every method alike; the conversation goes on with the text before the stop string."""
     free = RecordLog(tmp_path / "free.jsonl")
-    bench.run(arms, free, runs=1, warmup_questions=0)
+    bench.run(methods, free, runs=1, warmup_questions=0)
     text = next(iter(free)).answers["autoregressive@0"].turns[0].text
     assert text is not None
     bench._stop = StopStrings((text[4],), LetterTokenizer())
     log = RecordLog(tmp_path / "stopped.jsonl")
-    bench.run(arms, log, runs=1, warmup_questions=0)
+    bench.run(methods, log, runs=1, warmup_questions=0)
     answers = next(iter(log)).answers
     for key in ("autoregressive@0", "chain@0", "tree@0"):
         assert answers[key].ids == answers["autoregressive@0"].ids
@@ -223,10 +232,12 @@ def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, arms
         assert len(answers[key].turns[0].ids) == text.index(text[4]) + 1
 
 
-def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
+def test_lenience_reaches_the_loop_and_the_table(
+    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
+) -> None:
     """Almost everything is accepted; the answer is not the target's; nobody claims that it is."""
     greedy = Sampling()
-    lenient = [arms[0], Arm(arms[1].method, greedy, torch.Generator(), lenience=1e-9)]
+    lenient = [methods[0], MeasuredMethod(methods[1].method, greedy, torch.Generator(), lenience=1e-9)]
     log = RecordLog(tmp_path / "records.jsonl")
     bench.run(lenient, log, runs=1, warmup_questions=0)
     answers = next(iter(log)).answers
@@ -238,24 +249,24 @@ def test_lenience_reaches_the_loop_and_the_table(bench: SpecBench, arms: list[Ar
 
 
 def test_methods_take_turns_in_going_first(
-    bench: SpecBench, arms: list[Arm], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench: SpecBench, methods: list[MeasuredMethod], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[str] = []
     answer = bench.answer
 
-    def note(arm: Arm, *rest: Any) -> Any:
-        asked.append(arm.key)
-        return answer(arm, *rest)
+    def note(measured: MeasuredMethod, *rest: Any) -> Any:
+        asked.append(measured.key)
+        return answer(measured, *rest)
 
     monkeypatch.setattr(bench, "answer", note)
-    bench.run(arms, RecordLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
+    bench.run(methods, RecordLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
     assert asked[::6] == ["autoregressive@0", "chain@0", "tree@0"]
 
 
-def test_answers_can_be_read_by_spec_bench(bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
+def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path) -> None:
     """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
     log = RecordLog(tmp_path / "records.jsonl")
-    bench.run(arms, log, runs=1, warmup_questions=0)
+    bench.run(methods, log, runs=1, warmup_questions=0)
     files = {file.name: file for file in write_answers(log, tmp_path / "answers", "demo")}
     assert sorted(files) == sorted(
         f"demo-{method}-temp-{temperature}-run-1.jsonl"
@@ -279,7 +290,9 @@ def test_answers_can_be_read_by_spec_bench(bench: SpecBench, arms: list[Arm], tm
     assert sum(accept_lengths) / len(accept_lengths) == pytest.approx(overall["tau"])
 
 
-def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: SpecBench, arms: list[Arm]) -> None:
+def test_questions_that_do_not_fit_are_counted(
+    target: LlamaForCausalLM, bench: SpecBench, methods: list[MeasuredMethod]
+) -> None:
     long = Question(9, "math", ("a" * 90,))
     assert SpecBench(target, LetterTokenizer(), [*QUESTIONS, long], 12).left_out == 1
     with pytest.raises(
@@ -287,7 +300,7 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
     ):
         SpecBench(target, LetterTokenizer(), [long], 12)
     later = Question(10, "math", ("a" * 70, "b" * 20))
-    answer = SpecBench(target, LetterTokenizer(), [later], 12).answer(arms[0], later)
+    answer = SpecBench(target, LetterTokenizer(), [later], 12).answer(methods[0], later)
     assert (len(answer.turns), answer.turns_left_out) == (1, 1)
 
 
@@ -454,10 +467,12 @@ def test_limits(tmp_path: Path) -> None:
     assert kept(None, 1) == [0, 9]
 
 
-def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, arms: list[Arm], tmp_path: Path) -> None:
+def test_a_compiled_run(
+    target: LlamaForCausalLM, bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
+) -> None:
     """The same answers; every size of tree is known and compiled before anything is measured."""
     plain, fast = RecordLog(tmp_path / "plain.jsonl"), RecordLog(tmp_path / "fast.jsonl")
-    greedy = [arm for arm in arms if arm.sampling.greedy]
+    greedy = [measured for measured in methods if measured.sampling.greedy]
     bench.run(greedy, plain, runs=1, warmup_questions=0)
     compiled = SpecBench(target, LetterTokenizer(), QUESTIONS, 12, seed=3, compiles=True)
     compiled.session.close()

@@ -8,7 +8,7 @@ import pytest
 from support.records import made_up
 from typer.testing import CliRunner
 
-from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.compare_runs import compare_runs
 from draftsmith.recipes.errors import UserError

@@ -14,14 +14,13 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
-from draftsmith.eval.bench.arms import load_models
+from draftsmith.eval.artifacts.drafter import update_card, write_tuned
+from draftsmith.eval.artifacts.measurement import WEIGHTS
+from draftsmith.eval.artifacts.proof import PROOF, Proof
+from draftsmith.eval.bench.measured_methods import load_models
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import Tuned, tune
-from draftsmith.eval.kept.drafter_card import update_card
-from draftsmith.eval.kept.measurement import WEIGHTS
-from draftsmith.eval.kept.proof import PROOF, Proof
-from draftsmith.eval.kept.tuned_tree import write_tuned
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target

@@ -8,8 +8,9 @@ from rich.console import Console
 from support.tiny_models import tiny_target
 from torch import Tensor
 
-from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.artifacts.proof import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.bench.divergence import Divergence
+from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.commands.prove import (
     _test,
     chi_square_uniform,
@@ -20,7 +21,6 @@ from draftsmith.eval.commands.prove import (
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.kept.proof import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
@@ -54,12 +54,13 @@ def distribution_proof(temperature: float = 1.0, answers: int = 60, tokens: int 
     target, sampling = tiny_target(), Sampling(temperature)
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(target.config.vocab_size, generator=torch.Generator().manual_seed(5)).softmax(-1)
-    arm = Arm(Guess(q, generator), sampling, generator)
+    measured = MeasuredMethod(Guess(q, generator), sampling, generator)
     with TargetSession(target, 64) as session:
         drawn = [
-            (PROMPT, generate(session, arm.method, PROMPT, sampling, tokens, (), generator).ids) for _ in range(answers)
+            (PROMPT, generate(session, measured.method, PROMPT, sampling, tokens, (), generator).ids)
+            for _ in range(answers)
         ]
-    return _test(target, arm, drawn)
+    return _test(target, measured, drawn)
 
 
 def test_lossless_sampling_passes() -> None:

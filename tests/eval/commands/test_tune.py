@@ -9,6 +9,7 @@ import torch
 from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
+from draftsmith.eval.artifacts.drafter import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.commands.tune import (
     candidates,
     expected_tau,
@@ -16,7 +17,6 @@ from draftsmith.eval.commands.tune import (
 )
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.kept.tuned_tree import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.round_costs import on_curve

@@ -13,7 +13,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from draftsmith.eval.bench import arms
+from draftsmith.eval.bench import measured_methods
 from draftsmith.eval.decoding.compiled_session import CompiledSession, DynamicSession, open_session
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
@@ -315,10 +315,10 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_compiles_by_default_where_a_compiler_is(
     monkeypatch: pytest.MonkeyPatch, asked: bool | None, device: str, has_one: bool, expected: bool
 ) -> None:
-    monkeypatch.setattr(arms, "target_device", lambda _: torch.device(device))
-    monkeypatch.setattr(arms, "can_compile", lambda: has_one)
+    monkeypatch.setattr(measured_methods, "target_device", lambda _: torch.device(device))
+    monkeypatch.setattr(measured_methods, "can_compile", lambda: has_one)
     recipe = load_recipe("quickstart", [] if asked is None else [f"eval.compile={str(asked).lower()}"])
-    assert arms.compiles(recipe) is expected
+    assert measured_methods.compiles(recipe) is expected
 
 
 def test_a_sliding_window_limits_the_session() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draftsmith.eval.report.theory import (
+from draftsmith.eval.bench.theory import (
     best_gamma,
     expected_tokens,
     operations_factor,

@@ -6,8 +6,7 @@ import pytest
 from support.records import made_up
 
 from draftsmith.data.sources.questions import Question
-from draftsmith.eval.bench.fair_clock import answer_settings
-from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.bench.records import QuestionRecord, answer_settings
 from draftsmith.eval.serving.own import chain_of, own_figures
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe

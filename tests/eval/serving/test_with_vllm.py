@@ -21,7 +21,7 @@ from draftsmith.data.engines.vllm_engine import VllmServer
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.record_log import RecordLog
+from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.commands.in_engine import evaluate_in_engine
 from draftsmith.eval.commands.prove import chi_square_uniform, rosenblatt

@@ -11,7 +11,7 @@ from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greed
 from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.bench import costs
-from draftsmith.eval.bench.arms import Arm
+from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
@@ -194,11 +194,11 @@ def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> N
         DrafterMethod(f"{number}", decoder, tree_builder(recipe, decoder), GREEDY, adaptive=AdaptiveTree())
         for number, decoder in enumerate([*decoders, decoders[0]])
     ]
-    arms = [Arm(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
+    methods = [MeasuredMethod(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
     with TargetSession(target, 96) as session:
-        costs.give_costs(session, arms, [5, 6, 7])
+        costs.give_costs(session, methods, [5, 6, 7])
         known = [method.adaptive.costs for method in methods if method.adaptive]
-        costs.give_costs(session, arms, [5, 6, 7])
+        costs.give_costs(session, methods, [5, 6, 7])
     assert known[0] is known[2] is methods[0].adaptive.costs  # type: ignore[union-attr]
     parallel, grown = known[:2]
     assert parallel is not None and grown is not None  # noqa: PT018

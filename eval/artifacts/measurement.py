@@ -8,14 +8,16 @@ from typing import Any
 
 from pydantic import FiniteFloat
 
+from draftsmith.data.card.card import CARD_JSON, DataCard
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.eval.bench.arms import compiles, drafter_folders
 from draftsmith.eval.bench.divergence import RecordedDivergence
-from draftsmith.eval.bench.record_log import RecordLog
-from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.bench.measured_methods import compiles, drafter_folders
+from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.methods.registry import method_of
+from draftsmith.eval.report.page.measured import drafter_name
 from draftsmith.eval.report.summary import summarize
+from draftsmith.models.base.registry import TRAINING_FILE, Training, read_training
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, read_json, sha256_of
@@ -56,7 +58,7 @@ class Notes:
 
 @dataclass
 class UntimedFigures:
-    """Of one arm, see `OverlapMeter.figures`."""
+    """Of one method at one temperature, see `OverlapMeter.figures`."""
 
     positions: int
     alpha_overlap: FiniteFloat | None
@@ -180,11 +182,36 @@ def drafter_weights(recipe: Recipe) -> list[str | None]:
 
 
 def untimed_figures(recipe: Recipe) -> dict[str, Any] | None:
-    """By arm, what was measured off the clock with as many questions as the recipe asks for."""
+    """By `method@temperature`, what was measured off the clock with as many questions as the recipe asks for."""
     file = RunFolder(recipe).eval / UNTIMED
     if not file.is_file():
         return None
     untimed = read_json(file, Untimed, "delete it and run `draftsmith eval` again")
     if untimed.questions != recipe.eval.untimed_questions:
         return None
-    return {arm: asdict(figures) for arm, figures in untimed.arms.items()}
+    return {key: asdict(figures) for key, figures in untimed.arms.items()}
+
+
+def recorded_trainings(recipe: Recipe) -> dict[str, Training]:
+    """Of the measured drafters that lie here with their log, by the name of their run.
+
+    Raises:
+        UserError: A log is damaged.
+    """
+    own = RunFolder(recipe).drafter
+    drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
+    folders = [own if method.drafter is None else Path(method.drafter).expanduser() for method in drafted]
+    found = (folder for folder in dict.fromkeys(folders) if (folder / TRAINING_FILE).is_file())
+    return {drafter_name(folder.as_posix()): read_training(folder) for folder in found}
+
+
+def recorded_data_card(recipe: Recipe) -> DataCard | None:
+    """`data/card.json`; None of data that has none.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    file = RunFolder(recipe).data / CARD_JSON
+    if not file.is_file():
+        return None
+    return read_json(file, DataCard, "delete it and run `draftsmith distill` again")

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval.artifacts.measurement import drafter_weights
 from draftsmith.eval.bench.divergence import Divergence
-from draftsmith.eval.kept.measurement import drafter_weights
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.eval.kept import measurement
-from draftsmith.eval.kept.measurement import measurement_settings
+from draftsmith.eval.artifacts import measurement
+from draftsmith.eval.artifacts.measurement import measurement_settings
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe
 

@@ -9,15 +9,13 @@ from support.table_decoder import TableDecoder, random_table
 from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor, nn
 
-from draftsmith.eval.bench.operations import LinearOperations
-from draftsmith.eval.bench.overlap import OverlapMeter
+from draftsmith.eval.bench.theory import LinearOperations, OverlapMeter, theory_row
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.specinfer import SpecInfer
-from draftsmith.eval.report.theory_table import theory_row
 from draftsmith.eval.trees.builders import ChainBuilder, tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape

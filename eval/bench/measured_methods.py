@@ -1,4 +1,4 @@
-"""What a recipe compares: its target, its drafters, and an arm for each method at each temperature."""
+"""What a recipe compares: its target, its drafters, and and each method at each temperature."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 
 @dataclass
-class Arm:
+class MeasuredMethod:
     """One method at one temperature: one row of the table.
 
     feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
@@ -82,9 +82,9 @@ def compile_decoder(recipe: Recipe, decoder: SequenceDecoder) -> SequenceDecoder
     return decoder
 
 
-def make_arms(
+def measured_methods(
     recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
-) -> list[Arm]:
+) -> list[MeasuredMethod]:
     """The baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
 
     Raises:
@@ -93,25 +93,27 @@ def make_arms(
     decoders = {
         folder: compile_decoder(recipe, drafter.decoder(max_length_tokens)) for folder, drafter in drafters.items()
     }
-    arms = []
+    methods = []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
-        arms.append(Arm(Autoregressive(), sampling, torch.Generator(target.device)))
+        methods.append(MeasuredMethod(Autoregressive(), sampling, torch.Generator(target.device)))
         for method in recipe.eval.methods:
             generator, folder = torch.Generator(target.device), drafter_folder(recipe, method)
             if method.kind == DRAFTER_KIND:
                 decoder = decoders[folder]
                 drafting = drafter_method(method, decoder, sampling, generator)
-                arms.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
+                methods.append(
+                    MeasuredMethod(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience)
+                )
             else:
                 tokens = folder.parent / "data" / "tokens"
                 setting = MethodSetting(method, target, tokenizer, tokens, max_length_tokens, sampling, generator)
-                arms.append(Arm(make_method(setting), sampling, generator, lenience=method.lenience))
-    keys = [arm.key for arm in arms]
+                methods.append(MeasuredMethod(make_method(setting), sampling, generator, lenience=method.lenience))
+    keys = [measured.key for measured in methods]
     for key in keys:
         if keys.count(key) > 1:
             raise UserError(f"eval.methods and eval.temperatures give {key} twice: each method needs a name of its own")
-    return arms
+    return methods
 
 
 def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:

@@ -1,0 +1,311 @@
+"""What theory expects of a drafter, and its alpha and arithmetic as measured off the clock.
+
+Leviathan et al. (arXiv 2211.17192, section 3) predict the gain of speculative sampling from three numbers: alpha =
+acceptance rate, gamma = drafted tokens along a path, c = drafting time over the time of one target step. Their c is
+that of one drafted token, so that a round costs gamma * c + 1; a parallel drafter (ParallelSpec, 2410.05589) drafts all
+gamma in one forward, so that a round costs c + 1. Both assume that acceptances are independent of one another and that
+verification takes no longer than a single step. `theory_row` has for the report
+
+gamma                the longest path that was drafted
+alpha                accepted over tried: drafted positions that verification came to, and those where it went on
+alpha (overlap)      E[sum min(p, q)] at the same positions, corollary 3.6
+c                    drafting time over a target step's: of one drafted token for a sequential drafter, of the round
+                     for a parallel one
+c (operations)       the same ratio in arithmetic, of one drafted token
+tau (equation 1)     expected tokens with this alpha at each round's own depth. What the measured tau has above that is
+                     due to rounds being alike, as easy text comes in stretches
+theorem 3.8          that tau over (gamma c + 1), or over (c + 1)
+theorem 3.11         arithmetic per token over the target's own; as counted, in the untimed pass
+best gamma           section 3.5; for a parallel drafter, where c does not grow, `sufficient_gamma`
+
+Theory knows chains. Of a tree, a position is tried once whatever number of children it has, and gamma is its depth.
+
+`measure_untimed` asks some questions again, so that the timed loop computes nothing of this. p and q are standardised
+alike. At a node with children
+
+    overlap   sum min(p, q) with the q of the draw that verification tries first: its chance of acceptance. Those after
+              it meet what is left of p, from the same q without its token or from another model's; they are not
+              counted. For a deterministic draft, whose q is the point mass on its first child x, the sum is p(x)
+    drafter   sum min(p, q) with the drafter's whole distribution there, however the tree used it: what a chain sampled
+              from it would be accepted with
+
+At T = 0 both are the share of matches. Operations are counted from each answer's second round on: in the first the
+drafter also reads the prompt, which theory leaves out on both sides.
+
+Shapes: N tree nodes, W nodes of one level, G drafted depths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.spec_bench import SpecBench
+from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.loop import Round
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
+from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.tree import DraftTree, root_only
+from draftsmith.eval.trees.verify import drawn_below
+
+MOST_TOKENS = 32  # gammas tried
+Path = tuple[int, ...]  # drafted tokens from the root down
+aten = torch.ops.aten
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Equation 1: E[tokens of a round] = (1 - alpha^(gamma+1)) / (1 - alpha), the target's own token included."""
+    _check(alpha, gamma)
+    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def walltime_factor(alpha: float, gamma: int, c: float, parallel: bool = False) -> float:
+    """Theorem 3.8: the expected speedup, E[tokens] / (gamma c + 1), or over (c + 1) for a parallel drafter."""
+    cost = (c if gamma else 0.0) if parallel else gamma * c
+    return expected_tokens(alpha, gamma) / (cost + 1)
+
+
+def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
+    """Theorem 3.11: arithmetic per token over the target's own, (1-a)(g c' + g + 1) / (1 - a^(g+1)).
+
+    Args:
+        c_operations: The drafter's operations for one token over the target's.
+    """
+    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def best_gamma(alpha: float, c: float, parallel: bool = False, at_most: int = MOST_TOKENS) -> int:
+    """Section 3.5: the gamma of the largest speedup; 0 where drafting does not pay."""
+    return max(range(at_most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c, parallel))
+
+
+def sufficient_gamma(alpha: float, share: float = 0.99, at_most: int = MOST_TOKENS) -> int:
+    """For a drafter whose cost does not grow with gamma: the least gamma with `share` of what endless drafts give.
+
+    They give 1 / (1 - alpha) tokens a round, of which gamma drafted tokens give a share of 1 - alpha^(gamma+1).
+    """
+    _check(alpha, 0)
+    return next((gamma for gamma in range(at_most) if 1 - alpha ** (gamma + 1) >= share), at_most)
+
+
+def _check(alpha: float, gamma: int) -> None:
+    if not 0 <= alpha <= 1 or gamma < 0:
+        raise ValueError(f"alpha={alpha} must be in [0, 1] and gamma={gamma} at least 0")
+
+
+def theory_row(
+    turns: list[AnswerRecord], sequential: bool, cost_ratio: float, untimed: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The figures of the module's table, for one method at one temperature.
+
+    Args:
+        turns: All its answers.
+        sequential: See `draftsmith.eval.decoding.method.Method`.
+        cost_ratio: A round's drafting time over a target step's.
+        untimed: Its figures of `measure_untimed`; None where it was not asked to.
+    """
+    depths = [depth for turn in turns for depth in turn.draft_depths]
+    tried = sum(turn.tried for turn in turns)
+    alpha = sum(turn.accepted_drafts for turn in turns) / tried if tried else 0.0
+    gamma, mean_depth = max(depths), statistics.fmean(depths)
+    tau = sum(count * expected_tokens(alpha, depth) for depth, count in Counter(depths).items()) / len(depths)
+    c = cost_ratio / mean_depth if sequential and mean_depth else cost_ratio
+    untimed = untimed or {}
+    c_operations = untimed.get("operations_ratio")
+    return {
+        "sequential": sequential,
+        "gamma": gamma,
+        "alpha": alpha,
+        "alpha_overlap": untimed.get("alpha_overlap"),
+        "alpha_drafter": untimed.get("alpha_drafter"),
+        "c": c,
+        "c_operations": c_operations,
+        "tau_predicted_iid": tau,
+        "speedup_predicted_iid": tau / (cost_ratio + 1),
+        "operations_factor": None if c_operations is None else operations_factor(alpha, gamma, c_operations),
+        "operations_measured": untimed.get("operations_per_token"),
+        "best_gamma": best_gamma(alpha, c) if sequential else sufficient_gamma(alpha),
+    }
+
+
+class _RecordedDecoder:
+    """A drafter's decoder, of either kind, and the logits of its last draft."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.start, self.observe = decoder.start, decoder.observe
+        self.num_depths, self.columns = getattr(decoder, "num_depths", None), decoder.columns
+        self._decoder = decoder
+        self._by_depth: Tensor | None = None
+        self._by_path: dict[Path, Tensor] = {}
+        self._paths: list[Path] = []  # of every node
+
+    def draft(self) -> Tensor:
+        self._by_depth = self._decoder.draft()
+        return self._by_depth
+
+    def begin(self) -> Tensor:
+        logits = self._decoder.begin()
+        self._paths, self._by_path = [()], {(): logits[0]}
+        return logits
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        logits = self._decoder.expand(tokens, parents)
+        for token, parent, row in zip(tokens, parents, logits, strict=True):
+            self._paths.append((*self._paths[parent], token))
+            self._by_path[self._paths[-1]] = row
+        return logits
+
+    def logits_after(self, path: Path) -> Tensor | None:
+        """Logits over `columns` of the children of the node at the end of a path, if the drafter computed them."""
+        if self._by_depth is None:
+            return self._by_path.get(path)
+        return self._by_depth[len(path)] if len(path) < len(self._by_depth) else None
+
+
+class OverlapMeter:
+    """A method that measures what its drafts have in common with the target: `on_round` goes to the loop with it.
+
+    Args:
+        method: What drafts.
+        sampling: Of the target, applied to the drafter's logits too.
+    """
+
+    def __init__(self, method: Method, sampling: Sampling) -> None:
+        self.name, self.sequential = method.name, method.sequential
+        self.overlap: list[float] = []
+        self.drafter: list[float] = []
+        # Of the rounds whose operations are counted: depths and nodes of the trees, root included; tokens committed.
+        self.operations = LinearOperations()
+        self.depths: list[int] = []
+        self.nodes: list[int] = []
+        self.kept_tokens = 0
+        self._counting = False
+        self._sampling = sampling
+        self._recorded: _RecordedDecoder | None = None
+        if isinstance(method, DrafterMethod):
+            self._recorded = _RecordedDecoder(method.decoder)
+            method = method.with_decoder(self._recorded)
+        self._method = method
+        self.observe = method.observe
+        if isinstance(method, ReadsLogits):
+            self.read_logits = method.read_logits
+
+    def start(self, prompt_ids: list[int], features: Tensor) -> None:
+        self._counting = False
+        self._method.start(prompt_ids, features)
+
+    def propose(self) -> DraftTree:
+        with self.operations if self._counting else contextlib.nullcontext():
+            return self._method.propose()
+
+    def on_round(self, round_: Round) -> None:
+        """Measure at every node that decided a token of the answer."""
+        tree, path = round_.tree, round_.verdict.path
+        if self._counting:
+            self.depths.append(tree.shape.draft_depth)
+            self.nodes.append(len(tree))
+            self.kept_tokens += round_.kept
+        self._counting = True
+        for depth, node in enumerate(path[: round_.kept]):
+            if not tree.children(node):
+                continue
+            p = self._sampling.probabilities(round_.logits[node])
+            first, q = next(drawn_below(tree, node, p.dtype))
+            self.overlap.append(float(p[tree.tokens[first]]) if q is None else _overlap(p, q))
+            drafted = tuple(tree.tokens[above] for above in path[1 : depth + 1])
+            logits = None if self._recorded is None else self._recorded.logits_after(drafted)
+            if self._recorded is not None and logits is not None:
+                q = self._recorded.columns.widened(self._sampling.probabilities(logits), 0.0)
+                self.drafter.append(_overlap(p, q))
+
+    def figures(self, target_operations: int) -> dict[str, Any]:
+        """Means, and ratios to the target's operations for one token. None where nothing was drafted."""
+        drafted = sum(self.depths)
+        in_steps = self.operations.total / target_operations
+        return {
+            "positions": len(self.overlap),
+            "alpha_overlap": statistics.fmean(self.overlap) if self.overlap else None,
+            "alpha_drafter": statistics.fmean(self.drafter) if self.drafter else None,
+            "operations_ratio": in_steps / drafted if drafted else None,
+            "operations_per_token": (in_steps + sum(self.nodes)) / self.kept_tokens if self.kept_tokens else None,
+        }
+
+
+def _overlap(p: Tensor, q: Tensor) -> float:
+    return float(torch.minimum(p, q.to(p)).sum())
+
+
+def measure_untimed(bench: SpecBench, methods: list[MeasuredMethod], questions: int) -> dict[str, dict[str, Any]]:
+    """`OverlapMeter.figures` of every method but the baseline, by `method@temperature`.
+
+    Args:
+        questions: Asked in full, spread over the bench's.
+    """
+    asked = bench.questions[:: max(1, len(bench.questions) // questions)][:questions]
+    found = {}
+    for measured in methods:
+        if measured.method.name == AUTOREGRESSIVE:
+            continue
+        meter = OverlapMeter(measured.method, measured.sampling)
+        for question in asked:
+            bench.answer(replace(measured, method=meter), question, on_round=meter.on_round)
+        target_step = LinearOperations()
+        with torch.inference_mode(), target_step:
+            bench.session.forward_tree(root_only(0))
+        found[measured.key] = meter.figures(target_step.total)
+    return found
+
+
+class LinearOperations:
+    """Adds up the arithmetic of linear layers within `with` blocks: two operations for each parameter a row touches.
+
+    Attention's own products are left out, on every device: they depend on the context's length, and every kernel counts
+    them differently. Leviathan's c-hat (definition 3.10) is a ratio of such counts.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._counter: FlopCounterMode | None = None
+
+    def __enter__(self) -> None:
+        self._counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+        self._counter.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._counter is not None
+        self._counter.__exit__(*error)
+        self.total += self._counter.get_total_flops()
+
+
+def _formulas() -> dict[Any, Any]:
+    """What torch's counter lacks, and what it must not count."""
+
+    def nothing(*_: Any, **__: Any) -> int:
+        return 0
+
+    def matrix_vector(matrix: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(matrix)
+
+    def added_matrix_vector(_bias: Any, matrix: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(matrix)
+
+    def packed_linear(rows: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+        """rows [..., D] to out [..., V]; the packed weight does not tell its shape."""
+        return 2 * math.prod(out_shape) * rows[-1]
+
+    formulas: dict[Any, Any] = {op: nothing for op in flop_registry if "attention" in str(op)}
+    formulas |= {aten.bmm: nothing, aten.baddbmm: nothing, aten.mv: matrix_vector, aten.addmv: added_matrix_vector}
+    if hasattr(torch.ops.draftsmith, "linear"):  # loaded, when something is packed
+        formulas[torch.ops.draftsmith.linear] = packed_linear
+    return formulas
