@@ -100,23 +100,18 @@ class Engine(Protocol):
         """Let go of servers, processes and memory; what is in flight is lost."""
 
 
-class BatchDecoder(Protocol):
-    """The loaded target, answering several requests at once: a row that ends makes room for the next.
+@dataclass(frozen=True)
+class LocalTarget:
+    """The loaded target.
 
-    max_length_tokens: prompt and answer together must not be longer.
+    model: a causal language model in eval mode.
+    most_tokens: as many as its positions go for; None if there is no bound.
+    draw: a token from logits [V].
     """
 
-    max_length_tokens: int
-
-    @property
-    def has_room(self) -> bool: ...
-
-    def begin(self, request: Request) -> None:
-        """Read its prompt into a free row."""
-
-    def advance(self) -> list[tuple[str, Completion]]:
-        """A round of all rows; the answers that it ended, by their requests' keys."""
-        ...
+    model: Any
+    most_tokens: int | None
+    draw: Callable[[Any, GenerationSettings, Any], int]
 
 
 @dataclass(frozen=True)
@@ -126,14 +121,14 @@ class EngineSetting:
     tokenizer: the target's.
     location: the target's folder or Hub id.
     end_ids: every token that ends an answer.
-    load_decoder: gives the loaded target with so many rows; only the engine that runs it itself asks.
+    load_target: only the engine that runs the target itself calls it.
     """
 
     recipe: Recipe
     tokenizer: Any
     location: str
     end_ids: tuple[int, ...]
-    load_decoder: Callable[[int], BatchDecoder] | None = None
+    load_target: Callable[[], LocalTarget] | None = None
 
 
 class EngineClass(Protocol):

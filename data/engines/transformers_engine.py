@@ -1,29 +1,44 @@
-"""The target in this process, by the project's own loop: no extra dependency, CPU or GPU.
+"""The target in this process: a batch of rows, a token of each in every forward; no extra dependency, CPU or GPU.
 
-As many answers at once as `batch_size`; the moment one ends, the next prompt takes its place. An answer depends neither
-on its neighbours nor on what was interrupted: above temperature 0 each draws from a generator seeded by its request.
+As many answers at once as `batch_size`: the moment one ends, the next prompt takes its row, and a conversation's next
+turn goes on in the row of its last. An answer depends neither on its neighbours nor on what was interrupted: above
+temperature 0 each is drawn by a generator that its request seeds.
+
+Shapes: A active rows, R rows, n new tokens, H key-value heads, S tokens in the cache, D head dimension, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.data.engines.engine import BatchDecoder, EngineSetting, Failure, Outcome, Request
+from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, LocalTarget, Outcome, Request
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
+
+CHANGING_ROPE_TYPES = ("dynamic", "longrope")  # their angles change once any sequence of the batch is long
 
 
 class TransformersEngine:
     """Continuous batching with a loaded target.
 
     Args:
-        decoder: The target, with `batch_size` rows.
-        batch_size: Rows of one forward pass.
+        local: The target, and how tokens are drawn from its logits.
+        batch_size: The rows of one forward.
+        longest_tokens: Prompt and answer together, as far as the target's positions go; each row has room for as many.
+        end_ids: The tokens that end an answer.
+
+    Raises:
+        UserError: The target's RoPE of a row depends on the lengths of the others.
     """
 
     class Options(Section):
@@ -31,38 +46,234 @@ class TransformersEngine:
 
         batch_size: int = Field(16, ge=1, description="rows of one forward pass")
 
-    def __init__(self, decoder: BatchDecoder, batch_size: int) -> None:
-        self._decoder = decoder
-        self.concurrency = self._batch_size = batch_size
-        self.max_length_tokens: int | None = decoder.max_length_tokens
+    def __init__(self, local: LocalTarget, batch_size: int, longest_tokens: int, end_ids: tuple[int, ...]) -> None:
+        self._model, self._draw, self._end_ids = local.model, local.draw, end_ids
+        self.concurrency = batch_size
+        self.max_length_tokens = min(longest_tokens, local.most_tokens or longest_tokens)
+        config = local.model.config.get_text_config()
+        _check_rotation(config, self.max_length_tokens)
+        takes_count = "logits_to_keep" in inspect.signature(local.model.forward).parameters
+        self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if takes_count else {}
+        self._cache = RowCache(config.num_hidden_layers, batch_size, self.max_length_tokens)
+        self._rows: list[_Row] = []  # in the cache's order
+        self._told: list[_Row] = []  # of these, whose answers `collect` has given: the next prompt may have them
         self._waiting: deque[Request] = deque()
         self._refused: list[tuple[str, Outcome]] = []
 
     @classmethod
     def make(cls, options: Options, setting: EngineSetting) -> TransformersEngine:
-        assert setting.load_decoder is not None
+        assert setting.load_target is not None
+        data = setting.recipe.data
+        longest_tokens = data.max_length_tokens + data.distill.max_new_tokens
         with _memory_told(options.batch_size):
-            return cls(setting.load_decoder(options.batch_size), options.batch_size)
+            return cls(setting.load_target(), options.batch_size, longest_tokens, setting.end_ids)
 
     def submit(self, request: Request) -> None:
-        longest = self._decoder.max_length_tokens
+        longest = self.max_length_tokens
         if len(request.prompt_ids) + request.settings.max_new_tokens > longest:
             self._refused.append((request.key, Failure(f"prompt and answer longer than {longest} tokens")))
         else:
             self._waiting.append(request)
 
+    @torch.inference_mode()
     def collect(self) -> list[tuple[str, Outcome]]:
-        """Rounds of all rows until an answer has ended."""
-        ended, self._refused = self._refused, []
-        with _memory_told(self._batch_size):
-            while self._waiting and self._decoder.has_room:
-                self._decoder.begin(self._waiting.popleft())
-            while not ended:
-                ended += self._decoder.advance()
-        return ended
+        """Run forwards of all rows until an answer has ended."""
+        outcomes, self._refused = self._refused, []
+        with _memory_told(self.concurrency), _without_cudnn_attention():
+            while self._waiting and (self._told or len(self._rows) < self.concurrency):
+                self._begin(self._waiting.popleft())
+            while not outcomes:
+                outcomes = self._advance()
+        return outcomes
 
     def close(self) -> None:
         self._waiting.clear()
+
+    def _begin(self, request: Request) -> None:
+        """Read a prompt into its conversation's row, where that holds the prompt's beginning, or into a free one."""
+        row = next((row for row in self._told if row.can_go_on_with(request)), None)
+        if row is not None:
+            self._told.remove(row)
+        else:
+            if len(self._rows) == self.concurrency:
+                self._leave(self._told[-1])
+            row = _Row(torch.Generator(self._model.device))
+            self._rows.append(row)
+        start, row.request, row.ids, row.held_ids = len(row.held_ids), request, [], list(request.prompt_ids)
+        row.generator.manual_seed(request.seed)
+        with self._cache.one_row(self._rows.index(row), start):
+            positions = [*range(start, len(request.prompt_ids))]
+            logits = self._forward([request.prompt_ids[start:]], [positions], None, **self._last_logits)
+        self._take(row, logits[0, -1])
+
+    def _advance(self) -> list[tuple[str, Outcome]]:
+        """Run a forward of all rows, or none if an answer has ended with its first token; the answers that have ended.
+
+        Their rows stay as they are until the next call, in case the next turns of their conversations come before it.
+        """
+        while self._told:
+            self._leave(self._told[-1])
+        if not any(self._has_ended(row) for row in self._rows):
+            self._cache.lengths = lengths = [len(row.held_ids) for row in self._rows]
+            seen = torch.arange(max(lengths) + 1) <= torch.tensor(lengths)[:, None]
+            mask = None if min(lengths) == max(lengths) else seen.to(self._model.device)
+            logits = self._forward([row.ids[-1:] for row in self._rows], [[length] for length in lengths], mask)[:, 0]
+            greedy_ids = logits.max(-1).indices.tolist()  # for all rows, so that the device is waited for once
+            for row, logits_v, greedy_id in zip(self._rows, logits, greedy_ids, strict=True):
+                row.held_ids.append(row.ids[-1])
+                self._take(row, logits_v, greedy_id)
+        self._told = [row for row in self._rows if self._has_ended(row)]
+        return [(row.request.key, self._completion(row)) for row in self._told]
+
+    def _forward(
+        self, ids_an: list[list[int]], positions_an: list[list[int]], mask_as: Tensor | None, **options: Any
+    ) -> Tensor:
+        """[A, n, V], or [A, 1, V] by `logits_to_keep`; the keys and values join the cache."""
+        ids, positions = torch.tensor([ids_an, positions_an], device=self._model.device)
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask_as,
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
+        ).logits
+        return logits
+
+    def _take(self, row: _Row, logits_v: Tensor, greedy_id: int | None = None) -> None:
+        settings = row.request.settings
+        if settings.temperature > 0 or greedy_id is None:
+            greedy_id = self._draw(logits_v, settings, row.generator)
+        row.ids.append(greedy_id)
+
+    def _has_ended(self, row: _Row) -> bool:
+        return row.ids[-1] in self._end_ids or len(row.ids) == row.request.settings.max_new_tokens
+
+    def _completion(self, row: _Row) -> Completion:
+        return Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length")
+
+    def _leave(self, row: _Row) -> None:
+        """Give a row up; the last one takes its place."""
+        index, last = self._rows.index(row), len(self._rows) - 1
+        if index != last:
+            self._cache.move_row(last, index, len(self._rows[last].held_ids))
+        self._rows[index] = self._rows[last]
+        self._rows.pop()
+        self._told.remove(row)
+
+
+@dataclass(eq=False)
+class _Row:
+    """An answer being written. `held_ids` are the tokens in the cache: the prompt, and `ids` but for the last one."""
+
+    generator: torch.Generator
+    request: Request = field(init=False)
+    ids: list[int] = field(default_factory=list)
+    held_ids: list[int] = field(default_factory=list)
+
+    def can_go_on_with(self, request: Request) -> bool:
+        length = len(self.held_ids)
+        is_next_turn = self.request.key == request.key and len(request.prompt_ids) > length
+        return is_next_turn and request.prompt_ids[:length] == self.held_ids
+
+
+class RowCache(Cache):
+    """Keys and values of rows of several lengths. A forward adds one token to each of the first A, or n to one row."""
+
+    def __init__(self, num_layers: int, rows: int, capacity_tokens: int) -> None:
+        self.rows, self.capacity_tokens = rows, capacity_tokens
+        self.lengths: list[int] = []  # of the rows that the next forward adds a token to
+        self.only: tuple[int, int] | None = None  # a row, and how many of its tokens are read on from
+        super().__init__(layers=[_RowCacheLayer(self) for _ in range(num_layers)])
+
+    @contextmanager
+    def one_row(self, row: int, start: int) -> Iterator[None]:
+        """In here a forward adds the tokens of one row, after its first `start`."""
+        self.only = (row, start)
+        try:
+            yield
+        finally:
+            self.only = None
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a row into another."""
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values):
+                assert tensor is not None
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+
+class _RowCacheLayer(CacheLayerMixin):
+    """One layer of a `RowCache`: keys and values [R, H, S, D]."""
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, cache: RowCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, capacity = self._cache.rows, self._cache.capacity_tokens
+        self.keys, self.values = (
+            states.new_zeros(rows, states.shape[1], capacity, states.shape[3]) for states in (key_states, value_states)
+        )
+        self._every_row = torch.arange(rows, device=key_states.device)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add [A, H, 1, D], or [1, H, n, D] to one row; all that the forward may look at, [A or 1, H, S, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, count, new = self._cache, key_states.shape[0], key_states.shape[2]
+        seen = []
+        for held, states in ((self.keys, key_states), (self.values, value_states)):
+            assert held is not None
+            if cache.only is not None:
+                row, start = cache.only
+                held[row, :, start : start + new] = states[0]
+                seen.append(held[row : row + 1, :, : start + new])
+            else:
+                at = torch.tensor(cache.lengths, device=held.device)
+                held[self._every_row[:count], :, at] = states[:, :, 0]
+                seen.append(held[:count, :, : max(cache.lengths) + 1])
+        return seen[0], seen[1]
+
+    def get_seq_length(self) -> int:
+        return self._cache.only[1] if self._cache.only is not None else max(self._cache.lengths, default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self._cache.capacity_tokens
+
+
+def _check_rotation(config: Any, longest_tokens: int) -> None:
+    """
+    Raises:
+        UserError: Its angles change for all rows of a batch when one of them grows long.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, unchanged = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings") or longest_tokens
+    if kind in CHANGING_ROPE_TYPES and longest_tokens > unchanged:
+        raise UserError(
+            f"the target's RoPE ({kind}) changes beyond {unchanged} tokens, for all rows of a batch when one of them "
+            f"gets there: keep data.max_length_tokens and data.distill.max_new_tokens within {unchanged} tokens "
+            "together, or take data.distill.engine: vllm"
+        )
+
+
+@contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """On Hopper torch prefers it, and it plans anew for every length, which is every step."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @contextmanager

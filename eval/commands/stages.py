@@ -22,7 +22,7 @@ from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
-    from draftsmith.data.engines.engine import Engine
+    from draftsmith.data.engines.engine import Engine, GenerationSettings, LocalTarget
 
 # Of the data section, what only training and the tokeniser's speed know of.
 NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features"}
@@ -35,7 +35,6 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, open_engine
     from draftsmith.data.tokens.chat_tokens import answer_end_ids
-    from draftsmith.eval.commands.target_decoder import TargetDecoder
     from draftsmith.models.target.loading import (
         load_generation_config,
         load_target,
@@ -55,13 +54,12 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     def opened() -> "AbstractContextManager[Engine]":
         end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
 
-        def load_decoder(batch_size: int) -> TargetDecoder:
+        def loaded() -> "LocalTarget":
             target, _ = load_target(recipe.target)
             pack_linears(target)
-            longest, answer = recipe.data.max_length_tokens, recipe.data.distill.max_new_tokens
-            return TargetDecoder(target, batch_size, longest, answer, end_ids)
+            return local_target(target)
 
-        return open_engine(EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, load_decoder))
+        return open_engine(EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, loaded))
 
     open_or_none = None if recipe.data.distill.engine == "none" else opened
     weights = weights_hash(recipe.target)
@@ -73,6 +71,18 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
         write_data_card(recipe, report.sources, tokenizer, weights)
     folder.record("distill")
     return {"conversations": report.as_json(), "tokens": asdict(tokens)}
+
+
+def local_target(target: Any) -> "LocalTarget":
+    """The loaded target as `engine: transformers` runs it."""
+    from draftsmith.data.engines.engine import LocalTarget
+    from draftsmith.eval.trees.sampling import Sampling, first_token
+    from draftsmith.models.target.loading import longest_sequence_tokens
+
+    def draw(logits_v: Any, settings: "GenerationSettings", generator: Any) -> int:
+        return first_token(logits_v, Sampling(settings.temperature, settings.top_k, settings.top_p), generator)
+
+    return LocalTarget(target, longest_sequence_tokens(target), draw)
 
 
 def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     options = {
         "dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
         "attn_implementation": recipe.attn_implementation,
-        **quantization_options(recipe),
+        **(quantization_options(recipe) if recipe.quantization is not None else {}),
     }
     device = target_device(recipe)
     if device.type != "cpu" or recipe.quantization is not None:

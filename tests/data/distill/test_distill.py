@@ -22,7 +22,7 @@ from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.eval.commands.target_decoder import TargetDecoder
+from draftsmith.eval.commands.stages import local_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -411,8 +411,8 @@ def test_distils_end_to_end(source: Path, tmp_path: Path) -> None:
     """With a real model; then its weights change under the same name, which is refused."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     recipe = make_recipe(source, max_new_tokens=24, options={"batch_size": 4})
-    end_ids = list(range(0, 340, 8))  # a random model seldom says <|im_end|>
-    engine = TransformersEngine(TargetDecoder(tiny_chat_llama(), 4, 200, 24, end_ids), 4)
+    end_ids = tuple(range(0, 340, 8))  # a random model seldom says <|im_end|>
+    engine = TransformersEngine(local_target(tiny_chat_llama()), 4, 224, end_ids)
     engine.tokenizer = tokenizer  # type: ignore[attr-defined]
     report = run(recipe, tmp_path / "out", engine, weights="a")
     assert report.kept > 0

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.half_right import TINY
 from support.tiny_models import tiny_chat_llama
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Request, open_engine
 from draftsmith.data.engines.transformers_engine import TransformersEngine
-from draftsmith.eval.commands.target_decoder import TargetDecoder
+from draftsmith.eval.commands.stages import local_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -28,7 +29,7 @@ GREEDY, SAMPLED = GenerationSettings(max_new_tokens=24), GenerationSettings(1.2,
 
 
 def engine_of(target: Any, batch_size: int, end_ids: Collection[int] = END_IDS) -> TransformersEngine:
-    return TransformersEngine(TargetDecoder(target, batch_size, 60, 24, end_ids), batch_size)
+    return TransformersEngine(local_target(target), batch_size, 84, tuple(end_ids))
 
 
 def answers_of(engine: TransformersEngine, settings: GenerationSettings, seed: int = 3) -> list[Completion]:
@@ -72,8 +73,7 @@ def test_a_row_that_ends_is_filled_before_the_next_round(tiny_llama: LlamaForCau
             rounds += 1
             rows = [left - 1 for left in rows]
         rows = [left for left in rows if left]
-    probe = 4  # `TargetSession` makes sure once that the target takes trees; here it has
-    assert len(forwards) in (len(PROMPTS) + rounds, len(PROMPTS) + rounds + probe)
+    assert len(forwards) == len(PROMPTS) + rounds
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
@@ -108,20 +108,33 @@ def test_a_next_turn_goes_on_in_its_row(tiny_llama: LlamaForCausalLM, settings: 
         assert alone.collect() == [("x", outcome)]
 
 
-def test_greedy_is_the_models_argmax_despite_its_generation_defaults(tiny_llama: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("name", TINY)
+def test_greedy_is_the_models_argmax_despite_its_generation_defaults(name: str) -> None:
     """A repetition penalty in generation_config.json would have us distil another distribution than p."""
-    tiny_llama.generation_config.repetition_penalty = 5.0
-    try:
-        engine = engine_of(tiny_llama, 2)
-        engine.submit(Request("0", [5, 9, 30], [], GREEDY, 0))
-        completion = engine.collect()[0][1]
-        assert isinstance(completion, Completion)
-    finally:
-        tiny_llama.generation_config.repetition_penalty = None
-    ids = [5, 9, 30]
-    for token_id in completion.token_ids or []:
-        assert token_id == int(tiny_llama(torch.tensor([ids])).logits[0, -1].argmax())
-        ids.append(token_id)
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(TINY[name]).double().eval()
+    target.generation_config.repetition_penalty = 5.0
+    prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
+    engine = engine_of(target, 3, ())
+    for key, prompt in enumerate(prompts):
+        engine.submit(Request(str(key), prompt, [], GenerationSettings(max_new_tokens=8), 0))
+    outcomes: dict[str, Any] = {}
+    while len(outcomes) < len(prompts):
+        outcomes |= dict(engine.collect())
+    for key, prompt in enumerate(prompts):
+        ids = [*prompt]
+        for _ in range(8):
+            ids.append(int(target(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert outcomes[str(key)] == Completion(ids[len(prompt) :], "length")
+
+
+def test_a_rotation_that_other_rows_change_is_refused() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 83}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    target = tiny_chat_llama()
+    target.config.rope_parameters = {**rope, **factors}
+    with pytest.raises(UserError, match=r"RoPE \(longrope\) changes beyond 83 tokens"):
+        engine_of(target, 2)
 
 
 def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -> None:
@@ -139,8 +152,8 @@ def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -
 
 def test_prompt_and_answer_fit_into_the_targets_positions(tiny_llama: LlamaForCausalLM) -> None:
     """The distillation asks no longer question than the engine says."""
-    assert TransformersEngine(TargetDecoder(tiny_llama, 1, 60, 24, END_IDS), 1).max_length_tokens == 84
-    assert TransformersEngine(TargetDecoder(tiny_llama, 1, 1000, 24, END_IDS), 1).max_length_tokens == 128
+    assert engine_of(tiny_llama, 1).max_length_tokens == 84
+    assert TransformersEngine(local_target(tiny_llama), 1, 1024, END_IDS).max_length_tokens == 128
 
 
 def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
@@ -180,7 +193,7 @@ def test_a_full_gpu_is_told(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.Mo
     def full(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine._decoder, "begin", full)
+    monkeypatch.setattr(engine, "_begin", full)
     engine.submit(Request("0", [5], [], GREEDY, 0))
     with pytest.raises(UserError, match=r"does not hold 3 answers at once: lower data\.distill\.options\.batch_size"):
         engine.collect()

@@ -27,7 +27,7 @@ from draftsmith.data.engines.vllm_engine import VllmEngine
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.commands.target_decoder import TargetDecoder
+from draftsmith.eval.commands.stages import local_target
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -73,11 +73,9 @@ def setting(engine: str, **options: Any) -> EngineSetting:
         }
     )
 
-    def load_decoder(batch_size: int) -> TargetDecoder:
-        longest, answer = recipe.data.max_length_tokens, recipe.data.distill.max_new_tokens
-        return TargetDecoder(load_target(TARGET)[0], batch_size, longest, answer, END_IDS)
-
-    return EngineSetting(recipe, TOKENIZER, target_location(TARGET), END_IDS, load_decoder)
+    return EngineSetting(
+        recipe, TOKENIZER, target_location(TARGET), END_IDS, lambda: local_target(load_target(TARGET)[0])
+    )
 
 
 def questions(count: int, **sampling: Any) -> list[Request]:

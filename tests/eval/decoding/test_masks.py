@@ -10,8 +10,6 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.eval.decoding.batch_loop import generate_batch
-from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
@@ -84,18 +82,6 @@ def test_of_target_and_drafter(kind: str, tree: str) -> None:
         assert (mask.storage_offset(), mask.shape[-1] % 8) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["parallel", "medusa"])
-def test_of_a_batch(kind: str) -> None:
-    target = tiny_target()
-    drafter = tiny_drafter_of(kind, target)
-    prompts = [[5, 9, 33], [8], [*range(10, 30)], [4, 4, 7, 7, 1]]
-    with BatchSession(target, 61, 3, drafter.feature_layers) as session, masks_are_aligned(at_least=30):
-        methods = [method_of(decoder, "best_first") for decoder in [drafter.decoder(61) for _ in range(3)]]
-        generate_batch(session, methods, prompts, GREEDY, 20)
-        session.add([5, 9, 33])
-        session.extend(0, [5, 9, 33, 7, 8, 9])
-
-
 def test_of_a_draft_model() -> None:
     target, draft_model = tiny_target(), tiny_target(num_hidden_layers=1)
     with TargetSession(target, 61) as session, masks_are_aligned(at_least=30):
@@ -109,7 +95,7 @@ def test_cudnn_attention_is_off_while_a_session_is_open() -> None:
     target = tiny_target()
     assert enabled()
     with TargetSession(target, 40) as first:
-        with TargetSession(target, 40), BatchSession(target, 40, 2):
+        with TargetSession(target, 40), TargetSession(target, 40):
             assert not enabled()
         assert not enabled()
         generate(first, Autoregressive(), [5, 9, 33], GREEDY, 4)

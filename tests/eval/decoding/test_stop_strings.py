@@ -12,8 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.eval.decoding.answer import AnswerRecord
-from draftsmith.eval.decoding.batch_loop import generate_batch
-from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
@@ -161,21 +159,6 @@ def test_every_method_cuts_where_the_loop_does(target: LlamaForCausalLM) -> None
             inside += bool(out.accept_lengths) and out.accept_lengths[-1] == out.draft_lengths[-1] > 0
     assert len(lengths) > 3
     assert inside > 20, "no answer ended inside an accepted path"
-
-
-def test_rows_of_a_batch_are_cut_where_each_would_be_alone(target: LlamaForCausalLM) -> None:
-    """A matcher for each row, though rows come and go."""
-    pieces = PieceTokenizer(PIECES)
-    answer = run(target, Autoregressive()).ids
-    prompts = [PROMPT, [*PROMPT, *answer[:3]], [*PROMPT, *answer[:2]], PROMPT[:1]]
-    stops = StopStrings((pieces.decode(answer[7:9]),), pieces)
-    with TargetSession(target, 48) as session:
-        alone = [generate(session, Autoregressive(), prompt, GREEDY, 20, (), None, stops) for prompt in prompts]
-    with BatchSession(target, 48, 2) as batch:
-        methods = [DrafterMethod("x", FixedDecoder(), ChainBuilder(), GREEDY) for _ in range(2)]
-        rows = generate_batch(batch, methods, prompts, GREEDY, 20, stop=stops)
-    assert [(out.ids, out.text) for out in rows] == [(out.ids, out.text) for out in alone]
-    assert len({len(out.ids) for out in rows}) > 2
 
 
 def test_transformers_stops_at_the_same_token() -> None:

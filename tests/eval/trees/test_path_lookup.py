@@ -7,8 +7,6 @@ import pytest
 import torch
 from support.tiny_models import tiny_drafter_of, tiny_target
 
-from draftsmith.eval.decoding.batch_loop import generate_batch
-from draftsmith.eval.decoding.batch_session import BatchSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -131,10 +129,6 @@ def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, in
     assert both.rounds < 0.8 * plain.rounds
     assert max(both.draft_lengths) == 6  # deeper than the drafter reaches
     assert both.outside_tokens is None
-    with BatchSession(target, 96, 2, drafter.feature_layers) as session:
-        rows = generate_batch(session, [method(True), method(True)], [PROMPT, PROMPT[:5]], Sampling(), 60)
-    assert rows[0].ids == wanted
-    assert rows[0].accept_lengths == both.accept_lengths
 
 
 def test_of_which_trees() -> None:
