@@ -20,17 +20,17 @@ Q8_0 and Q4_0 are other models, whose answers are not compared.
 and over llama.cpp in the target's dtype, is what a user gains by changing.
 """
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
-from parts.llamacpp import OF_TORCH, LlamaServer, bench, llama_server, programs_and_files
+from parts.llamacpp import OF_TORCH, Complete, llama_server, programs_and_files
+from parts.timing import benchmark_parser, write_figures
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
@@ -53,7 +53,6 @@ from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 
@@ -74,7 +73,7 @@ OTHER_MODEL = "another model"
 
 @dataclass
 class Asked:
-    """What every side is asked: prompts, the most tokens of an answer, and what ends one."""
+    """Hold what every side is asked: prompts, the most tokens of an answer, and the tokens that end one."""
 
     prompts: list[list[int]]
     tokens: int
@@ -87,8 +86,11 @@ class Asked:
 
 @dataclass
 class Answer:
-    """ids: the end token included; seconds: of all of it, the prompt included; decode_s: from the first token to the
-    last, where a side tells it; accept_lengths: tokens of each round, which transformers does not tell."""
+    """Hold one answer and its times.
+
+    ids: the end token included; seconds: of all of it, the prompt included; decode_s: from the first token to the last,
+    where a side tells it; accept_lengths: tokens of each round, which transformers does not tell.
+    """
 
     ids: list[int]
     seconds: float
@@ -103,7 +105,7 @@ class Side:
 
 
 def transformers_side(target: PreTrainedModel, asked: Asked, draft: Any = None, **how: Any) -> Side:
-    """`generate` with these arguments; of assisted generation `draft` is (model, its settings)."""
+    """Make a side of `generate` with these arguments; of assisted generation `draft` is (model, its settings)."""
 
     if draft is not None:
         how["assistant_model"] = draft[0]
@@ -126,11 +128,11 @@ def transformers_side(target: PreTrainedModel, asked: Asked, draft: Any = None, 
     return Side(answer)
 
 
-def llama_side(server: LlamaServer, dtype: str, asked: Asked) -> Side:
+def llama_side(complete: Complete, dtype: str, asked: Asked) -> Side:
     def answer(prompt: list[int]) -> Answer:
         begin_s = time.perf_counter()
-        found = server.complete(prompt, asked.tokens)
-        return Answer(found.ids, time.perf_counter() - begin_s, found.decode_s)
+        ids, decode_s = complete(prompt, asked.tokens)
+        return Answer(ids, time.perf_counter() - begin_s, decode_s)
 
     return Side(answer, SAME_WEIGHTS if dtype in OF_TORCH.values() else OTHER_MODEL)
 
@@ -147,7 +149,7 @@ def our_side(session: TargetSession, measured: MeasuredMethod, asked: Asked) -> 
 def take_turns(
     sides: dict[str, Side], prompts: list[list[int]], runs: int, is_tie: Callable[[int, list[int], list[int]], bool]
 ) -> dict[str, Any]:
-    """By side: tokens/s of each run, tau, and how many answers of the first run are not the baseline's.
+    """Return for each side: tokens/s of each run, tau, and how many answers of the first run are not the baseline's.
 
     Args:
         sides: The baseline first.
@@ -167,36 +169,34 @@ def take_turns(
         pairs = [(number, expected[number], answer.ids) for number, answer in enumerate(first)]
         different = [pair for pair in pairs if pair[1] != pair[2]]
         speeds = [sum(len(each.ids) for each in run) / sum(each.seconds for each in run) for run in counted]
-        decoding = [speed for run in counted if (speed := decode_speed(run)) is not None]
+        timed = [(len(each.ids) - 1, each.decode_s) for run in counted for each in run if each.decode_s]
         lengths = [length for run in counted for each in run for length in each.accept_lengths]
         found[name] = {
             "model": side.model,
-            "tokens_per_s": statistics.median(speeds),
+            "tokens_per_s": median(speeds),
             "tokens_per_s_of_runs": speeds,
-            "decode_tokens_per_s": statistics.median(decoding) if decoding else None,
-            "tau": statistics.fmean(lengths) if lengths else None,
+            "decode_tokens_per_s": sum(tokens for tokens, _ in timed) / sum(time_s for _, time_s in timed)
+            if timed
+            else None,
+            "tau": fmean(lengths) if lengths else None,
             "different_answers": None if side.model == OTHER_MODEL else len(different),
             "numerical_ties": sum(is_tie(*pair) for pair in different) if side.model == TARGET else None,
         }
     return found
 
 
-def decode_speed(answers: list[Answer]) -> float | None:
-    """Tokens/s behind the first token of each answer; None where no side tells its time."""
-    timed = [(len(each.ids) - 1, each.decode_s) for each in answers if each.decode_s is not None and len(each.ids) > 1]
-    return sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed) if timed else None
-
-
 def ratio(sides: dict[str, Any], ours: str, theirs: str) -> dict[str, Any]:
-    """Of tokens/s, run by run: above 1 we are faster."""
+    """Divide tokens/s run by run: above 1 we are faster."""
     speeds = (sides[name]["tokens_per_s_of_runs"] for name in (ours, theirs))
     ratios = [mine / other for mine, other in zip(*speeds, strict=True)]
-    return {"ours": ours, "theirs": theirs, "ratio_median": statistics.median(ratios), "ratios": ratios}
+    return {"ours": ours, "theirs": theirs, "ratio_median": median(ratios), "ratios": ratios}
 
 
 def conclusions(sides: dict[str, Any], our_drafters: list[str], llama_dtype: str | None) -> dict[str, Any]:
-    """The same draft on both sides; our best method over transformers' best that speculates; and our plain loop and our
-    best over llama.cpp's plain decoding in the target's dtype."""
+    """Compare the same draft on both sides, our best with transformers' best speculation, and ours with llama.cpp's.
+
+    llama.cpp's plain decoding in the target's dtype is set against our plain loop and our best.
+    """
     pairs = [ratio(sides, ours, theirs) for ours, theirs in SAME_DRAFT.items() if ours in sides and theirs in sides]
     speculative = [name for name in sides if name.startswith("transformers: ") and name != BASELINE]
     speed = {name: side["tokens_per_s"] for name, side in sides.items()}
@@ -211,7 +211,7 @@ def conclusions(sides: dict[str, Any], our_drafters: list[str], llama_dtype: str
 
 
 def draft_model_of(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel | None:
-    """The recipe's trained draft model as a model of its own; None: it has none, or it is not trained."""
+    """Load the recipe's trained draft model as a model of its own; None: it has none, or it is not trained."""
     folder = RunFolder(recipe).drafter
     if load_drafter_class(recipe.drafter.kind) is not DraftModel or not (folder / "config.json").is_file():
         print(f"no assisted generation: recipe {recipe.name} has no trained draft_model drafter in {folder}")
@@ -221,21 +221,19 @@ def draft_model_of(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel |
     return drafter.causal_lm(target)
 
 
-def settings_of(draft: PreTrainedModel, gamma: int) -> dict[str, GenerationConfig]:
-    """Of assisted generation: gamma in every round, and what transformers does unless told otherwise."""
-    constant = GenerationConfig.from_dict(draft.generation_config.to_dict())
-    constant.num_assistant_tokens = gamma
-    constant.num_assistant_tokens_schedule = "constant"
-    constant.assistant_confidence_threshold = 0.0
-    return {"assisted generation": constant, "assisted generation, defaults": draft.generation_config}
-
-
 def transformers_sides(
     target: PreTrainedModel, asked: Asked, draft: PreTrainedModel | None, gamma: int
 ) -> dict[str, Side]:
+    """Make `generate`, its assisted generation with gamma in every round and by its own defaults, and its lookup."""
     sides = {BASELINE: transformers_side(target, asked)}
-    for name, settings in ({} if draft is None else settings_of(draft, gamma)).items():
-        sides[f"transformers: {name}"] = transformers_side(target, asked, (draft, settings))
+    if draft is not None:
+        constant = GenerationConfig.from_dict(draft.generation_config.to_dict())
+        constant.num_assistant_tokens = gamma
+        constant.num_assistant_tokens_schedule = "constant"
+        constant.assistant_confidence_threshold = 0.0
+        for name, settings in (("", constant), (", defaults", draft.generation_config)):
+            side = transformers_side(target, asked, (draft, settings))
+            sides[f"transformers: assisted generation{name}"] = side
     lookup = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
     return sides | {"transformers: prompt lookup": transformers_side(target, asked, **lookup)}
 
@@ -243,7 +241,7 @@ def transformers_sides(
 def same_draft_methods(
     draft: PreTrainedModel | None, gamma: int, asked: Asked, vocab_size: int
 ) -> Iterator[MeasuredMethod]:
-    """What transformers has too: its draft model with gamma tokens a round, and its prompt lookup."""
+    """Make what transformers has too: its draft model with gamma tokens a round, and its prompt lookup."""
     if draft is not None:
         decoder = DraftModelDecoder(draft, gamma, asked.longest_tokens, vocab_size)
         chain = tree_builder(MethodRecipe(name="chain"), decoder)
@@ -253,7 +251,7 @@ def same_draft_methods(
 
 
 def get_ready(session: TargetSession, methods: list[MeasuredMethod], asked: Asked) -> None:
-    """What is compiled or measured before anything is timed."""
+    """Compile and measure what must be before anything is timed."""
     for measured in methods:  # what is compiled gives the layers of all of them
         session.read_layers(measured.feature_layers)
     give_costs(session, methods, asked.prompts[0])
@@ -264,37 +262,26 @@ def get_ready(session: TargetSession, methods: list[MeasuredMethod], asked: Aske
                 generate(session, measured.method, asked.prompts[0], GREEDY, asked.tokens, asked.end_ids)
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@exit_with_one_sentence()
+def main() -> None:
+    parser = benchmark_parser(__doc__)
     parser.add_argument("recipe", nargs="?", default="embedded-draft_model", help="of the target, and of a draft model")
     parser.add_argument("overrides", nargs="*", help="section.key=value, for every recipe")
     parser.add_argument("--ours", nargs="+", default=[], help="recipes of trained drafters that stand for us")
-    parser.add_argument("--json", type=Path, help="write the result there too")
     parser.add_argument("--prompts", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--gamma", type=int, default=4, help="tokens that the draft model drafts in a round")
     parser.add_argument("--llama-server", type=Path, help="by default one of PATH, or what `make llamacpp-env` built")
-    return parser.parse_args()
-
-
-def measured_recipe(recipe: Recipe, names: list[str], overrides: list[str]) -> Recipe:
-    """The recipe with the methods of all that stand for us, none without any."""
-    ours = [load_recipe(name, overrides) for name in names]
-    for other in ours:
-        if other.target != recipe.target:
-            raise UserError(f"recipes {recipe.name} and {other.name} have different targets: override target.model")
-    if ours:
-        return joint_recipe(ours, "ours")
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": []})})
-
-
-@exit_with_one_sentence()
-def main() -> None:
-    arguments = parsed()
+    arguments = parser.parse_args()
     overrides = [*arguments.overrides, "eval.temperatures=[0.0]"]
     recipe = load_recipe(arguments.recipe, overrides)
-    ours = measured_recipe(recipe, arguments.ours, overrides)
+    others = [load_recipe(name, overrides) for name in arguments.ours]
+    for other in others:
+        if other.target != recipe.target:
+            raise UserError(f"recipes {recipe.name} and {other.name} have different targets: override target.model")
+    nothing = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": []})})
+    ours = joint_recipe(others, "ours") if others else nothing
     theirs, _ = load_target(recipe.target)
     target, tokenizer, drafters = load_models(ours)
     questions = load_questions(recipe.eval.questions, 1)
@@ -309,7 +296,6 @@ def main() -> None:
     methods = [plain, *same_draft, *drafting]
     program, files = programs_and_files(recipe.target, target.device, arguments.llama_server)
     threads = torch.get_num_threads()
-    benched = {dtype: bench(file, program, threads) for dtype, file in files.items()}
     with ExitStack() as stack:
         session = stack.enter_context(open_session(target, asked.longest_tokens, compiles(ours)))
         get_ready(session, methods, asked)
@@ -334,15 +320,13 @@ def main() -> None:
         "new_tokens": asked.tokens,
         "gamma": arguments.gamma,
         "threads": threads,
-        "llama_bench_tokens_per_s": benched,
         "sides": found,
         **conclusions(
             found, [f"ours: {measured.method.name}" for measured in drafting or same_draft], OF_TORCH.get(dtype)
         ),
     }
     report(result)
-    if arguments.json:
-        write_result(arguments.json, result)
+    write_figures(arguments, result)
     if any(side["different_answers"] != side["numerical_ties"] for side in found.values() if side["model"] == TARGET):
         raise SystemExit("error: greedy answers differ from those of `generate` (above), and not at a numerical tie")
 
@@ -351,7 +335,7 @@ def report(result: dict[str, Any]) -> None:
     for name, side in result["sides"].items():
         words = [f"{side['tokens_per_s']:.1f} tokens/s"]
         if side["decode_tokens_per_s"] is not None:
-            words.append(f"{side['decode_tokens_per_s']:.1f} behind the first token")
+            words.append(f"{side['decode_tokens_per_s']:.1f} after the first token")
         if side["tau"] is not None:
             words.append(f"tau {side['tau']:.2f}")
         if side["model"] == OTHER_MODEL:
@@ -364,10 +348,6 @@ def report(result: dict[str, Any]) -> None:
                 else f"of which {side['numerical_ties']} at a numerical tie"
             )
         print(f"{name}: {', '.join(words)}")
-    for dtype, speed in result["llama_bench_tokens_per_s"].items():
-        print(
-            f"llama-bench, {dtype}: {'there is none beside llama-server' if speed is None else f'{speed:.1f} tokens/s'}"
-        )
     for pair in [*result["same_draft"], result["best"], *result["llama_cpp"]]:
         print(f"{pair['ours']} over {pair['theirs']}: {pair['ratio_median']:.2f}x")
 

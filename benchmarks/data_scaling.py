@@ -14,13 +14,13 @@ one. Accuracies are those on rows kept out of training where `data.eval_rows_fra
 EAGLE trains one depth, which then stands for all. `--store` writes the fits where `draftsmith plan` finds them.
 """
 
-import argparse
 import json
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any
+
+from parts.timing import benchmark_parser, write_figures
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
 from draftsmith.eval.commands.compare import joint_recipe
@@ -28,28 +28,17 @@ from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.report.summary import OVERALL
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 from draftsmith.train.batches.heldout import split_rows
-from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.plan.data_scaling import STORED, ScalingFit, as_stored, fit_scaling
 
 SHAPES = ("chain", "tree")
 
 
-@dataclass(frozen=True)
-class Training:
-    """One drafter, of one recipe on one part of the data."""
-
-    recipe: Recipe
-    answer_tokens: int
-    report: TrainReport
-
-
 def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
-    """The recipe under a name of its own, measured with its chain and its first other tree.
+    """Return the recipe under a name of its own, measured with its chain and its first other tree.
 
     Raises:
         UserError: It measures no chain, or no other tree.
@@ -66,8 +55,8 @@ def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
     return recipe.model_copy(update={"name": f"{recipe.name}-{size}", "eval": evaluation, "data": data})
 
 
-def train_all(recipes: list[Recipe], sizes: list[int]) -> list[Training]:
-    """Every recipe on every part of the first one's tokens; what is trained already is not trained again."""
+def train_all(recipes: list[Recipe], sizes: list[int]) -> list[tuple[Recipe, dict[str, Any]]]:
+    """Train every recipe on every part of the first one's tokens, unless it is trained; with the figures of each."""
     tokens = load_tokens(RunFolder(recipes[0]), recipes[0].name)
     trained = []
     for size in sizes:
@@ -76,19 +65,25 @@ def train_all(recipes: list[Recipe], sizes: list[int]) -> list[Training]:
         for recipe in recipes:
             own = recipe_of_part(recipe, size)
             RunFolder(own).read_from(RunFolder(recipes[0]))
-            trained.append(Training(own, answer_tokens, train_drafter(own)))
-            print(trained[-1].report.sentence(), flush=True)
+            report = train_drafter(own)
+            config = json.loads((RunFolder(own).drafter / "config.json").read_text(encoding="utf-8"))
+            depth = (
+                config["num_masks"] + 1 if "num_masks" in config else config.get("num_heads") or config["draft_depth"]
+            )
+            row = {"run": own.name, "kind": own.drafter.kind, "answer_tokens": answer_tokens, "steps": report.steps}
+            trained.append((own, {**row, "epochs": report.epochs, **depth_figures(report.history, depth)}))
+            print(report.sentence(), flush=True)
     return trained
 
 
 def expected_chain_tau(accuracies: list[float], depth: int) -> float:
-    """1 + a1 + a1 a2 + ...: what independent depths would give. Depths that were not trained count as the last one."""
+    """Return 1 + a1 + a1 a2 + ..., what independent depths would give; a depth not trained counts as the last one."""
     by_depth = [*accuracies, *[accuracies[-1]] * (depth - len(accuracies))][:depth]
     return 1 + sum(accumulate(by_depth, mul))
 
 
 def depth_figures(history: list[dict[str, float]], depth: int) -> dict[str, Any]:
-    """The last accuracies that training logged, and the tau of a chain that they lead one to expect."""
+    """Return the last accuracies that training logged, and the tau of a chain that they lead one to expect."""
     for prefix in ("eval_", ""):
         name = f"{prefix}accuracy_depth"
         log = next((entry for entry in reversed(history) if f"{name}1" in entry), None)
@@ -102,55 +97,32 @@ def depth_figures(history: list[dict[str, float]], depth: int) -> dict[str, Any]
     return {"accuracy_on_rows_kept_out": None, "accuracy_by_depth": [], "chain_tau_expected": None}
 
 
-def measured_taus(summary: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """By run's name and shape."""
-    overall = [row for row in summary if row["category"] == OVERALL and "/" in row["method"]]
-    return {tuple(row["method"].rsplit("/", 1)): row["tau"] for row in overall}
-
-
-def row_of(training: Training, taus: dict[tuple[str, str], float]) -> dict[str, Any]:
-    recipe, report = training.recipe, training.report
-    config = json.loads((RunFolder(recipe).drafter / "config.json").read_text(encoding="utf-8"))
-    depth = config["num_masks"] + 1 if "num_masks" in config else config.get("num_heads") or config["draft_depth"]
-    return {
-        "run": recipe.name,
-        "kind": recipe.drafter.kind,
-        "answer_tokens": training.answer_tokens,
-        "steps": report.steps,
-        "epochs": report.epochs,
-        **{f"{shape}_tau": taus[recipe.name, shape] for shape in SHAPES},
-        **depth_figures(report.history, depth),
-    }
-
-
 def fits_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, ScalingFit]]:
-    """By shape, then by kind of drafter."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    return {
-        shape: {
-            kind: fit_scaling(*(list(column) for column in zip(*points, strict=True)))
-            for kind in kinds
-            for points in [[(row["answer_tokens"], row[f"{shape}_tau"]) for row in rows if row["kind"] == kind]]
-        }
-        for shape in SHAPES
-    }
+    """Fit a line for each shape and kind of drafter."""
+    fits: dict[str, dict[str, ScalingFit]] = {shape: {} for shape in SHAPES}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        mine = [row for row in rows if row["kind"] == kind]
+        for shape in SHAPES:
+            taus = [row[f"{shape}_tau"] for row in mine]
+            fits[shape][kind] = fit_scaling([row["answer_tokens"] for row in mine], taus)
+    return fits
 
 
 def draw(rows: list[dict[str, Any]], fits: dict[str, dict[str, ScalingFit]], file: Path) -> None:
-    """tau against tokens with the fitted lines, and the chain's tau against what accuracies made one expect."""
+    """Draw tau against tokens with the fitted lines, and the chain's tau against what accuracies made one expect."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (scaling, expected) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for number, (kind, fit) in enumerate(fits["tree"].items()):
+    for number, kind in enumerate(fits["tree"]):
         mine, colour = [row for row in rows if row["kind"] == kind], f"C{number}"
         tokens = [row["answer_tokens"] for row in mine]
-        scaling.plot(tokens, [row["tree_tau"] for row in mine], "o", color=colour, label=f"{kind}, tree")
-        scaling.plot(tokens, [row["chain_tau"] for row in mine], "x", color=colour, label=f"{kind}, chain")
-        for line, style in ((fit, "-"), (fits["chain"][kind], ":")):
-            scaling.plot(tokens, [line.tau(count) for count in tokens], style, color=colour)
+        for shape, mark, style in (("tree", "o", "-"), ("chain", "x", ":")):
+            taus = [row[f"{shape}_tau"] for row in mine]
+            scaling.plot(tokens, taus, mark, color=colour, label=f"{kind}, {shape}")
+            scaling.plot(tokens, [fits[shape][kind].tau(count) for count in tokens], style, color=colour)
         known = [row for row in mine if row["chain_tau_expected"] is not None]
         points = ([row[key] for row in known] for key in ("chain_tau_expected", "chain_tau"))
         expected.plot(*points, "x", color=colour, label=kind)
@@ -169,11 +141,10 @@ def draw(rows: list[dict[str, Any]], fits: dict[str, dict[str, ScalingFit]], fil
 
 @exit_with_one_sentence()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("recipes", nargs="+", help="the first is distilled; and section.key=value for all of them")
     parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 100_000, 200_000, 400_000])
     parser.add_argument("--name", default="data-scaling", help="the folder of the common table under runs_dir")
-    parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--picture", type=Path, help="draw it there")
     parser.add_argument("--store", action="store_true", help="let `draftsmith plan` use the fits (needs --json)")
     options = parser.parse_args()
@@ -184,22 +155,20 @@ def main() -> None:
     if not recipes:
         raise UserError("no recipe is named: for example smollm2-135m smollm2-135m-eagle smollm2-135m-medusa")
     trained = train_all(recipes, sorted(set(options.tokens)))
-    joint = joint_recipe([training.recipe for training in trained], options.name)
-    taus = measured_taus(evaluate(joint))
-    rows = [row_of(training, taus) for training in trained]
+    summary = evaluate(joint_recipe([own for own, _ in trained], options.name))
+    taus = {row["method"]: row["tau"] for row in summary if row["category"] == OVERALL}
+    rows = [row | {f"{shape}_tau": taus[f"{own.name}/{shape}"] for shape in SHAPES} for own, row in trained]
     for row in rows:
-        print(
-            f"{row['run']}: {row['answer_tokens']:,} answer tokens, tau {row['chain_tau']:.2f} / {row['tree_tau']:.2f}"
-        )
+        tokens, chain, tree = (row[key] for key in ("answer_tokens", "chain_tau", "tree_tau"))
+        print(f"{row['run']}: {tokens:,} answer tokens, tau {chain:.2f} / {tree:.2f}")
     fits = fits_of(rows)
     for kind, fit in fits["tree"].items():
         print(f"{kind}, tree: {fit.tau_per_doubling:+.2f} ± {fit.tau_per_doubling_error:.2f} for each doubling")
     if options.picture:
         draw(rows, fits, options.picture)
-    if options.json:
-        as_values = {shape: {kind: vars(fit) for kind, fit in by_kind.items()} for shape, by_kind in fits.items()}
-        target = recipes[0].target.gguf_file or recipes[0].target.model
-        write_result(options.json, {"target": target, "rows": rows, "fits": as_values})
+    as_values = {shape: {kind: vars(fit) for kind, fit in by_kind.items()} for shape, by_kind in fits.items()}
+    target = recipes[0].target.gguf_file or recipes[0].target.model
+    write_figures(options, {"target": target, "rows": rows, "fits": as_values})
     if options.store:
         result = json.loads(options.json.read_text(encoding="utf-8"))
         write_atomically(STORED, json.dumps(as_stored(result), indent=2) + "\n")

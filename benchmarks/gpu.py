@@ -9,7 +9,6 @@ What is measured is in `parts/`. What fails is in the result as an error, what t
 both make the exit code 1; the result is written after each part.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,11 +20,9 @@ from typing import Any
 import torch
 from parts import decoding, training
 from parts.shapes import SHAPES
-from parts.suite import MOST_CHARACTERS, Suite
-from parts.timing import device_facts, in_turns
+from parts.timing import MOST_CHARACTERS, Suite, benchmark_parser, device_facts, in_turns, write_figures
 
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
-from draftsmith.recipes.results import write_result
 from draftsmith.train.plan.plan import matmul_flops_per_s
 
 MINUTES = 24.0
@@ -34,7 +31,7 @@ COPIED_BYTES = {"cuda": 4 << 30, "cpu": 1 << 26}
 
 
 def peaks(suite: Suite) -> None:
-    """What the device can do at most: products of large matrices, and reading memory."""
+    """Measure what the device can do at most: products of large matrices, and reading memory."""
     for dtype in [torch.bfloat16, torch.float32] if suite.device.type == "cuda" else [torch.float32]:
         name = f"matmul_{str(dtype).removeprefix('torch.')}_flops_per_s"
         suite.measure(name, matmul_flops_per_s, suite.device, dtype)
@@ -42,19 +39,14 @@ def peaks(suite: Suite) -> None:
 
 
 def memory_bytes_per_s(device: torch.device) -> float:
-    """Of a copy: each byte is read and written."""
+    """Time a copy, of which each byte is read and written."""
     source = torch.zeros(COPIED_BYTES[device.type] // 2, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     return 2 * len(source) / min(in_turns({"copy": lambda: copy.copy_(source)}, device, 10)["copy"])
 
 
-def cuda_tests(suite: Suite) -> None:
-    """The tests that are skipped without a CUDA device."""
-    suite.measure("pytest", run_tests)
-
-
 def run_tests() -> str:
-    """pytest's last line.
+    """Run the tests that are skipped without a CUDA device; returns pytest's last line.
 
     Raises:
         RuntimeError: A test failed, or there was none.
@@ -70,7 +62,7 @@ def run_tests() -> str:
 # In this order: what compiles, and so takes longest, comes last.
 PARTS: dict[str, Callable[[Suite], None]] = {
     "peaks": peaks,
-    "tests": cuda_tests,
+    "tests": lambda suite: suite.measure("pytest", run_tests),
     "attention": training.attention,
     "trees": decoding.trees,
     "training": training.training,
@@ -83,20 +75,19 @@ PARTS: dict[str, Callable[[Suite], None]] = {
 
 @exit_with_one_sentence()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the result there, after each part")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--shape", choices=list(SHAPES), default="8b", help="of the target; 8b by default")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after which nothing new is begun")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.shape == "8b" and device.type != "cuda":
+    if options.shape in ("8b", "1b") and device.type != "cuda":
         raise UserError("benchmarks/gpu.py finds no CUDA device: use --shape tiny to try it, or --shape 135m on a CPU")
     end_s = time.monotonic() + 60 * options.minutes
     figures: dict[str, Any] = {
         "device": device_facts(device),
         "threads": torch.get_num_threads(),
-        "shape": SHAPES[options.shape].as_json(),
+        "shape": vars(SHAPES[options.shape]),
         "parts": {},
         "wall_time_s": {},
         "errors": {},
@@ -112,8 +103,7 @@ def main() -> None:
         figures["left_out"] += [f"{part}: {what}" for what in found.left_out]
         figures["wall_time_s"][part] = round(time.monotonic() - begin_s, 1)
         figures["complete"] = set(figures["parts"]) == set(PARTS) and not figures["errors"] and not figures["left_out"]
-        if options.json:
-            write_result(options.json, figures)
+        write_figures(options, figures)
         print(f"{part}: {figures['wall_time_s'][part]:.0f} s\n{json.dumps(found.figures, indent=2)}", flush=True)
         print(*(f"{what}: {error}" for what, error in found.errors.items()), sep="\n", flush=True)
     if figures["errors"] or figures["left_out"]:

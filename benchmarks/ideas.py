@@ -12,8 +12,8 @@ Markov head.
 `losses`: the quickstart's ParallelSpec with each loss in place of cross entropy, and D-PACE (its paper's alpha) in
 place of depth weights, there and in DSpark. `norms`: EAGLE-3 with each of EAGLE-3.1's two norms, and with both.
 
-The table lies in `runs/ideas`, or `runs/losses` or `runs/norms`; its methods are `VARIANT/SHAPE`. What is trained is
-not trained again.
+The table is in `runs/ideas`, `runs/losses` or `runs/norms`; its methods are `VARIANT/SHAPE`. What is trained is not
+trained again.
 """
 
 import argparse
@@ -70,7 +70,7 @@ VARIANTS: dict[str, Callable[[], Variants]] = {"blocks": blocks, "losses": losse
 
 
 def recipes_of(which: str, overrides: list[str]) -> list[Recipe]:
-    """Each under its name, measured by the same questions, chain and tree."""
+    """Load each variant under its name, measured by the same questions, chain and tree."""
     recipes = []
     for name, (recipe, values) in VARIANTS[which]().items():
         loaded = load_recipe(recipe, [*values, *overrides, f"name={name}"])

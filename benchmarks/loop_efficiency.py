@@ -6,12 +6,12 @@ Uses the recipe's trained drafter (`runs/<name>/drafter`), or an untrained one o
 what the loop itself costs does not depend on how good the drafter is.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 
 import torch
+from parts.timing import benchmark_parser, write_figures
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.eval.bench.measured_methods import compiles, load_models, measured_methods
@@ -23,16 +23,14 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder
 
 
 @exit_with_one_sentence()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("recipe", nargs="?", default="quickstart", help="whose target, drafter and questions to use")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--json", type=Path, help="write the result there too")
     parser.add_argument("--questions-per-category", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -55,15 +53,10 @@ def main() -> None:
         log = RecordLog(Path(scratch) / "records.jsonl")
         bench.run(methods, log, arguments.repeats, warmup_questions=2)
         timing = summarize_timing(list(log))
-    result = {
-        "timing": timing,
-        "trained": trained,
-        "target": recipe.target.model,
-        "threads": torch.get_num_threads(),
-    }
+    setting = {"trained": trained, "target": recipe.target.model, "threads": torch.get_num_threads()}
+    result = {"timing": timing, **setting}
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        write_result(arguments.json, result)
+    write_figures(arguments, result)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ turn the weights are read once, which is the least that a step can cost. Medians
 compiled forward is timed too: in a second process it finds what the first one left in $DRAFTSMITH_CACHE.
 """
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
+from parts.timing import Work, benchmark_parser, in_turns, seconds, write_figures
 
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import bushy
@@ -26,44 +24,34 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.results import write_result
 
+CPU = torch.device("cpu")
 WARM_UP_TURNS = 3
-
-
-def seconds_of(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def step_prices(
     sessions: dict[str, TargetSession], reading: WeightReading, rows: list[int], context_tokens: int, turns: int
 ) -> dict[str, Any]:
-    """Medians over turns of the seconds of every session's forward by rows, and of a read of all weights."""
-    trees = {count: DraftTree([1] * count, bushy(count)) for count in rows}
-    prompt = [1] * context_tokens
-    times: dict[str, dict[int, list[float]]] = {name: {count: [] for count in rows} for name in sessions}
-    reads = []
-    for session in sessions.values():
-        session.prefill(prompt)
-    for turn in range(turns + WARM_UP_TURNS):
-        for name, session in sessions.items():
-            session.forward_tree(trees[1])  # another session's weights were in the caches
-            for count, tree in trees.items():
-                spent = seconds_of(lambda session=session, tree=tree: session.forward_tree(tree))  # type: ignore[misc]
-                if turn >= WARM_UP_TURNS:
-                    times[name][count].append(spent)
-        reads.append(reading.seconds() or 0.0)
+    """Return medians over turns of the seconds of every session's forward by rows, and of a read of all weights."""
+    works: dict[str, Work] = {}
+    for name, session in sessions.items():
+        session.prefill([1] * context_tokens)
+        # Before it another session's weights were in the caches.
+        works[f"{name} again"] = partial(session.forward_tree, DraftTree([1], bushy(1)))
+        for count in rows:
+            works[f"{name} {count}"] = partial(session.forward_tree, DraftTree([1] * count, bushy(count)))
+    reads: list[float | None] = []
+    works["read"] = lambda: reads.append(reading.seconds())
+    times_s = in_turns(works, CPU, turns, WARM_UP_TURNS)
     assert reading.bytes is not None  # only a mixture of experts has none
-    read_s = statistics.median(filter(None, reads))
+    read_s = median(filter(None, reads))
     found: dict[str, Any] = {
         "weights_bytes": reading.bytes,
         "read_s": read_s,
         "read_bytes_per_s": reading.bytes / read_s,
     }
-    for name, by_rows in times.items():
-        medians = {count: statistics.median(spent) for count, spent in by_rows.items()}
+    for name in sessions:
+        medians = {count: median(times_s[f"{name} {count}"]) for count in rows}
         single = medians[min(medians)]
         found[name] = {
             "step_s": single,
@@ -76,13 +64,12 @@ def step_prices(
 
 @exit_with_one_sentence()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("recipe", nargs="?", default="quickstart")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 5, 8, 13, 16, 32])
     parser.add_argument("--context", type=int, default=224, help="tokens in the cache")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the result there too")
     arguments = parser.parse_args()
     rows = sorted({1, *arguments.rows})
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -93,16 +80,15 @@ def main() -> None:
     length = arguments.context + 2 * max(rows)
     compiled = DynamicSession(target, length)
     compiled.prefill([1] * arguments.context)
-    first_call_s = seconds_of(lambda: compiled.forward_tree(DraftTree([1], bushy(1))))
+    first_call_s = seconds(lambda: compiled.forward_tree(DraftTree([1], bushy(1))), CPU)
     sessions = {"torch": TargetSession(plain, length), "kernels": TargetSession(target, length), "compiled": compiled}
-    found = step_prices(sessions, WeightReading(target), rows, arguments.context, arguments.turns)
     result = {
         "target": recipe.target.gguf_file or recipe.target.model,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "context_tokens": arguments.context,
         "compile_s": first_call_s,
-        **found,
+        **step_prices(sessions, WeightReading(target), rows, arguments.context, arguments.turns),
     }
     print(f"reading {result['weights_bytes'] / 1e6:.0f} MB: {1e3 * result['read_s']:.2f} ms")
     for name in sessions:
@@ -113,8 +99,7 @@ def main() -> None:
             f"{side['share_of_reading']:.0%} of it reading); rows in steps: {costs}"
         )
     print(f"first compiled call: {first_call_s:.1f} s")
-    if arguments.json:
-        write_result(arguments.json, result)
+    write_figures(arguments, result)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ in every question, some with a second exchange, so that no two are the same; the
 They are made while they are read: nothing but the tokeniser could hold them in memory.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_from_disk
+from parts.timing import benchmark_parser, peak_resident_bytes, write_figures
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from draftsmith.data.distill.token_dataset import MOST_PROCESSES, Answered, save_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn, parse_conversation
 from draftsmith.data.sources.records import open_records
-from draftsmith.recipes.results import write_result
 from draftsmith.recipes.schema import SourceRecipe
 
 SOURCES = 2000  # different conversations that are repeated
@@ -31,18 +30,12 @@ MAX_LENGTH_TOKENS = 2048
 
 
 def synthetic(sources: list[Conversation], count: int) -> Iterator[Answered]:
-    """`count` conversations in the order of their ids, each one of a kind."""
+    """Make `count` conversations in the order of their ids, no two the same."""
     for number in range(count):
         first, second = sources[number % len(sources)], sources[(7 * number + 1) % len(sources)]
         turns = first.turns + (second.turns if number % 3 == 0 and second.turns[0].role == "user" else ())
         asked = Turn(turns[0].role, f"({number}) {turns[0].content}")
         yield Conversation(f"{number:012d}", (asked, *turns[1:])), None
-
-
-def peak_mib() -> float:
-    """Largest resident set of this process so far."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def measure(count: int, processes: int) -> dict[str, Any]:
@@ -53,7 +46,7 @@ def measure(count: int, processes: int) -> dict[str, Any]:
     sources = [parse_conversation(record, where) for where, record in records]
     with tempfile.TemporaryDirectory() as folder:
         rows_file, final = Path(folder) / "rows.arrow", Path(folder) / "tokens"
-        interpreter_mib, begin_s = peak_mib(), time.perf_counter()
+        interpreter_mib, begin_s = peak_resident_bytes() / 2**20, time.perf_counter()
         with tqdm(total=count, desc="tokenise", unit="conv") as bar:
             conversations = synthetic(sources, count)
             counts = write_token_rows(conversations, tokenizer, MAX_LENGTH_TOKENS, rows_file, processes, bar)
@@ -70,15 +63,14 @@ def measure(count: int, processes: int) -> dict[str, Any]:
             "conversations_per_s": count / wall_time_s,
             "tokens_per_s": counts.tokens / wall_time_s,
             "interpreter_mib": interpreter_mib,
-            "above_interpreter_mib": peak_mib() - interpreter_mib,
+            "above_interpreter_mib": peak_resident_bytes() / 2**20 - interpreter_mib,
         }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokenise synthetic conversations.")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--conversations", type=int, default=100_000)
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, MOST_PROCESSES))
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     row = measure(options.conversations, options.processes)
     print(
@@ -86,8 +78,7 @@ def main() -> None:
         f"{row['wall_time_s']:.0f} s, {row['conversations_per_s']:,.0f} conversations/s, "
         f"{row['tokens_per_s']:,.0f} tokens/s; {row['above_interpreter_mib']:.0f} MiB above the interpreter"
     )
-    if options.json:
-        write_result(options.json, row)
+    write_figures(options, row)
 
 
 if __name__ == "__main__":

@@ -1,119 +1,172 @@
-"""A whole training step of the parallel drafter, `folded` against `dense`: tokens/s in turns, and peak memory.
+"""Training on a CPU, in turns: group attention alone, a whole step, and a step on features from disk.
 
-    OMP_NUM_THREADS=2 python benchmarks/training_step.py [--json FILE]
+    OMP_NUM_THREADS=2 python benchmarks/training_step.py attention --lengths 512 1024 2048 [--json FILE]
+    OMP_NUM_THREADS=2 python benchmarks/training_step.py step [--json FILE]
+    OMP_NUM_THREADS=2 python benchmarks/training_step.py offline --lengths 128 256 512 1024 [--json FILE]
 
-A step is the target's forward, the drafter's layer with all its groups, the LM head, the backward and AdamW, at the
-embedded target's widths with random weights and every token supervised (the worst case: no row can be skipped).
-Peak memory is the growth of the resident set of a fresh process over its size before the first step.
+`attention`: forward and backward of `folded` against `dense`, 4 heads of 64.
+
+`step`: the target's forward, the drafter's layer with all its groups, the LM head, the backward and AdamW, `folded`
+against `dense`, at the embedded target's widths with random weights and every token supervised (the worst case: no row
+can be skipped). Peak memory is the growth of the resident set of a fresh process over its size before the first step.
+
+`offline`: the quickstart's drafter on batches of rows whose second half is labelled, with features from files that are
+mapped into memory against the target's forward; collation is part of the step. The files are in the page cache, as from
+the second epoch on where memory is large enough: a slow disk is not measured.
 """
 
-import argparse
-import multiprocessing
-import resource
-import statistics
-import sys
-import time
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import datasets
 import torch
+from parts.timing import benchmark_parser, in_turns, peak_resident_bytes, ratios, write_figures
+from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.models.target.features import target_features
+from draftsmith.models.groups.attention import group_attention
 from draftsmith.models.target.loading import EMBEDDED_TARGET
-from draftsmith.recipes.results import write_result
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
+from draftsmith.train.features.cache import FeatureCache, FeatureCollator, FeatureIndex, cut_into_shards, write_shard
+from draftsmith.train.features.write import row_features, shard_features
 
+CPU = torch.device("cpu")
 BACKENDS = ("folded", "dense")
+HEADS, HEAD_SIZE = 4, 64
+BATCH_SIZE, NUM_ROWS, DISK_DTYPE = 4, 32, "bfloat16"
 
 
-class TrainingStep:
-    """Target, drafter and optimiser for one backend."""
+class Step:
+    """Target, drafter and optimiser at the embedded target's widths, with random weights."""
 
-    def __init__(self, backend: str, num_masks: int) -> None:
+    def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(EMBEDDED_TARGET, max_position_embeddings=8192)
-        self._target: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        self._target.eval().requires_grad_(False)
-        self._drafter = ParallelDrafter.from_target(self._target, {"num_masks": num_masks, "attention": backend})
-        self._optimizer = torch.optim.AdamW(self._drafter.parameters(), lr=1e-4)
+        self.target: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self.target.eval().requires_grad_(False)
+        self.drafter = ParallelDrafter.from_target(self.target, options)
+        self._optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=1e-4)
 
-    def run(self, length: int) -> float:
-        """Seconds of one step on a row of `length` random tokens."""
-        ids = torch.randint(0, self._target.config.vocab_size, (1, length))
-        begin_s = time.perf_counter()
-        features = target_features(self._target, ids)
-        self._drafter(ids, features, torch.ones_like(ids)).loss.backward()
+    def run(self, ids_bs: Tensor, loss_mask_bs: Tensor, features: tuple[Tensor, Tensor | None] | None = None) -> None:
+        """One optimiser step; the target is run where no features are given."""
+        inputs, teacher = features or self.drafter.training_features(self.target, ids_bs)
+        self.drafter(ids_bs, inputs, loss_mask_bs, teacher_features=teacher).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return time.perf_counter() - begin_s
+
+    def run_random(self, length: int) -> None:
+        """One optimiser step on a row of random tokens, all of them labelled."""
+        ids_bs = torch.randint(0, self.target.config.vocab_size, (1, length))
+        self.run(ids_bs, torch.ones_like(ids_bs))
 
 
-def measure_speed(length: int, num_masks: int, turns: int) -> dict[str, float]:
-    """Medians over alternating turns, after one to warm up."""
-    steps = {backend: TrainingStep(backend, num_masks) for backend in BACKENDS}
-    times_s: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-    for turn in range(turns + 1):
-        for backend, step in steps.items():
-            time_s = step.run(length)
-            if turn:
-                times_s[backend].append(time_s)
-    ratios = [dense / folded for folded, dense in zip(times_s["folded"], times_s["dense"], strict=True)]
-    speeds = {f"{backend}_tokens_per_s": length / statistics.median(times) for backend, times in times_s.items()}
-    return {**speeds, "speedup": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+def measure_attention(length: int, masks: int, turns: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, HEADS, masks + 1, length, HEAD_SIZE)
+    qkv = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
+
+    def forward_backward(backend: str) -> None:
+        for part in qkv:
+            part.grad = None
+        out = group_attention(qkv[0], qkv[1], qkv[2], backend=backend)
+        out.backward(torch.ones_like(out))
+
+    times_s = in_turns({backend: partial(forward_backward, backend) for backend in BACKENDS}, CPU, turns, warmup=1)
+    milliseconds = {f"{backend}_ms": 1e3 * median(times) for backend, times in times_s.items()}
+    mask_bytes = (length * (masks + 1)) ** 2
+    return {**milliseconds, **ratios("speedup", times_s["dense"], times_s["folded"]), "dense_mask_bytes": mask_bytes}
 
 
-def measure_memory(backend: str, length: int, num_masks: int) -> float:
-    """MiB, in a process of its own: what a resident set once held it never gives back reliably."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_peak_growth, args=(sender, backend, length, num_masks))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"the memory of {backend} at S={length} could not be measured (exit {process.exitcode})")
-    return float(receiver.recv())
+def measure_step(length: int, masks: int, turns: int) -> dict[str, Any]:
+    steps = {backend: Step(num_masks=masks, attention=backend) for backend in BACKENDS}
+    works = {backend: partial(step.run_random, length) for backend, step in steps.items()}
+    times_s = in_turns(works, CPU, turns, warmup=1)
+    found: dict[str, Any] = {f"{backend}_tokens_per_s": length / median(times) for backend, times in times_s.items()}
+    found |= ratios("speedup", times_s["dense"], times_s["folded"])
+    for backend in BACKENDS:  # in fresh processes: what a resident set once held it never gives back reliably
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            found[f"{backend}_mib"] = process.submit(peak_growth_mib, backend, length, masks).result()
+    return found
 
 
-def _peak_growth(sender: Any, backend: str, length: int, num_masks: int) -> None:
-    step = TrainingStep(backend, num_masks)
-    step.run(16)  # optimiser state and thread pools belong to the base
-    before = _peak_bytes()
-    step.run(length)
-    sender.send((_peak_bytes() - before) / 2**20)
+def peak_growth_mib(backend: str, length: int, masks: int) -> float:
+    step = Step(num_masks=masks, attention=backend)
+    step.run_random(16)  # optimiser state and thread pools belong to the base
+    before_bytes = peak_resident_bytes()
+    step.run_random(length)
+    return (peak_resident_bytes() - before_bytes) / 2**20
 
 
-def _peak_bytes() -> int:
-    """Largest resident set of this process so far."""
-    status = Path("/proc/self/status")
-    if status.exists():  # on Linux ru_maxrss begins with that of the parent process
-        lines = status.read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+def measure_offline(length: int, masks: int, turns: int) -> dict[str, Any]:
+    step = Step(**load_recipe("quickstart").drafter.options | {"num_masks": masks})
+    ids = torch.randint(0, step.target.config.vocab_size, (NUM_ROWS, length)).tolist()
+    mask = [0] * (length // 2) + [1] * (length - length // 2)
+    rows = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": mask} for row in ids])
+    layers = step.drafter.layers_read
+    index = FeatureIndex(layers, step.target.config.hidden_size, {"data.features.dtype": DISK_DTYPE}, [])
+    index.shards.extend(cut_into_shards([length] * NUM_ROWS, index.bytes_per_token))
+    with tempfile.TemporaryDirectory() as name, tqdm(disable=True) as bar:
+        folder = Path(name)
+        for shard in index.shards:
+            of_shard = rows[shard.rows.start : shard.rows.stop]["input_ids"]
+            computed = row_features(step.target, layers, of_shard, BATCH_SIZE)
+            write_shard(folder / shard.file, shard_features(computed, index, shard, bar))
+        disk_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        read = FeatureCollator(FeatureCache(folder, index, layers))
+        rows = rows.add_column(ROWS_COLUMN, [[row] for row in range(NUM_ROWS)])
+        places = {"online": 0, "offline": 0}
+
+        def run(side: str) -> None:
+            begin = BATCH_SIZE * places[side]
+            places[side] += 1
+            batch = [rows[(begin + place) % NUM_ROWS] for place in range(BATCH_SIZE)]
+            collated: dict[str, Tensor] = (read if side == "offline" else collate_right_padded)(batch)
+            features = None
+            if side == "offline":
+                features = step.drafter.split_features(collated["features"].to(step.target.dtype))
+            step.run(collated["input_ids"], collated["loss_mask"], features)
+
+        times_s = in_turns({side: partial(run, side) for side in places}, CPU, turns, warmup=1)
+    return {
+        **{f"{side}_s": median(times) for side, times in times_s.items()},
+        **ratios("speedup", times_s["online"], times_s["offline"]),
+        "batch_rows": BATCH_SIZE,
+        "dtype": DISK_DTYPE,
+        "bytes_per_token": index.bytes_per_token,
+        "disk_bytes": disk_bytes,
+        "disk_tokens": NUM_ROWS * length,
+    }
+
+
+WHATS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "attention": measure_attention,
+    "step": measure_step,
+    "offline": measure_offline,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time a training step, folded against dense.")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("what", choices=WHATS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="sequence lengths S")
     parser.add_argument("--masks", type=int, default=4, help="K")
-    parser.add_argument("--turns", type=int, default=5, help="measurements of each backend")
+    parser.add_argument("--turns", type=int, default=7, help="measurements of each side")
     options = parser.parse_args()
     rows = []
     for length in options.lengths:
-        row: dict[str, Any] = {"length_tokens": length, "masks": options.masks}
-        row |= measure_speed(length, options.masks, options.turns)
-        row |= {f"{backend}_mib": measure_memory(backend, length, options.masks) for backend in BACKENDS}
-        rows.append(row)
-        print(
-            f"S={length:5d}  folded {row['folded_tokens_per_s']:7,.0f} tokens/s {row['folded_mib']:6,.0f} MiB   "
-            f"dense {row['dense_tokens_per_s']:7,.0f} tokens/s {row['dense_mib']:6,.0f} MiB   "
-            f"speedup {row['speedup']:.2f}x ({row['lowest']:.2f} to {row['highest']:.2f})",
-            flush=True,
-        )
-    if options.json:
-        write_result(options.json, {"threads": torch.get_num_threads(), "rows": rows})
+        found = WHATS[options.what](length, options.masks, options.turns)
+        rows.append({"length_tokens": length, "masks": options.masks, **found})
+        print(f"S={length}: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+    write_figures(options, {"threads": torch.get_num_threads(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ draft and of the target's forward: `loop_efficiency` with the times inside the l
 Shapes: P prompt, n committed tokens, F features.
 """
 
-import statistics
-from contextlib import ExitStack
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,20 +30,8 @@ from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.compiling import BACKEND
 from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
-from parts.shapes import (
-    SEED,
-    Shape,
-    agree,
-    at_work,
-    disagree,
-    random_drafter,
-    random_prompt,
-    random_target,
-    random_tree,
-    tree_paths,
-)
-from parts.suite import Suite
-from parts.timing import compare, launches_per_round, seconds
+from parts.shapes import SEED, Shape, agree, random_drafter, random_prompt, random_target, random_tree, tree_paths
+from parts.timing import Suite, compare, launches_per_round, seconds
 
 # Without CUDA only to see that it works: Dynamo without a compiler.
 BACKENDS = {"cuda": BACKEND, "cpu": "eager"}
@@ -55,29 +42,34 @@ DEEPEST = 5
 RUNS = 2
 
 
-def trees(suite: Suite) -> None:
-    run_trees(suite, compiles=False)
-
-
-def compiled_trees(suite: Suite) -> None:
-    run_trees(suite, compiles=True)
-
-
-def run_trees(suite: Suite, compiles: bool) -> None:
+def trees(suite: Suite, compiles: bool = False) -> None:
+    """Measure the target's forward over a tree of each size, and the share of the memory's speed that it reaches."""
     shape, device = suite.shape, suite.device
     target = random_target(shape, device)
     weights_bytes = sum(p.numel() * p.element_size() for p in target.parameters())
     weights_bytes -= target.get_input_embeddings().weight.nbytes  # of which a step reads a row
-    with ExitStack() as stack:
-        session = stack.enter_context(open_session(target, shape.session_tokens, compiles))
-        stack.enter_context(torch.inference_mode())
+
+    def figures(nodes: int) -> dict[str, Any]:
+        """base_s: of the single token; weight_bytes_per_s: of the target's weights, read once."""
+        tree, single = (partial(forward, session, tree_of(number, device)) for number in (nodes, 1))
+        single()  # compiled, if at all, before the other
+        first_s = seconds(tree, device)
+        compared = compare(tree, single, device, shape.repeats)
+        read = {"context_tokens": session.length_tokens, "weight_bytes_per_s": weights_bytes / compared["median_s"]}
+        return {**compared, "first_s": first_s, **read}
+
+    with open_session(target, shape.session_tokens, compiles) as session, torch.inference_mode():
         session.prefill(random_prompt(shape))
         if isinstance(session, CompiledSession):
             for nodes in shape.tree_nodes:
                 with session.learning():
                     forward(session, tree_of(nodes, device))
         for nodes in shape.tree_nodes:
-            suite.measure(f"{nodes}_nodes", figures_of_tree, session, nodes, suite, weights_bytes)
+            suite.measure(f"{nodes}_nodes", figures, nodes)
+
+
+def compiled_trees(suite: Suite) -> None:
+    trees(suite, compiles=True)
 
 
 def open_session(target: Any, length_tokens: int, compiles: bool) -> TargetSession:
@@ -87,28 +79,14 @@ def open_session(target: Any, length_tokens: int, compiles: bool) -> TargetSessi
 
 
 def forward(session: TargetSession, tree: DraftTree | DeviceTree) -> TargetStep:
-    """As the loop runs a tree: one that lies on the device as such."""
+    """Run a tree as the loop does: one on the device as such."""
     return session.forward_device_tree(tree) if isinstance(tree, DeviceTree) else session.forward_tree(tree)
 
 
 def tree_of(nodes: int, device: torch.device) -> DraftTree | DeviceTree:
-    """On a GPU it lies there."""
+    """Make a tree, on a GPU if there is one."""
     tree = random_tree(nodes)
     return DeviceTree.of(tree, device) if device.type == "cuda" else tree
-
-
-def figures_of_tree(session: TargetSession, nodes: int, suite: Suite, weights_bytes: int) -> dict[str, Any]:
-    """base_s: of the single token; weight_bytes_per_s: of the target's weights, read once."""
-    tree, single = (partial(forward, session, tree_of(number, suite.device)) for number in (nodes, 1))
-    single()  # compiled, if at all, before the other
-    first_s = seconds(tree, suite.device)
-    compared = compare(tree, single, suite.device, suite.shape.repeats)
-    return {
-        **compared,
-        "first_s": first_s,
-        "context_tokens": session.length_tokens,
-        "weight_bytes_per_s": weights_bytes / compared["median_s"],
-    }
 
 
 def drafts(suite: Suite) -> None:
@@ -127,16 +105,15 @@ def run_kinds(suite: Suite, kinds: list[str], compiles: bool) -> None:
 
 
 def figures_of_kind(shape: Shape, target: PreTrainedModel, kind: str, compiles: bool) -> dict[str, Any]:
-    """Figures by tree and temperature."""
-    disagree(target)
-    drafter = at_work(random_drafter(kind, target), target)
+    """Measure the loop with one kind of drafter, by tree and temperature."""
+    target.get_output_embeddings().bias = None  # `agree` with the kind before
+    drafter = random_drafter(kind, target).to(target.dtype).freeze()
     agree(target, drafter)
     decoder = drafter.decoder(shape.session_tokens)
     if compiles and isinstance(decoder, Compilable):
         decoder.compile(BACKENDS[target.device.type])
-    found: dict[str, Any] = {}
-    with ExitStack() as stack:
-        session = stack.enter_context(open_session(target, shape.session_tokens, compiles))
+    found: dict[str, Any] = {"parameters": sum(p.numel() for p in drafter.parameters())}
+    with open_session(target, shape.session_tokens, compiles) as session:
         session.read_layers(drafter.feature_layers)
         depth = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else drafter.config.num_depths
         shapes = [(tree, temperature) for temperature in (0.0, 1.0) for tree in ("chain", "tree")]
@@ -144,16 +121,16 @@ def figures_of_kind(shape: Shape, target: PreTrainedModel, kind: str, compiles: 
         if isinstance(session, CompiledSession):  # all sizes before any is compiled
             for (_, temperature), method in methods.items():
                 with session.learning():
-                    answer(shape, session, method, temperature)
+                    answer(shape, session, method, temperature, shape.answer)
         for (tree, temperature), method in methods.items():
             found[f"{tree}@{temperature:g}"] = figures_of_method(shape, session, method, temperature)
-    return {"parameters": sum(p.numel() for p in drafter.parameters()), **found}
+    return found
 
 
 def drafting(
     shape: Shape, decoder: SequenceDecoder, tree: str, temperature: float, depth: int, device: torch.device
 ) -> DrafterMethod:
-    """A chain, or a fixed tree of `drafted_nodes`, root included: a random drafter's best tree has no depth."""
+    """Make a method with a chain, or a fixed tree of `drafted_nodes`: a random drafter's best tree has no depth."""
     recipe = MethodRecipe(name=tree, max_depth=depth)
     if tree == "tree":
         recipe = MethodRecipe(name=tree, tree="static", paths=tree_paths(shape.drafted_nodes, depth))
@@ -161,24 +138,23 @@ def drafting(
     return DrafterMethod(tree, decoder, tree_builder(recipe, decoder), Sampling(temperature), generator)
 
 
-def answer(
-    shape: Shape, session: TargetSession, method: Method, temperature: float, tokens: int | None = None
-) -> AnswerRecord:
-    """The same in every turn, as far as the device computes the same."""
+def answer(shape: Shape, session: TargetSession, method: Method, temperature: float, tokens: int) -> AnswerRecord:
+    """Generate the same answer in every turn, as far as the device computes the same."""
     generator = torch.Generator(session.device).manual_seed(SEED)
-    new_tokens = shape.answer if tokens is None else tokens
-    return generate(session, method, random_prompt(shape), Sampling(temperature), new_tokens, generator=generator)
+    return generate(session, method, random_prompt(shape), Sampling(temperature), tokens, generator=generator)
 
 
 @torch.inference_mode()
 def figures_of_method(
     shape: Shape, session: TargetSession, method: DrafterMethod, temperature: float
 ) -> dict[str, Any]:
-    """Medians over turns, each beside the baseline; what a round asks of the device."""
+    """Measure medians over turns, each beside the baseline, and what a round asks of the device."""
 
     def both() -> dict[str, float]:
-        drafted = answer(shape, session, method, temperature)
-        return loop_figures(drafted, answer(shape, session, Autoregressive(), temperature))
+        drafted, plain = (
+            answer(shape, session, each, temperature, shape.answer) for each in (method, Autoregressive())
+        )
+        return loop_figures(drafted, plain)
 
     both()  # warms up
     by_turn = [both() for _ in range(min(RUNS, shape.repeats))]
@@ -188,7 +164,7 @@ def figures_of_method(
         shape.answer,
         session.device,
     )
-    medians = {key: statistics.median(figures[key] for figures in by_turn) for key in by_turn[0]}
+    medians = {key: median(figures[key] for figures in by_turn) for key in by_turn[0]}
     draft_s, verify_s = alone(shape, session, method)
     return {
         **medians,
@@ -200,7 +176,7 @@ def figures_of_method(
 
 
 def loop_figures(answer: AnswerRecord, baseline: AnswerRecord) -> dict[str, float]:
-    """Per round, and the loop's efficiency against the baseline of the same turn."""
+    """Return seconds per round, and the loop's efficiency against the baseline of the same turn."""
     tau = sum(answer.accept_lengths) / answer.rounds
     draft_s, verify_s = answer.draft_s / answer.rounds, answer.verify_s / answer.rounds
     single_s = baseline.verify_s / baseline.rounds
@@ -222,9 +198,9 @@ def loop_figures(answer: AnswerRecord, baseline: AnswerRecord) -> dict[str, floa
 
 
 def alone(shape: Shape, session: TargetSession, method: DrafterMethod) -> tuple[float, float]:
-    """Median seconds of a draft a few tokens after the one before, and of the target's forward over its tree.
+    """Time a draft a few tokens after the one before, and the target's forward over its tree; medians in seconds.
 
-    Each from an idle device to an idle one, by the calls that the loop makes.
+    Each is timed from an idle device to an idle one, by the calls that the loop makes.
     """
     prompt, device = random_prompt(shape), session.device
     features = session.prefill(prompt).features
@@ -237,4 +213,4 @@ def alone(shape: Shape, session: TargetSession, method: DrafterMethod) -> tuple[
         draft_s = seconds(lambda: trees.append(propose()), device)
         times_s.append((draft_s, seconds(partial(forward, session, trees[-1]), device)))
     drafts_s, forwards_s = zip(*times_s, strict=True)
-    return statistics.median(drafts_s), statistics.median(forwards_s)
+    return median(drafts_s), median(forwards_s)

@@ -6,7 +6,7 @@ accepted, so there the LM heads are given a bias towards one token (`agree`).
 
 import heapq
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Shape:
     """A target, and how much is done with it.
 
     Args:
-        dtype: Of the target and of drafters at work; drafters are trained in fp32, under autocast if this is half.
+        dtype: Of the target, and of drafters while decoding; they are trained in fp32, under autocast if this is half.
         num_masks: K.
         length: S, tokens of a row in training; rows: of the larger batch.
         prompt, answer: tokens, in decoding.
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def session_tokens(self) -> int:
-        """Of a sequence, with room for drafting again and again."""
+        """Length of a sequence, with room for drafting again and again."""
         return self.prompt + 4 * self.answer
 
     @property
@@ -82,16 +82,16 @@ class Shape:
             dtype=self.dtype,
         )
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 TREES = (1, 48, 64, 32, 16, 8, 4, 2)
+GPU: dict[str, Any] = {
+    "length": 2048, "rows": 4, "prompt": 512, "answer": 96, "tree_nodes": TREES, "drafted_nodes": 48, "repeats": 20,
+    "training_steps": 8,
+}  # fmt: skip
 SHAPES = {
-    "8b": Shape(
-        "8b", 4096, 14336, 32, 32, 8, 128_256, "bfloat16",
-        length=2048, rows=4, prompt=512, answer=96, tree_nodes=TREES, drafted_nodes=48, repeats=20, training_steps=8,
-    ),
+    # Llama 3.1 8B's and Llama 3.2 1B's sizes.
+    "8b": Shape("8b", 4096, 14336, 32, 32, 8, 128_256, "bfloat16", **GPU),
+    "1b": Shape("1b", 2048, 8192, 16, 32, 8, 128_256, "bfloat16", **GPU),
     # SmolLM2-135M's sizes: on a CPU.
     "135m": Shape(
         "135m", 576, 1536, 30, 9, 3, 49_152, "float32",
@@ -111,7 +111,7 @@ SHAPES = {
 
 
 def random_target(shape: Shape, device: torch.device) -> PreTrainedModel:
-    """Made where it stays: the host never holds it."""
+    """Make a target where it stays: the host never holds it."""
     torch.manual_seed(SEED)
     with torch.device(device):
         target = LlamaForCausalLM._from_config(shape.config, dtype=shape.torch_dtype)
@@ -121,26 +121,21 @@ def random_target(shape: Shape, device: torch.device) -> PreTrainedModel:
 
 
 def random_drafter(kind: str, target: PreTrainedModel, **options: Any) -> Drafter:
-    """As a training begins with it: in fp32, attached."""
+    """Make a drafter as a training begins with it: in fp32, attached."""
     torch.manual_seed(SEED)
     with torch.device(target.device):
         return load_drafter_class(kind).from_target(target, {**OPTIONS.get(kind, {}), **options})
 
 
-def at_work(drafter: Drafter, target: PreTrainedModel) -> Drafter:
-    """As `load_drafter` gives it: in the target's dtype, frozen."""
-    return drafter.to(target.dtype).freeze()
-
-
-def agree(target: PreTrainedModel, drafter: Drafter | None, share: float = 0.7) -> None:
+def agree(target: PreTrainedModel, drafter: Drafter, share: float = 0.7) -> None:
     """Make both give about this share of their probability to one token, and all of it when they are greedy.
 
-    A head's bias, which costs nothing: so drafts are accepted, at T = 0 all and at T = 1 most of them.
+    A head's bias, which costs nothing: so drafts are accepted, at T = 0 all and at T = 1 most of them. The next drafter
+    starts from a target whose bias was taken off again.
     """
     vocabulary = target.config.vocab_size
-    linears = [module for module in (drafter.modules() if drafter is not None else []) if isinstance(module, nn.Linear)]
-    head = target.get_output_embeddings()
-    for linear in [head, *(one for one in linears if one.out_features == vocabulary)]:
+    heads = [each for each in drafter.modules() if isinstance(each, nn.Linear) and each.out_features == vocabulary]
+    for linear in [target.get_output_embeddings(), *heads]:
         # Logits of normed states are normal: their exponentials add up to V exp(s^2 / 2).
         deviation = float(linear.weight.detach().float().std()) * math.sqrt(linear.in_features)
         rest = math.log(vocabulary) + deviation**2 / 2
@@ -149,13 +144,8 @@ def agree(target: PreTrainedModel, drafter: Drafter | None, share: float = 0.7) 
         linear.bias = nn.Parameter(bias, requires_grad=False)
 
 
-def disagree(target: PreTrainedModel) -> None:
-    """Take the bias off the target's head again, for the next drafter to start from."""
-    target.get_output_embeddings().bias = None
-
-
 def tree_paths(nodes: int, depth: int) -> list[list[int]]:
-    """The best tree of so many nodes, root included, no path longer than `depth`, if rank r costs 1 + r."""
+    """Return the best tree of so many nodes, root included, no path longer than `depth`, if rank r costs 1 + r."""
     paths: list[list[int]] = []
     heap: list[tuple[int, list[int]]] = [(1, [0])]
     while heap and len(paths) < nodes - 1:
@@ -168,7 +158,7 @@ def tree_paths(nodes: int, depth: int) -> list[list[int]]:
 
 
 def random_tree(nodes: int, depth: int = 5) -> DraftTree:
-    """Of so many nodes, root included; any tokens."""
+    """Make a tree of so many nodes, root included, with any tokens."""
     shape = StaticPaths.of(tree_paths(nodes, depth)).shape
     return DraftTree([3 + node for node in range(nodes)], shape)
 

@@ -1,7 +1,7 @@
 """Training: group attention, whole steps of the parallel drafter, and a step against what its parts need at least.
 
 `attention`: forward and backward against plain causal attention over the same queries, torch's own kernel with the
-streams of a query head as grouped-query heads over the keys of the real tokens (part (a) of
+depths of a query head as grouped-query heads over the keys of the real tokens (part (a) of
 `models/groups/attention.py`; no mask sees another).
 
 `training`: steps by the project's own trainer: tokens/s, peak memory, and how much of the device's matrix rate they
@@ -15,16 +15,16 @@ with the optimiser, its guard rails and its counters.
 
     OMP_NUM_THREADS=2 python benchmarks/gpu.py --shape 135m --parts step_bound --json FILE     # on a CPU
 
-Shapes: B batch (1), H query heads, Hkv key/value heads, G = K+1 streams, S positions, Dh head size, D hidden, N
+Shapes: B batch (1), H query heads, Hkv key/value heads, G = K+1 depths, S positions, Dh head size, D hidden, N
 labelled rows.
 """
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -44,8 +44,17 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.plan import matmul_flops_per_s
 from draftsmith.train.plan.step_cost import FakeTraining, StepCost
 from parts.shapes import SEED, Shape, random_drafter, random_target
-from parts.suite import Suite
-from parts.timing import Work, compare, give_memory_back, launches_per_round, peak_growth_bytes, seconds, wait
+from parts.timing import (
+    Suite,
+    Work,
+    compare,
+    free_memory,
+    launches_per_round,
+    peak_growth_bytes,
+    ratios,
+    seconds,
+    wait,
+)
 
 BACKENDS = {"cuda": ("folded", "flex", "dense"), "cpu": ("folded", "dense")}  # flex has no backward on a CPU
 KIND = "parallel"
@@ -55,32 +64,29 @@ Half = Callable[[], AbstractContextManager[Any]]
 
 
 def attention(suite: Suite) -> None:
-    parts = random_parts(suite.shape, suite.device)
-    for backend in (None, *BACKENDS[suite.device.type]):
-        suite.measure(backend or "causal", figures_of_attention, suite, parts, backend)
-
-
-def figures_of_attention(suite: Suite, parts: list[Tensor], backend: str | None) -> dict[str, float | int | None]:
-    work = forward_backward(parts, backend)
-    work()  # what it compiles is not its memory
-    peak_bytes = peak_growth_bytes(work, suite.device)
-    return {**compare(work, forward_backward(parts, None), suite.device, suite.shape.repeats), "peak_bytes": peak_bytes}
-
-
-def random_parts(shape: Shape, device: torch.device) -> list[Tensor]:
-    """Queries [1, H, G, S, Dh], keys and values [1, Hkv, G, S, Dh], in the target's dtype."""
+    """Measure each backend on queries [1, H, G, S, Dh], keys and values [1, Hkv, G, S, Dh], in the target's dtype."""
+    shape, device = suite.shape, suite.device
     torch.manual_seed(SEED)
     sizes = (shape.num_masks + 1, shape.length, shape.hidden_size // shape.heads)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    return [torch.randn(1, h, *sizes, device=device, dtype=shape.torch_dtype).requires_grad_() for h in heads]
+    qkv = [torch.randn(1, h, *sizes, device=device, dtype=shape.torch_dtype).requires_grad_() for h in heads]
+
+    def figures(backend: str | None) -> dict[str, float | int | None]:
+        work = forward_backward(qkv, backend)
+        work()  # what it compiles is not its memory
+        peak_bytes = peak_growth_bytes(work, device)
+        return {**compare(work, forward_backward(qkv, None), device, shape.repeats), "peak_bytes": peak_bytes}
+
+    for backend in (None, *BACKENDS[device.type]):
+        suite.measure(backend or "causal", figures, backend)
 
 
-def forward_backward(parts: list[Tensor], backend: str | None) -> Work:
-    """Of group attention; None: plain causal attention."""
+def forward_backward(qkv: list[Tensor], backend: str | None) -> Work:
+    """Make a forward and backward of group attention; None: of plain causal attention."""
 
     def work() -> None:
-        q_bhgsd, k_bhgsd, v_bhgsd = parts
-        for part in parts:
+        q_bhgsd, k_bhgsd, v_bhgsd = qkv
+        for part in qkv:
             part.grad = None
         if backend is not None:
             out = group_attention(q_bhgsd, k_bhgsd, v_bhgsd, backend=backend)
@@ -93,7 +99,7 @@ def forward_backward(parts: list[Tensor], backend: str | None) -> Work:
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of each optimiser step, from an idle device to an idle device."""
+    """Note the seconds of each optimiser step, from an idle device to an idle device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._begin_s = device, 0.0
@@ -120,7 +126,7 @@ def training(suite: Suite) -> None:
 def figures_of_training(
     shape: Shape, device: torch.device, backend: str, rows: int, peak_flops_per_s: float
 ) -> dict[str, Any]:
-    """Of steps on so many rows of S tokens, all of them labelled."""
+    """Measure steps on so many rows of S tokens, all of them labelled."""
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(shape, device, Path(folder), rows, WARMUP_STEPS + shape.training_steps)
         cost = planned(shape, args, Path(folder), rows)
@@ -129,12 +135,12 @@ def figures_of_training(
         data = Dataset.from_list([random_row(shape, number) for number in range(rows * args.max_steps)])
         trainer, times = DrafterTrainer(drafter, target, args, data), StepTimes(device)
         trainer.add_callback(times)
-        give_memory_back(device)
+        free_memory(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    step_s = statistics.median(times.times_s[WARMUP_STEPS:])
+    step_s = median(times.times_s[WARMUP_STEPS:])
     flops = sum(cost.flops().values())
     return {
         "step_s": step_s,
@@ -161,15 +167,11 @@ def arguments(shape: Shape, device: torch.device, folder: Path, rows: int, steps
 
 
 def planned(shape: Shape, args: TrainingArguments, folder: Path, rows: int) -> StepCost:
-    """What `draftsmith plan` says of such a step."""
+    """Return what `draftsmith plan` says of such a step."""
     shape.config.save_pretrained(folder / "target")
-    recipe = Recipe.model_validate(
-        {
-            "name": "gpu",
-            "target": {"model": str(folder / "target"), "dtype": shape.dtype},
-            "drafter": {"kind": KIND, "options": {"num_masks": shape.num_masks}},
-        }
-    )
+    drafter = {"kind": KIND, "options": {"num_masks": shape.num_masks}}
+    target = {"model": str(folder / "target"), "dtype": shape.dtype}
+    recipe = Recipe.model_validate({"name": "gpu", "target": target, "drafter": drafter})
     inputs = collate_right_padded([random_row(shape, number) for number in range(rows)])
     return FakeTraining(recipe, args).step(inputs)
 
@@ -181,14 +183,13 @@ def random_row(shape: Shape, number: int) -> dict[str, list[int]]:
 
 
 def step_bound(suite: Suite) -> None:
-    suite.measure("parallel", figures_of_bound, suite)
+    suite.measure(KIND, figures_of_bound, suite.shape, suite.device)
 
 
-def figures_of_bound(suite: Suite) -> dict[str, Any]:
-    """Medians of each, and the ratio of the step to the sum, by turns."""
-    shape, device = suite.shape, suite.device
+def figures_of_bound(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Measure the step and its parts: medians of each, and the ratio of the step to their sum, by turns."""
     target = random_target(shape, device)
-    drafter = random_drafter("parallel", target, num_masks=shape.num_masks).train()
+    drafter = random_drafter(KIND, target, num_masks=shape.num_masks).train()
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     ids = torch.randint(3, shape.vocabulary, (1, shape.length), device=device)
@@ -225,19 +226,18 @@ def figures_of_bound(suite: Suite) -> dict[str, Any]:
 
     bounds_s = [sum(parts) for parts in zip(times_s["target"], times_s["layer"], times_s["loss"], strict=True)]
     whole_s = [sum(both) for both in zip(times_s["step"], times_s["optimizer"], strict=True)]
-    trainer_s = times_s["trainer_step"]
     return {
-        **{f"{name}_s": statistics.median(times) for name, times in times_s.items()},
+        **{f"{name}_s": median(times) for name, times in times_s.items()},
         "labelled_rows": rows,
         "step": launches_per_round(steps, 1, 3, device),
         **ratios("ratio", times_s["step"], bounds_s),
         **ratios("ratio_with_optimizer", whole_s, bounds_s),
-        **ratios("ratio_of_trainer", trainer_s, bounds_s),
+        **ratios("ratio_of_trainer", times_s["trainer_step"], bounds_s),
     }
 
 
 class BetweenSteps(StepTimes):
-    """After each step of the trainer, the seconds of each work."""
+    """Note the seconds of each work after each step of the trainer."""
 
     def __init__(self, works: dict[str, Work], device: torch.device) -> None:
         super().__init__(device)
@@ -253,7 +253,7 @@ class BetweenSteps(StepTimes):
 def between_steps(
     works: dict[str, Work], shape: Shape, target: PreTrainedModel, drafter: Drafter
 ) -> dict[str, list[float]]:
-    """Seconds of each work and of the trainer's step, on rows of S tokens, in turns: other work slows all of them."""
+    """Time each work and the trainer's step on rows of S tokens, in turns: whatever else runs slows all of them."""
     turns = WARMUP_TURNS + shape.repeats
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(shape, target.device, Path(folder), rows=1, steps=turns)
@@ -265,25 +265,14 @@ def between_steps(
     return {name: times_s[WARMUP_TURNS:] for name, times_s in every.items()}
 
 
-def ratios(name: str, times_s: list[float], bounds_s: list[float]) -> dict[str, float]:
-    """Median and extremes by turns, and the ratio of the best times, which other work on the machine spoils least."""
-    by_turn = [time_s / bound_s for time_s, bound_s in zip(times_s, bounds_s, strict=True)]
-    return {
-        name: statistics.median(by_turn),
-        f"{name}_lowest": min(by_turn),
-        f"{name}_highest": max(by_turn),
-        f"{name}_of_best": min(times_s) / min(bounds_s),
-    }
-
-
-def causal_layer(target: PreTrainedModel, streams: int, length: int, half: Half) -> Callable[[], None]:
-    """Forward and backward of transformers' own layer in fp32 weights, on [G, S, D]: one causal sequence a stream."""
+def causal_layer(target: PreTrainedModel, depths: int, length: int, half: Half) -> Callable[[], None]:
+    """Make a forward and backward of transformers' layer in fp32 weights, on [G, S, D]: a causal sequence a depth."""
     torch.manual_seed(SEED)
     config = type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8})
     with torch.device(target.device):
         model = LlamaModel._from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
         positions = torch.arange(length)[None]
-    hidden = torch.randn(streams, length, config.hidden_size, device=target.device).requires_grad_()
+    hidden = torch.randn(depths, length, config.hidden_size, device=target.device).requires_grad_()
     rotary = model.rotary_emb(hidden, positions)
 
     def work() -> None:
@@ -298,7 +287,7 @@ def causal_layer(target: PreTrainedModel, streams: int, length: int, half: Half)
 
 
 def chunked_loss(target: PreTrainedModel, rows: int, half: Half) -> Callable[[], None]:
-    """Forward and backward of the cross entropy of N rows [N, D] through the target's frozen head."""
+    """Make a forward and backward of the cross entropy of N rows [N, D] through the target's frozen head."""
     config, device = target.config, target.device
     hidden = torch.randn(rows, config.hidden_size, device=device).requires_grad_()
     labels = torch.randint(3, config.vocab_size, (rows,), device=device)

@@ -1,7 +1,7 @@
 """`llama-server` without a model: answers every prompt with the tokens that count upwards from its last one.
 
-`fake_llama` makes it a program of a folder, with the two beside it. Written there is what it was started with and
-asked: `calls.jsonl`. With a file `dies` there it ends at once.
+`fake_llama` makes it a program of a folder, with `llama-quantize` beside it. What it was started with and asked is
+written to `calls.jsonl` there. With a file `dies` there it ends at once.
 """
 
 import json
@@ -15,12 +15,11 @@ CALLS = Path(__file__).with_name("calls.jsonl")
 
 
 def fake_llama(folder: Path) -> Path:
-    """`llama-server`, `llama-quantize`, which copies, and `llama-bench`, which says 33.5 tokens/s."""
+    """Make `llama-server`, and `llama-quantize`, which copies."""
     folder.mkdir()
     scripts = {
         "llama-server": f"#!{sys.executable}\n{Path(__file__).read_text()}",
         "llama-quantize": f'#!/bin/sh\necho "$1 $4" >>{folder}/quantized\ncp "$2" "$3"\n',
-        "llama-bench": f"""#!/bin/sh\necho "$@" >>{folder}/benched\necho '[{{"n_gen": 32, "avg_ts": 33.5}}]'\n""",
     }
     for name, text in scripts.items():
         (folder / name).write_text(text)

@@ -37,7 +37,7 @@ class Reading:
 
 def test_prices_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of 1 s whose weights take 0.5 s to read, 800 bytes a second; 5 rows take 1.8 s, so 1.8 steps."""
-    monkeypatch.setattr(step_price.time, "perf_counter", lambda: Clock.now)
+    monkeypatch.setattr("time.perf_counter", lambda: Clock.now)
     sessions: dict[str, Any] = {"slow": Session(1.6, 0.4), "fast": Session(0.8, 0.2)}
     found = step_price.step_prices(sessions, Reading(), [1, 5], 7, turns=3)  # type: ignore[arg-type]
     assert (found["weights_bytes"], found["read_s"], found["read_bytes_per_s"]) == (400, 0.5, 800.0)
