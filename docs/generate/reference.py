@@ -48,6 +48,26 @@ Training over several processes is `accelerate launch train/train_parallel.py RE
 
 """
 
+FORMATS_HEAD = """# Where a drafter can go
+
+Which engine or other code loads which kind of drafter, how that was verified, or why not and what to train instead.
+
+Made by `make docs` from the rules that `draftsmith export` and `draftsmith doctor` apply.
+
+    draftsmith doctor mine.yaml --serve vllm                 # before training: can it be served, how, or why not
+    draftsmith export mine.yaml --to vllm                    # after it: the folder, and the command that serves it
+    draftsmith import mine.yaml --from user/repo             # a published checkpoint as this run's drafter
+
+Every export is compared with its reader's rules (names, shapes, config; read from the reader's source, which the rules
+name), its config against the target's, and its values, read back, against the drafter's. *Real vLLM* means more: vLLM
+0.32 loads the folder, no greedy token changes, and at every position it accepts as often as our decoder's chain
+(`tests/models/formats/test_vllm_serves.py`: on a CPU, for the embedded target, a Llama, with `first_token: false` where
+a drafter has that option; with a row for the first token, which engines have not, a few drafts differ). Of DFlash that
+holds for layers that share a norm of keys: on a CPU vLLM norms those of all layers with the first layer's weight.
+DSpark needs vLLM's newer runner, so a GPU. Qwen's classes in vLLM, vLLM 0.33 and SGLang were not run. The way to a
+running server, and what goes wrong: [serving.md](../guides/serving.md).
+"""
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the site."""
@@ -60,15 +80,48 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def pages() -> dict[str, str]:
     """The text of each page by its place in the site."""
-    # Imported here: mkdocs loads its hooks before it knows whether it will build anything.
-    from draftsmith.models.formats.table import table
-
     return {
         "reference/recipes.md": recipes_page(),
         "reference/options.md": options_page(),
         "reference/commands.md": commands_page(),
-        "reference/formats.md": table(),
+        "reference/formats.md": formats_page(),
     }
+
+
+def formats_page() -> str:
+    """Where every kind can go, how it is served there, or why not."""
+    # Imported in functions: mkdocs loads its hooks before it knows whether it will build anything.
+    from draftsmith.models.base.registry import drafter_kinds
+    from draftsmith.models.formats.exporting import EXPORTERS, FORMATS, no_place
+
+    columns = " | ".join(f"`--to {to}` ({what})" for to, what in FORMATS.items())
+    lines = [FORMATS_HEAD, f"| kind | {columns} |", "|---|" + "---|" * len(FORMATS)]
+    conditions: dict[tuple[str, str, str], list[str]] = {}
+    for kind in drafter_kinds():
+        cells = []
+        for to in FORMATS:
+            exporter = EXPORTERS.get((kind, to))
+            if exporter is None:
+                cells.append(f"no: {no_place(kind, to)}")
+                continue
+            served = f"as `{exporter.method}`" if exporter.method else "yes"
+            served += " with `parallel_drafting`" if exporter.parallel else ""
+            cells.append(f"{served}; {'real vLLM' if in_real_vllm(kind, to) else 'checked by the rules'}")
+            for each in exporter.refusals:
+                why = re.sub(r"{config\.(?:target_config\[)?(\w+)\]?}", r"`\1`", each.why)
+                told = (kind, each.drafters, f"{why}: train with {each.recipe_line}")
+                conditions.setdefault(told, []).append(to)
+        lines.append(f"| `{kind}` | {' | '.join(cells)} |")
+    lines += ["", "What a format takes of a kind depends on its options and on the target:", ""]
+    lines += ["| kind | with | `--to` | refused, and what to train with |", "|---|---|---|---|"]
+    for (kind, drafters, why), formats in conditions.items():
+        lines.append(f"| `{kind}` | {drafters} | {', '.join(formats)} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_real_vllm(kind: str, to: str) -> bool:
+    """Whether real vLLM is shown this export by a test. DSpark needs its newer runner, which needs Triton."""
+    return to in ("vllm", "speculators") and kind != "dspark"
 
 
 def commands_page() -> str:

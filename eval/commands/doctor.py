@@ -20,8 +20,14 @@ from draftsmith.eval.commands.doctor_data import Checked, Expected, Finding, che
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
-from draftsmith.models.formats.of_run import check_format
-from draftsmith.models.formats.served import caveat, kind_of, loading_words, refusal, serving_command
+from draftsmith.models.formats.exporting import (
+    caveat,
+    check_format,
+    kind_of,
+    loading_words,
+    refusal,
+    serving_command,
+)
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.first_stage import first_stage
@@ -81,7 +87,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     """Look at data, target and drafter. Writes nothing.
 
     Args:
-        serve: A format of `models/formats/served.py` that the drafter is to be served in.
+        serve: A format of `models/formats/exporting.py` that the drafter is to be served in.
 
     Raises:
         UserError: The target cannot be loaded, so that nothing can be examined, or there is no such format.
@@ -212,7 +218,7 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
         return [Finding("export", "defect", str(error))]
     refused, warned = refusal(config, to), caveat(config, to)
     if refused is not None:
-        return [Finding("export", "defect", f"{kind_of(config)}: {refused.sentence()}")]
+        return [Finding("export", "defect", f"{kind_of(config)}: {refused}")]
     target_is = target_location(recipe.target)
     command = serving_command(config, to, target_is, "FOLDER", loading_words(recipe.target))
     found = [Finding("export", "ok", f"`draftsmith export --to {to}` can write it")]

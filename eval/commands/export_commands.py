@@ -11,6 +11,7 @@ from draftsmith.eval.commands.terminal.console import console, heading
 from draftsmith.eval.commands.terminal.output import tell
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder
 
 
 @exit_with_one_sentence()
@@ -53,7 +54,7 @@ def export(
 ) -> None:
     """Write the trained drafter as another program loads it, check it, and print the command that serves it."""
     loaded = load_recipe(recipe, overrides)
-    from draftsmith.models.formats.of_run import export_run
+    from draftsmith.models.formats.exporting import export_run
 
     heading("export", f"{loaded.name}: --to {to}")
     exported = export_run(loaded, to, folder)
@@ -74,9 +75,11 @@ def import_command(
 ) -> None:
     """Make a published checkpoint for the recipe's target a drafter of ours, to be measured, proved and tuned."""
     loaded = load_recipe(recipe, overrides)
-    from draftsmith.models.formats.of_run import import_run
+    from draftsmith.models.formats.importing import import_run
 
     heading("import", f"{checkpoint} for {loaded.target.model}")
-    imported = import_run(loaded, checkpoint, to)
-    console.print(imported.sentence(), markup=False)
-    tell({"kind": imported.kind, "folder": str(imported.folder)})
+    folder, kind = import_run(loaded, checkpoint, to)
+    named = f"a method of eval.methods with `drafter: {folder}`"
+    own = folder == RunFolder(loaded).drafter
+    console.print(f"{kind} drafter: {folder} ({'`draftsmith eval` measures it' if own else named})", markup=False)
+    tell({"kind": kind, "folder": str(folder)})

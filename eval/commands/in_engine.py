@@ -35,9 +35,13 @@ from draftsmith.eval.serving.own import chain_of, own_figures
 from draftsmith.eval.serving.result import GIVEN, STARTED, Served, recorded_served
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.decoding.kv_cache import cache_shape
-from draftsmith.models.formats.export import refuse_inexpressible
-from draftsmith.models.formats.of_run import export_run, trained_drafter
-from draftsmith.models.formats.served import drafted_tokens, speculative_config
+from draftsmith.models.formats.exporting import (
+    export_run,
+    refuse_inexpressible,
+    speculative_config,
+    trained_drafter,
+)
+from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target.loading import (
     load_generation_config,
     load_target,
@@ -142,7 +146,7 @@ def _started_arms(setting: _Setting, notes: list[str]) -> dict[str, AbstractCont
     recipe, options = setting.recipe, setting.options
     engine_options = read_engine_options(options.engine_options)
     drafter = trained_drafter(recipe)
-    refuse_inexpressible(drafter, ENGINE_FORMAT)
+    refuse_inexpressible(drafter.config, ENGINE_FORMAT)
     require_vllm("--engine vllm")
     if max(recipe.eval.temperatures) > 0:
         _check_sampling(options)

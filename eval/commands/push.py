@@ -31,8 +31,7 @@ from draftsmith.eval.artifacts.drafter import card_figures, update_card
 from draftsmith.eval.artifacts.proof import recorded_proof
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
-from draftsmith.models.formats.export import EXPORT_FILE, Export
-from draftsmith.models.formats.of_run import export_run
+from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError

@@ -1,6 +1,6 @@
 """A drafter as a causal language model of its own: draft models, and PARD's shape (arXiv 2504.18583).
 
-PARD drafts in one forward too: behind the newest token stand K equal mask tokens. That is a `parallel` drafter that
+PARD drafts in one forward too: the newest token is followed by K equal mask tokens. That is a `parallel` drafter that
 reads embeddings only and has one mask: the mask becomes the embedding of a token that no text has, the padding token
 or the last one. Embedding and head are copies of the target's; readers take whole models.
 """
@@ -13,36 +13,40 @@ from typing import Any, cast
 
 from safetensors.torch import load_file
 
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.masks import rarest_token
 from draftsmith.models.drafters.draft_model import as_causal_lm
-from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, Refusal, refuse_other_layers, take_borrowed
+from draftsmith.models.formats.layout import (
+    Checkpoint,
+    Exporter,
+    Parameters,
+    Refusal,
+    always,
+    no_target,
+    only,
+    refuse_other_layers,
+    take_borrowed,
+)
 
-SCALED_EMBEDDINGS = ("gemma",)
-
-
-def refusal_draft_model(config: DrafterConfig) -> Refusal | None:
-    if config.draft_vocab_size is not None:
-        everything = "drafter.options.draft_vocab_size=null"
-        return Refusal("engines want a draft model's vocabulary to be the target's, all of it", everything)
-    return None
-
-
-def refusal_pard(config: DrafterConfig) -> Refusal | None:
-    if config.num_masks > 1 and not config.shared_mask:
-        one = "drafter.options.shared_mask=true and drafter.options.inputs=embedding, or drafter.kind=peagle"
-        return Refusal(f"no engine has {config.num_masks} distinct masks, as this drafter has", one)
-    if config.inputs != "embedding":
-        tokens = "drafter.options.inputs=embedding and drafter.options.shared_mask=true, or drafter.kind=peagle"
-        return Refusal(f"a draft model reads tokens only, and this drafter `inputs: {config.inputs}`", tokens)
-    if config.mask_residual:
-        return Refusal("engines do not add the newest token to its masks", "drafter.options.mask_residual=false")
-    if config.markov_rank:
-        return Refusal("PARD has no Markov head", "drafter.options.markov_rank=0")
-    if config.target_config["model_type"] in SCALED_EMBEDDINGS:
-        return Refusal("this target scales embeddings, and a mask is none", "drafter.kind=draft_model")
-    return refusal_draft_model(config)
+OF_DRAFT_MODELS = (
+    only("draft_vocab_size", None, "engines want a draft model's vocabulary to be the target's, all of it"),
+)
+OF_PARD = (
+    Refusal(
+        "distinct masks", lambda config: config.num_masks > 1 and not config.shared_mask,
+        "no engine has {config.num_masks} distinct masks, as this drafter has",
+        "drafter.options.shared_mask=true and drafter.options.inputs=embedding, or drafter.kind=peagle",
+    ),
+    only(
+        "inputs", "embedding", "a draft model reads tokens only, and this drafter reads {config.inputs}",
+        "drafter.kind=peagle",
+    ),
+    only("mask_residual", False, "engines do not add the newest token to its masks"),
+    only("markov_rank", 0, "PARD has no Markov head"),
+    no_target("gemma", "this target scales embeddings, and a mask is none"),
+    *OF_DRAFT_MODELS,
+)  # fmt: skip
 
 
 def to_draft_model(drafter: Drafter) -> Checkpoint:
@@ -65,7 +69,7 @@ def _saved(drafter: Drafter, tied: bool, mask_token_id: int | None) -> Checkpoin
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Of a model whose embedding and head are the target's.
+    """Read a model whose embedding and head are the target's.
 
     Raises:
         UserError: Its layers are of another shape than the target's.
@@ -80,3 +84,16 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     state["masks"] = borrowed["embed_tokens"][mask_token_id : mask_token_id + 1].clone()
     options = {"num_layers": num_layers, "inputs": "embedding", "shared_mask": True}
     return Parameters("parallel", options, state, borrowed, other_row=mask_token_id)
+
+
+EXPORTERS = {
+    ("draft_model", "vllm"): Exporter(
+        to_draft_model, parameters, OF_DRAFT_MODELS, None, "draft_model", needs_target=always
+    ),
+    ("parallel", "vllm"): Exporter(
+        to_pard, parameters, OF_PARD, None, "draft_model", parallel=True, needs_target=always
+    ),
+    ("draft_model", "sglang"): Exporter(
+        to_draft_model, parameters, OF_DRAFT_MODELS, None, "STANDALONE", needs_target=always
+    ),
+}

@@ -3,8 +3,6 @@
 Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
 target's; of a draft vocabulary, which vLLM alone knows, the target's rows of the head go along. Engines count the
 layers that are read from 0 by their *outputs*: their id is one less than ours.
-
-Shapes: H hidden, T the target's hidden size, A layers that are read, V vocabulary, W drafted tokens, R rank.
 """
 
 from collections.abc import Mapping
@@ -14,119 +12,104 @@ from torch import Tensor
 
 from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.formats.checkpoint import (
+from draftsmith.models.formats.layout import (
     Checkpoint,
+    Exporter,
     Parameters,
-    Refusal,
     drafted_of_all,
     dtype_name,
     llama_config,
+    no_target,
+    only,
     refuse_other_layers,
     take_borrowed,
 )
-from draftsmith.models.formats.loader_rules import LoaderRules, TensorRule, llama_layer
+from draftsmith.models.formats.loader_rules import (
+    Config,
+    LoaderRules,
+    Shapes,
+    draft_vocabulary,
+    draft_vocabulary_size,
+    embedding,
+    fused_layers,
+    llama_layer,
+    own_head,
+)
 from draftsmith.models.groups.layers import qwen3_layers_config
 
-SCALED_EMBEDDINGS = ("gemma",)
-NORMS = ("input_layernorm", "post_attention_layernorm")
-TENSORS = (
-    TensorRule("fc.weight", ("H", "A*T")),
-    TensorRule("hidden_norm.weight", ("H",)),
-    TensorRule("norm.weight", ("H",)),
-    *llama_layer("layers.{i}", "H", NORMS, ((0, "layers"),)),
-)
-MARKOV_HEAD = (
-    TensorRule("markov_head.markov_w1.weight", ("V", "R")),
-    TensorRule("markov_head.markov_w2.weight", ("W", "R")),
-)
-CONFIDENCE_HEAD = (
-    TensorRule("confidence_head.proj.weight", ("1", "H+R"), when="confidence"),
-    TensorRule("confidence_head.proj.bias", ("1",), when="confidence"),
-)
-FEWER_TOKENS = (
-    TensorRule("d2t", ("W",), when="reduced"),
-    TensorRule("t2d", ("V",), when="reduced"),
-    TensorRule("lm_head.weight", ("W", "H"), when="reduced"),
-)
-EMBEDDING = TensorRule("embed_tokens.weight", ("V", "H"))
-CONFIG = {"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}
-NO_MASK_HIDDEN = {"mask_hidden": "is refused: masks are a token's embedding"}
 
+def _tensors_asked(config: Config) -> Shapes:
+    hidden, features = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
+    shapes = {
+        "fc.weight": (hidden, fused_layers(config) * features),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(config.get("num_hidden_layers", 1)):
+        shapes |= llama_layer(config, f"layers.{i}", hidden, ("input_layernorm", "post_attention_layernorm"))
+    return shapes
+
+
+def _reduced(config: Config) -> Shapes:
+    maps = draft_vocabulary(config)
+    return {**maps, **own_head(config)} if maps else {}
+
+
+def _heads(config: Config) -> Shapes:
+    rank = config.get("markov_rank") or 0
+    shapes: Shapes = {
+        "markov_head.markov_w1.weight": (config["vocab_size"], rank),
+        "markov_head.markov_w2.weight": (draft_vocabulary_size(config), rank),
+    }
+    if config.get("enable_confidence_head"):
+        hidden = config["hidden_size"]
+        shapes |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+CONFIG = {"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}
+DSPARK = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": True, "markov_head_type": "vanilla"}
 VLLM = LoaderRules(
     engine="vLLM 0.32 dflash",
     source="model_executor/models/qwen3_dflash.py: DFlashQwen3Model, DFlashQwen3ForCausalLM.load_weights",
-    tensors=(*TENSORS, *FEWER_TOKENS),
-    optional=(EMBEDDING,),
-    traps=NO_MASK_HIDDEN,
+    tensors=lambda config: {**_tensors_asked(config), **_reduced(config)},
+    optional=embedding,
     config={**CONFIG, "architectures": ["DFlashDraftModel"]},
 )
 SGLANG = LoaderRules(
     engine="SGLang 0.5.23 DFLASH",
     source="srt/models/dflash.py: DFlashDraftModel",
-    tensors=TENSORS,
+    tensors=_tensors_asked,
     config={**CONFIG, "architectures": ["DFlashDraftModel"]},
 )
-
-DSPARK = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": True, "markov_head_type": "vanilla"}
 DSPARK_VLLM = LoaderRules(
     engine="vLLM 0.32 dspark",
     source="model_executor/models/qwen3_dspark.py: Qwen3DSparkModel, Qwen3DSparkForCausalLM.load_weights",
-    tensors=(*TENSORS, *FEWER_TOKENS, *MARKOV_HEAD, *CONFIDENCE_HEAD),
-    optional=(EMBEDDING,),
-    traps=NO_MASK_HIDDEN,
+    tensors=lambda config: {**_tensors_asked(config), **_reduced(config), **_heads(config)},
+    optional=embedding,
     config={**CONFIG, **DSPARK},
 )
 DSPARK_SGLANG = LoaderRules(
     engine="SGLang 0.5.23 DSPARK",
     source="srt/models/dspark.py: Qwen3DSparkModel",
-    tensors=(*TENSORS, *MARKOV_HEAD, *CONFIDENCE_HEAD),
+    tensors=lambda config: {**_tensors_asked(config), **_heads(config)},
     config={**CONFIG, **DSPARK},
 )
 
-
-def refusal_dspark_vllm(config: DrafterConfig) -> Refusal | None:
-    refused = _refuse_what_no_block_has(config)
-    if refused is None and not config.sample_from_anchor:
-        behind = "drafter.options.sample_from_anchor=true"
-        return Refusal("engines draft DSpark's first token from the newest one's row", behind)
-    return refused
-
-
-def refusal_dspark_sglang(config: DrafterConfig) -> Refusal | None:
-    return refusal_dspark_vllm(config) or _refuse_what_sglang_has_not(config)
-
-
-def _refuse_what_no_block_has(config: DrafterConfig) -> Refusal | None:
-    if config.target_config["model_type"] in SCALED_EMBEDDINGS:
-        return Refusal("this target scales embeddings, and engines do not for a block", "drafter.kind=draft_model")
-    if config.mask_residual:
-        return Refusal("engines do not add the newest token to its masks", "drafter.options.mask_residual=false")
-    return None
-
-
-def refusal_vllm(config: DrafterConfig) -> Refusal | None:
-    refused = _refuse_what_no_block_has(config)
-    if refused is not None:
-        return refused
-    if config.markov_rank:
-        return Refusal("DFlash has no Markov head", "drafter.options.markov_rank=0, or drafter.kind=dspark")
-    if config.sample_from_anchor:
-        at_it = "drafter.options.sample_from_anchor=false, or drafter.kind=dspark"
-        return Refusal("engines draft from DFlash's masks, not from the newest token's row", at_it)
-    return None
-
-
-def refusal_sglang(config: DrafterConfig) -> Refusal | None:
-    return refusal_vllm(config) or _refuse_what_sglang_has_not(config)
-
-
-def _refuse_what_sglang_has_not(config: DrafterConfig) -> Refusal | None:
-    if config.draft_vocab_size is not None:
-        everything = "drafter.options.draft_vocab_size=null"
-        return Refusal("SGLang's blocks are read off the target's whole head", everything)
-    if config.causal:
-        return Refusal("in SGLang's blocks every row sees every row", "drafter.options.causal=false")
-    return None
+OF_BLOCKS = (
+    no_target("gemma", "this target scales embeddings, and engines do not for a block"),
+    only("mask_residual", False, "engines do not add the newest token to its masks"),
+)
+OF_DFLASH = (
+    *OF_BLOCKS,
+    only("markov_rank", 0, "DFlash has no Markov head", "drafter.kind=dspark"),
+    only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row", "drafter.kind=dspark"),
+)
+OF_DSPARK = (*OF_BLOCKS, only("sample_from_anchor", True, "engines draft its first token from the newest one's row"))
+OF_SGLANG = (
+    only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
+    only("causal", False, "in SGLang's blocks every row sees every row"),
+)
 
 
 def has_draft_vocabulary(config: DrafterConfig) -> bool:
@@ -143,7 +126,7 @@ def to_dflash(drafter: Drafter) -> Checkpoint:
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
-    """For both engines; keys stand at the top, where both look for them."""
+    """For both engines, which look for its keys at the top of the config."""
     has_confidence = bool(drafter.config.confidence_weight)
     own = {
         **DSPARK,
@@ -187,7 +170,7 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Of either engine's.
+    """Read either engine's.
 
     Raises:
         UserError: It was made for a target of another shape.
@@ -213,3 +196,22 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     if "confidence_head.proj.weight" not in state:
         options["confidence_weight"] = 0.0
     return Parameters("dspark", options, state, borrowed)
+
+
+EXPORTERS = {
+    ("dflash", "vllm"): Exporter(
+        to_dflash, parameters, OF_DFLASH, VLLM, "dflash",
+        needs_target=has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
+    ),
+    ("dflash", "sglang"): Exporter(
+        to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), SGLANG, "DFLASH", in_blocks=True, layers=qwen3_layers_config
+    ),
+    ("dspark", "vllm"): Exporter(
+        to_dspark, parameters, OF_DSPARK, DSPARK_VLLM, "dspark",
+        needs_target=has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
+    ),
+    ("dspark", "sglang"): Exporter(
+        to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), DSPARK_SGLANG, "DSPARK",
+        in_blocks=True, layers=qwen3_layers_config,
+    ),
+}  # fmt: skip

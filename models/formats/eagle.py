@@ -7,39 +7,43 @@ unless the config says `bias: false`. vLLM reads the same key as the attention's
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.formats.checkpoint import (
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.formats.layout import (
     LLAMA_LIKE,
+    NO_ATTENTION_BIAS,
     Checkpoint,
+    Exporter,
     Parameters,
-    Refusal,
     dtype_name,
     llama_config,
+    no_target,
+    no_target_but,
+    only,
     refuse_other_layers,
     take_borrowed,
     with_output_biases,
     without_zero_biases,
 )
-from draftsmith.models.formats.loader_rules import LoaderRules, TensorRule, llama_layer
+from draftsmith.models.formats.loader_rules import Config, LoaderRules, Shapes, embedding, llama_layer
 
-FC, FC_BIAS = TensorRule("fc.weight", ("H", "2*H")), TensorRule("fc.bias", ("H",))
-LAYER = llama_layer("layers.0", "H", ("post_attention_layernorm",))
-EMBEDDING = TensorRule("embed_tokens.weight", ("V", "H"))
-NO_INPUT_NORM = {"layers.0.input_layernorm.weight": "has no place: its first layer has no input norm"}
+
+def _tensors(config: Config) -> Shapes:
+    hidden = config["hidden_size"]
+    return {
+        "fc.weight": (hidden, 2 * hidden),
+        **llama_layer(config, "layers.0", hidden, ("post_attention_layernorm",)),
+    }
+
+
+def _biased_tensors(config: Config) -> Shapes:
+    return {"fc.bias": (config["hidden_size"],), **_tensors(config)}
+
 
 VLLM = LoaderRules(
     engine="vLLM 0.32 eagle",
     source="model_executor/models/llama_eagle.py:50-150, 181-190",
-    tensors=(FC, *LAYER),
-    optional=(EMBEDDING,),
-    traps={
-        **NO_INPUT_NORM,
-        "lm_head.weight": "is a load error: the class has no head",
-        "fc.bias": "is dropped without a word: its fc has none",
-        "norm.weight": "is a load error: the class has no final norm",
-    },
+    tensors=_tensors,
+    optional=embedding,
     config={
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
         "tie_word_embeddings": False,
@@ -48,74 +52,44 @@ VLLM = LoaderRules(
 SGLANG = LoaderRules(
     engine="SGLang 0.5.23 EAGLE",
     source="srt/models/llama_eagle.py: LlamaForCausalLMEagle",
-    tensors=(FC, FC_BIAS, *LAYER),
-    optional=(EMBEDDING,),
-    traps=NO_INPUT_NORM,
+    tensors=_biased_tensors,
+    optional=embedding,
     config={"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "attention_bias": False},
 )
 AUTHORS = LoaderRules(
     engine="SafeAILab/EAGLE's EAGLE",
     source="eagle/model/cnets1.py:472-528, ea_model.py:45-49",
-    tensors=(FC, TensorRule("fc.bias", ("H",), when="fc bias"), *LAYER),
-    optional=(EMBEDDING,),
-    traps=NO_INPUT_NORM,
+    tensors=lambda config: _biased_tensors(config) if config.get("bias") else _tensors(config),
+    optional=embedding,
     config={"model_type": "llama", "attention_bias": False, "num_hidden_layers": 1},
 )
-
-
-def refusal_vllm(config: DrafterConfig) -> Refusal | None:
-    refused = _refuse_other_kinds(config, "vLLM's EagleLlamaForCausalLM")
-    if refused is None and config.fc_bias:
-        return Refusal("vLLM drops the bias of fc without a word", "drafter.options.fc_bias=false")
-    return refused
-
-
-def refusal_without_attention_bias(config: DrafterConfig) -> Refusal | None:
-    """Of SGLang and of the authors' code."""
-    refused = _refuse_other_kinds(config, "the reader's Llama layer")
-    if refused is None and llama_config(config, 1, "")["attention_bias"]:
-        return Refusal("the reader's EAGLE layer has no biases in the attention", "drafter.kind=draft_model")
-    return refused
-
-
-def _refuse_other_kinds(config: DrafterConfig, reader: str) -> Refusal | None:
-    model_type = config.target_config["model_type"]
-    if model_type == "qwen3":
-        return Refusal(f"{reader} has no q/k norms, which this target's layers have", "drafter.kind=eagle3")
-    if model_type not in LLAMA_LIKE or config.target_config.get("hidden_act", "silu") != "silu":
-        return Refusal(f"{reader} does not run {model_type}'s layers", "drafter.kind=draft_model")
-    if config.draft_vocab_size is not None:
-        everything = "drafter.options.draft_vocab_size=null, or drafter.kind=eagle3"
-        return Refusal("EAGLE's layout has no draft vocabulary", everything)
-    return None
+REFUSALS = (
+    no_target("qwen3", "its Llama layer has no q/k norms, which this target's layers have", "eagle3"),
+    no_target_but(LLAMA_LIKE, "its Llama layer does not run {config.target_config[model_type]}'s layers"),
+    only("draft_vocab_size", None, "EAGLE's layout has no draft vocabulary", "drafter.kind=eagle3"),
+)
+FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
-    config = {**_config(drafter), "architectures": ["LlamaForCausalLM"]}
-    return Checkpoint(config, with_output_biases(_tensors(drafter), config))
+    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": ["LlamaForCausalLM"]}
+    return Checkpoint(config, with_output_biases(dict(drafter.state_dict()), config))
 
 
 def to_sglang(drafter: Drafter) -> Checkpoint:
-    tensors = _tensors(drafter)
+    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": ["LlamaForCausalLMEagle"]}
+    tensors = dict(drafter.state_dict())
     tensors.setdefault("fc.bias", tensors["fc.weight"].new_zeros(len(tensors["fc.weight"])))
-    return Checkpoint({**_config(drafter), "architectures": ["LlamaForCausalLMEagle"]}, tensors)
+    return Checkpoint(config, tensors)
 
 
 def to_authors(drafter: Drafter) -> Checkpoint:
-    config = {**_config(drafter), "architectures": ["LlamaForCausalLM"], "bias": bool(drafter.config.fc_bias)}
-    return Checkpoint(config, _tensors(drafter))
-
-
-def _config(drafter: Drafter) -> dict[str, Any]:
-    return llama_config(drafter.config, 1, dtype_name(drafter))
-
-
-def _tensors(drafter: Drafter) -> dict[str, Tensor]:
-    return dict(drafter.state_dict())
+    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": ["LlamaForCausalLM"]}
+    return Checkpoint({**config, "bias": bool(drafter.config.fc_bias)}, dict(drafter.state_dict()))
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Of any of these layouts.
+    """Read any of these layouts.
 
     Raises:
         UserError: It was made for a target of another shape.
@@ -127,3 +101,10 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     if not biased:
         state.pop("fc.bias", None)
     return Parameters("eagle", {"fc_bias": biased}, state, borrowed)
+
+
+EXPORTERS = {
+    ("eagle", "vllm"): Exporter(to_vllm, parameters, (*REFUSALS, FC_BIAS), VLLM, "eagle"),
+    ("eagle", "sglang"): Exporter(to_sglang, parameters, (*REFUSALS, NO_ATTENTION_BIAS), SGLANG, "EAGLE"),
+    ("eagle", "eagle"): Exporter(to_authors, parameters, (*REFUSALS, NO_ATTENTION_BIAS), AUTHORS),
+}

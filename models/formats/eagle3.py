@@ -1,10 +1,13 @@
-"""EAGLE-3's layout, for both of its shapes: `eagle3`, and `peagle` with its mask.
+"""EAGLE-3's layouts, of `eagle3` and of `peagle` with its mask: engines', the authors', and the speculators library's.
 
-Ours is this layout but for one name: the first layer is `midlayer` there, `layers.0` here. `d2t` are offsets in both,
-`t2d` is written for the authors' code and ignored by engines. Engines count the fused layers in their own ways: vLLM's
-ids are ours (0 the embeddings), SGLang's are one less and stand in `eagle_config`.
+Ours is this layout but for one name: the first layer is `midlayer` there, `layers.0` here and in speculators. `d2t` are
+offsets in all, `t2d` is written for the authors' code and ignored by engines. Engines count the fused layers each in
+their own way: vLLM's ids are ours (0 the embeddings), SGLang's are one less and in `eagle_config`.
 
-Shapes: W drafted tokens, V vocabulary.
+vLLM reads the speculators library's config too, the layers' keys from `transformer_layer_config`, where the number of
+fused layers must be given for it; SGLang does not. `norm_before_residual` is always written: its default differs
+between the shapes and the readers. The norms of EAGLE-3.1 are in both places: vLLM takes P-EAGLE's `fc_norm` from the
+layers' keys alone.
 """
 
 from collections.abc import Mapping
@@ -15,128 +18,160 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.formats.checkpoint import (
+from draftsmith.models.formats.layout import (
     LLAMA_LIKE,
+    NO_ATTENTION_BIAS,
     Checkpoint,
+    Exporter,
     Parameters,
     Refusal,
+    always,
     drafted_of_all,
+    drafted_tokens,
     dtype_name,
     llama_config,
+    no_target,
+    no_target_but,
+    only,
     refuse_other_layers,
+    renamed,
     take_borrowed,
     with_output_biases,
     without_zero_biases,
 )
-from draftsmith.models.formats.loader_rules import MASK_TOKEN_KEYS, LoaderRules, TensorRule, llama_layer
+from draftsmith.models.formats.loader_rules import (
+    MASK_TOKEN_KEYS,
+    Config,
+    LoaderRules,
+    Shapes,
+    draft_vocabulary,
+    embedding,
+    fused_layers,
+    llama_layer,
+    own_head,
+)
 from draftsmith.recipes.errors import UserError
 
+NAMES = {"layers.0.": "midlayer."}
 # EAGLE-3.1's and their relatives: keys of the options, and of engines' configs.
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
-FIRST_LAYER = llama_layer("midlayer", "2*H", ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
-FURTHER_LAYERS = llama_layer("layers.{i}", "H", ("input_layernorm", "post_attention_layernorm"), ((1, "layers"),))
-COMMON = (TensorRule("fc.weight", ("H", "A*T")), TensorRule("norm.weight", ("H",)))
-FEATURE_NORMS = (
-    TensorRule("fc_norm.{i}.weight", ("T",), ((0, "A"),), when="fc norm"),
-    TensorRule("input_norm.weight", ("A*T",), when="norm before fc"),
-)
-OWN_HEAD = TensorRule("lm_head.weight", ("W", "H"))
-D2T, T2D = TensorRule("d2t", ("W",), when="reduced"), TensorRule("t2d", ("V",), when="reduced")
-EMBEDDING = TensorRule("embed_tokens.weight", ("V", "H"))
-REDUCED_HEAD = TensorRule("lm_head.weight", ("W", "H"), when="reduced")
+
+
+# ---- what loaders ask for ----
+
+
+def _first_layer(config: Config, name: str = "midlayer", fused: int = 3) -> Shapes:
+    hidden, features = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    layer = llama_layer(config, name, 2 * hidden, norms)
+    return {"fc.weight": (hidden, fused * features), "norm.weight": (hidden,), **layer}
+
+
+def _feature_norms(config: Config) -> Shapes:
+    fused, features = fused_layers(config), config.get("target_hidden_size") or config["hidden_size"]
+    shapes: Shapes = {f"fc_norm.{i}.weight": (features,) for i in range(fused)} if config.get("fc_norm") else {}
+    nested = config.get("eagle_config") or {}
+    if nested.get("norm_before_fc", config.get("norm_before_fc")):
+        shapes["input_norm.weight"] = (fused * features,)
+    return shapes
+
+
+def _further_layers(config: Config) -> Shapes:
+    norms = ("input_layernorm", "post_attention_layernorm")
+    layers = [
+        llama_layer(config, f"layers.{i}", config["hidden_size"], norms)
+        for i in range(1, config.get("num_hidden_layers", 1))
+    ]
+    return {name: shape for layer in layers for name, shape in layer.items()}
+
+
+def _mask(config: Config, leading: tuple[int, ...]) -> Shapes:
+    features = config.get("target_hidden_size") or config["hidden_size"]
+    has_mask = any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
+    return {"mask_hidden": (*leading, fused_layers(config) * features)} if has_mask else {}
+
+
+def _reduced(config: Config) -> Shapes:
+    """Head and map of a draft vocabulary."""
+    maps = draft_vocabulary(config)
+    return {"d2t": maps["d2t"], **own_head(config)} if maps else {}
+
+
+def _shared_or_own(config: Config) -> Shapes:
+    return {**embedding(config), **own_head(config), **draft_vocabulary(config)}
+
 
 VLLM = LoaderRules(
     engine="vLLM 0.32 eagle3",
     source="model_executor/models/llama_eagle3.py:184-256, 395-470, qwen3_eagle3.py:175-245, 375-450",
-    tensors=(
-        *COMMON,
-        *FEATURE_NORMS,
-        *FIRST_LAYER,
-        *FURTHER_LAYERS,
-        REDUCED_HEAD,
-        D2T,
-        TensorRule("mask_hidden", ("1", "A*T"), when="masks"),
-    ),
-    optional=(EMBEDDING, OWN_HEAD, T2D),
-    traps={"mask_hidden": "is skipped with a warning where the config has no mask token"},
+    tensors=lambda config: {
+        **_first_layer(config, fused=fused_layers(config)),
+        **_feature_norms(config),
+        **_further_layers(config),
+        **_reduced(config),
+        **_mask(config, (1,)),
+    },
+    optional=_shared_or_own,
     config={"tie_word_embeddings": False},
 )
 SGLANG = LoaderRules(
     engine="SGLang 0.5.23 EAGLE3",
     source="srt/models/llama_eagle3.py: LlamaForCausalLMEagle3",
     # The projections of the first layer have no bias there, whatever the config says, and fc always reads three layers.
-    tensors=(TensorRule("fc.weight", ("H", "3*T")), COMMON[1], *FEATURE_NORMS, *FIRST_LAYER, REDUCED_HEAD, D2T),
-    optional=(EMBEDDING, OWN_HEAD, T2D),
+    tensors=lambda config: {**_first_layer(config), **_feature_norms(config), **_reduced(config)},
+    optional=_shared_or_own,
     config={
-        "tie_word_embeddings": False,
-        "model_type": "llama",
-        "attention_bias": False,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
+        "tie_word_embeddings": False, "model_type": "llama", "attention_bias": False,
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
     },
-)
+)  # fmt: skip
 AUTHORS = LoaderRules(
     engine="SafeAILab/EAGLE's EAGLE-3",
     source="eagle/model/cnets.py:478-541, ea_model.py:66",
-    tensors=(TensorRule("fc.weight", ("H", "3*T")), COMMON[1], *FIRST_LAYER, OWN_HEAD, D2T, T2D),
-    optional=(EMBEDDING,),
+    tensors=lambda config: {**_first_layer(config), **own_head(config), **draft_vocabulary(config)},
+    optional=embedding,
     config={"model_type": "llama", "attention_bias": False, "bias": False, "num_hidden_layers": 1},
 )
-
+SPECULATORS = LoaderRules(
+    engine="vLLM 0.32's reader of speculators",
+    source="transformers_utils/configs/speculators/algos.py:18-95, base.py:62-93",
+    tensors=lambda config: {
+        **_first_layer(config, "layers.0", fused_layers(config)),
+        **_feature_norms(config),
+        **_further_layers(config),
+        **own_head(config),
+        **draft_vocabulary(config),
+        **_mask(config, (1, 1)),
+    },
+    optional=embedding,
+    config={"tie_word_embeddings": False},
+)
 
 # ---- what can be expressed ----
 
-
-def refusal_vllm(config: DrafterConfig) -> Refusal | None:
-    model_type = config.target_config["model_type"]
-    if model_type not in (*LLAMA_LIKE, "qwen3"):
-        return Refusal(f"vLLM has no EAGLE-3 class with {model_type}'s layers", "drafter.kind=draft_model")
-    if config.target_config.get("hidden_act", "silu") != "silu":
-        return Refusal("vLLM's Llama layers have no other activation than silu", "drafter.kind=draft_model")
-    if getattr(config, "markov_rank", 0):
-        return Refusal("P-EAGLE has no Markov head", "drafter.options.markov_rank=0")
-    return None
-
-
-def refusal_sglang(config: DrafterConfig) -> Refusal | None:
-    return (
-        refusal_vllm(config)
-        or _refuse_more_than_llama(config, "SGLang's LlamaForCausalLMEagle3")
-        or _refuse_embeddings_layer(config)
-    )
-
-
-def refusal_authors(config: DrafterConfig) -> Refusal | None:
-    authors = "SafeAILab/EAGLE's EAGLE-3"
-    return refusal_vllm(config) or _refuse_more_than_llama(config, authors) or _refuse_norms(config, authors)
-
-
-def _refuse_more_than_llama(config: DrafterConfig, reader: str) -> Refusal | None:
-    if config.target_config["model_type"] == "qwen3":
-        return Refusal(f"{reader} drops q/k norms without a word", "drafter.kind=draft_model")
-    if llama_config(config, 1, "")["attention_bias"]:
-        return Refusal(f"{reader} has no biases in the attention", "drafter.kind=draft_model")
-    if config.norm_before_residual:
-        plain = "drafter.options.norm_before_residual=false"
-        return Refusal(f"{reader} adds the attention to the features as they are, before the norm", plain)
-    if len(config.feature_layers) != 3:
-        three = "three layers in drafter.options.feature_layers"
-        return Refusal(f"{reader} fuses three layers of the target, not {len(config.feature_layers)}", three)
-    return None
-
-
-def _refuse_norms(config: DrafterConfig, reader: str) -> Refusal | None:
-    for key in NORMS:
-        if getattr(config, key, False):
-            return Refusal(f"{reader} knows no {key}", f"drafter.options.{key}=false")
-    return None
-
-
-def _refuse_embeddings_layer(config: DrafterConfig) -> Refusal | None:
-    if 0 in config.feature_layers:
-        others = "drafter.options.feature_layers without 0"
-        return Refusal("SGLang adds 1 to the layers it reads, so that the embeddings (0) have no number there", others)
-    return None
+REFUSALS = (
+    no_target_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.target_config[model_type]}'s layers"),
+)
+OF_PEAGLE = (*REFUSALS, only("markov_rank", 0, "P-EAGLE has no Markov head"))
+# SGLang and the authors' code run Llama's layer alone.
+LLAMA_ALONE = (
+    *REFUSALS,
+    no_target("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
+    NO_ATTENTION_BIAS,
+    only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
+    Refusal(
+        "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,
+        "its EAGLE-3 class fuses three layers of the target, not {config.feature_layers}",
+        "three layers in drafter.options.feature_layers",
+    ),
+)  # fmt: skip
+EMBEDDINGS_LAYER = Refusal(
+    "the embeddings among its layers",
+    lambda config: 0 in config.feature_layers,
+    "SGLang adds 1 to the layers it reads, so that the embeddings (0) have no number there",
+    "drafter.options.feature_layers without 0",
+)
+NO_NORMS = tuple(only(key, False, f"its EAGLE-3 class knows no {key}") for key in NORMS)
 
 
 # ---- ours to theirs ----
@@ -165,57 +200,96 @@ def to_sglang(drafter: Drafter) -> Checkpoint:
 
 
 def to_authors(drafter: Drafter) -> Checkpoint:
-    """Their code always has a head of its own, and gives `fc` a bias unless the config says no."""
+    """Write it for code that always has a head of its own, and gives `fc` a bias unless the config says no."""
     config = {**_config(drafter), "bias": False}
     config["eagle_config"] = {  # theirs has no key for it; importers of this layout look here
         "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in drafter.config.feature_layers]
     }
-    tensors = _tensors(drafter, config)
-    if "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = target_head(drafter)
+    return Checkpoint(config, _with_head(_tensors(drafter, config), drafter))
+
+
+def to_speculators(drafter: Drafter) -> Checkpoint:
+    """Write it with the target's LM head where the drafter has none: the library's class always has one."""
+    written = to_vllm(drafter)
+    layers, kind = written.config, "peagle" if "mask_hidden" in written.tensors else "eagle3"
+    layers["architectures"] = ["LlamaForCausalLM" if layers["model_type"] == "llama" else "Qwen3ForCausalLM"]
+    top = {key: layers.pop(key) for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
+    if kind == "peagle":
+        top["mask_token_id"] = layers.pop("mask_token_id")
+        del layers["pard_token"]
+    config: dict[str, Any] = {
+        "architectures": ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted_tokens(drafter.config)}],
+            "verifier": {
+                "name_or_path": drafter.config.target_name_or_path,
+                "architectures": drafter.config.target_config.get("architectures") or [],
+            },
+        },
+        "transformer_layer_config": layers,
+        "norm_before_residual": layers.pop("norm_before_residual"),
+        **{key: layers[key] for key in NORMS},
+        "tie_word_embeddings": False,
+        "dtype": layers["dtype"],
+        **top,
+    }
+    tensors = _with_head(renamed(written.tensors, NAMES, back=True), drafter)
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].unsqueeze(0)
     return Checkpoint(config, tensors)
 
 
-def target_head(drafter: Drafter) -> Tensor:
-    """[V, H] in the drafter's dtype."""
-    return cast(nn.Linear, drafter.attached.lm_head).weight.detach().to(drafter.dtype)
+def _with_head(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, Tensor]:
+    """Add the target's head, in the drafter's dtype, if there is none."""
+    if "lm_head.weight" not in tensors:
+        head = cast(nn.Linear, drafter.attached.lm_head).weight.detach()
+        tensors["lm_head.weight"] = head.to(drafter.dtype)
+    return tensors
 
 
 def _config(drafter: Drafter) -> dict[str, Any]:
-    num_layers = len(drafter.layers)
-    config = llama_config(drafter.config, num_layers, dtype_name(drafter))
+    config = llama_config(drafter.config, len(drafter.layers), dtype_name(drafter))
     drafted = drafter.config.draft_vocab_size or config["vocab_size"]
     return {**config, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": drafted}
 
 
 def _norms(config: DrafterConfig) -> dict[str, bool]:
-    """As engines name them; all are off where a reader does not find them."""
+    """Keys as engines name them; all are off where a reader does not find them."""
     return {key: bool(getattr(config, key, False)) for key in NORMS}
 
 
 def _tensors(drafter: Drafter, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    renamed = {
-        "midlayer" + name.removeprefix("layers.0") if name.startswith("layers.0.") else name: value
-        for name, value in drafter.state_dict().items()
-    }
+    tensors = renamed(drafter.state_dict(), NAMES)
     if drafter.config.draft_vocab_size == config["vocab_size"]:  # a head of its own for all tokens: no map
-        renamed = {name: value for name, value in renamed.items() if name not in ("d2t", "t2d")}
-    return with_output_biases(renamed, config)
+        tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    return with_output_biases(tensors, config)
 
 
 # ---- theirs to ours ----
 
 
+def flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """Turn a config of the speculators library into one like EAGLE-3's; return others as they are."""
+    if "speculators_model_type" not in config:
+        return config
+    layers = config["transformer_layer_config"]
+    # The two readers agree on EAGLE-3's default and on P-EAGLE's.
+    default = config["speculators_model_type"] == "eagle3"
+    return {"norm_before_residual": default, **config, **layers}
+
+
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Of any of these layouts.
+    """Read any of these layouts.
 
     Raises:
         UserError: It was made for another target, or does not say which layers of the target it reads.
     """
     config = checkpoint.config
     refuse_other_layers(config, target_config)
-    state = {name.replace("midlayer.", "layers.0.", 1): value for name, value in checkpoint.tensors.items()}
-    state = without_zero_biases(state, target_config)
+    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), target_config)
     options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl"}
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
     nested = config.get("eagle_config") or {}
@@ -239,7 +313,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 def with_own_head(found: Parameters) -> Parameters:
-    """A checkpoint whose LM head has all tokens and is not the target's: a draft vocabulary of all tokens."""
+    """Read a head that has all tokens and is not the target's as that of a draft vocabulary of all tokens."""
     head = found.borrowed["lm_head"]
     all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
     others = {name: value for name, value in found.borrowed.items() if name != "lm_head"}
@@ -262,3 +336,17 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
         "the checkpoint's config names no eagle_aux_hidden_state_layer_ids, and the usual ones are not in a target of "
         f"{num_layers} layers: add those that it was trained on to its config.json (k = after k layers of the target)"
     )
+
+
+EXPORTERS = {
+    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, VLLM, "eagle3"),
+    ("peagle", "vllm"): Exporter(to_vllm, parameters, OF_PEAGLE, VLLM, "eagle3", parallel=True),
+    ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), SGLANG, "EAGLE3"),
+    ("eagle3", "speculators"): Exporter(
+        to_speculators, parameters, REFUSALS, SPECULATORS, "eagle3", needs_target=always
+    ),
+    ("peagle", "speculators"): Exporter(
+        to_speculators, parameters, OF_PEAGLE, SPECULATORS, "eagle3", parallel=True, needs_target=always
+    ),
+    ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), AUTHORS, needs_target=always),
+}

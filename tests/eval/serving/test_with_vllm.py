@@ -31,8 +31,7 @@ from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint
 from draftsmith.eval.serving.options import ServingOptions
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.registry import TRAINING_FILE
-from draftsmith.models.formats.export import export_drafter
-from draftsmith.models.formats.served import speculative_config
+from draftsmith.models.formats.exporting import export_drafter, speculative_config
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder

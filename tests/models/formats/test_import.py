@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.formats import dflash, eagle, eagle3, hydra, medusa, speculators
-from draftsmith.models.formats.checkpoint import Checkpoint
-from draftsmith.models.formats.export import export_drafter, read_checkpoint
+from draftsmith.models.formats import dflash, eagle, eagle3, heads
+from draftsmith.models.formats.exporting import EXPORTERS, export_drafter, kind_of, read_checkpoint
+from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter
+from draftsmith.models.formats.layout import Checkpoint
 from draftsmith.models.formats.loader_rules import LoaderRules
-from draftsmith.models.formats.reading import IMPORT_FILE, import_drafter
-from draftsmith.models.formats.served import EXPORTERS, kind_of
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -76,20 +75,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], LoaderRules, str, str]] = {
     "eagle3.1": (EAGLE31, eagle3.VLLM, "model.safetensors", "vllm"),
     "peagle": (PEAGLE, eagle3.VLLM, "model.safetensors", "vllm"),
     "peagle-normed": (PEAGLE_NORMED, eagle3.VLLM, "model.safetensors", "vllm"),
-    "speculators": (SPECULATORS, speculators.RULES, "model.safetensors", "speculators"),
-    "speculators-normed": (SPECULATORS_NORMED, speculators.RULES, "model.safetensors", "speculators"),
+    "speculators": (SPECULATORS, eagle3.SPECULATORS, "model.safetensors", "speculators"),
+    "speculators-normed": (SPECULATORS_NORMED, eagle3.SPECULATORS, "model.safetensors", "speculators"),
     "dflash": (DFLASH, dflash.VLLM, "model.safetensors", "vllm"),
     "dspark": (DSPARK, dflash.DSPARK_VLLM, "model.safetensors", "sglang"),
-    "hydra": (HYDRA, hydra.RULES, "hydra_lm_head.pt", "hydra"),
-    "medusa": (MEDUSA, medusa.FASTER_DECODING, "medusa_lm_head.pt", "medusa"),
+    "hydra": (HYDRA, heads.HYDRA, "hydra_lm_head.pt", "hydra"),
+    "medusa": (MEDUSA, heads.FASTER_DECODING, "medusa_lm_head.pt", "medusa"),
 }
 
 
 def random_tensors(config: dict[str, Any], rules: LoaderRules) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    shapes = {
-        name: shape for rule in rules.tensors for name, shape in rule.expand(speculators.flattened(config)).items()
-    }
+    shapes = rules.tensors(eagle3.flattened(config))
     tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in sorted(shapes.items())}
     for name in tensors:
         if "norm" in name:
@@ -366,11 +363,6 @@ def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
     assert not (tmp_path / "harmed").exists()
-
-
-def test_a_flat_config_is_left_alone() -> None:
-    assert speculators.flattened(VLLM) is VLLM
-    assert Checkpoint(VLLM, {}).config is VLLM
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(32, [2, 16, 29]), (12, [2, 6, 9])])

@@ -28,8 +28,8 @@ from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE
-from draftsmith.models.formats.export import export_drafter
-from draftsmith.models.formats.served import drafted_tokens, speculative_config
+from draftsmith.models.formats.exporting import export_drafter, speculative_config
+from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256

@@ -22,13 +22,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
-from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, hydra, medusa
-from draftsmith.models.formats.checkpoint import Checkpoint, Parameters, drafted_ids
-from draftsmith.models.formats.speculators import flattened
+from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, heads
+from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
+from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
-from draftsmith.recipes.run_folder import read_json, sha256_of, share_as_usual
+from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json, sha256_of, share_as_usual
+from draftsmith.recipes.schema import Recipe
 
 IMPORT_FILE = "import.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -40,13 +41,31 @@ WITHOUT_FIRST_TOKEN = ("eagle", "eagle3", "peagle")
 class Imported:
     """`import.json`: what was imported.
 
-    files_sha256: Of the checkpoint's weights.
+    files_sha256: Hashes of the checkpoint's weights files.
     """
 
     source: str
     kind: str
     target: str
     files_sha256: dict[str, str]
+
+
+def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tuple[Path, str]:
+    """Import a published checkpoint for the recipe's target. Returns the drafter's folder and kind.
+
+    Args:
+        location: As of `import_drafter`.
+        folder: By default that of the run's own drafter.
+
+    Raises:
+        UserError: As `import_drafter`, or no checkpoint is named.
+    """
+    if location is None:
+        raise UserError("import needs a checkpoint: --from FOLDER, or --from user/repo")
+    folder = RunFolder(recipe).drafter if folder is None else folder.expanduser()
+    check_writable(folder.parent)
+    target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))
+    return folder, import_drafter(location, target, folder).kind
 
 
 def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Imported:
@@ -62,8 +81,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: name another place with --to")
     source = _place(location)
-    checkpoint = read_published(source)
-    drafter = as_drafter(checkpoint, target)
+    drafter = _as_drafter(_read_published(source), target)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -88,14 +106,17 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
     return made
 
 
-def as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
-    """In the checkpoint's dtype, attached.
+def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
+    """Make the drafter, in the checkpoint's dtype, attached.
 
     Raises:
         UserError: As `import_drafter`.
     """
-    kind, read = layout_of(checkpoint)
-    found = _with_own_head_where_needed(read(checkpoint, target.config.to_dict()), target)
+    layout, read = _layout_of(checkpoint)
+    found = read(checkpoint, target.config.to_dict())
+    head = found.borrowed.get("lm_head")
+    if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
+        found = eagle3.with_own_head(found)
     _refuse_other_borrowed(found, target)
     options = dict(found.options)
     if found.kind in WITHOUT_FIRST_TOKEN:
@@ -114,24 +135,18 @@ def as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
     said = [f"{some_of(names)} {what}" for what, names in wrong.items() if names]
     if said:
         raise UserError(
-            f"the checkpoint is in {kind}'s layout, but its tensors are not those of a {found.kind} drafter for this "
+            f"the checkpoint is in {layout}'s layout, but its tensors are not those of a {found.kind} drafter for this "
             f"target ({'; '.join(said)}): import one that was made for this target"
         )
     dtypes = {value.dtype for value in found.state.values() if value.is_floating_point()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    drafter = drafter.to(dtype)
-    drafter.config.dtype = dtype
-    drafter.load_state_dict(
-        {
-            name: value.to(wanted[name].dtype) if not value.is_floating_point() else value
-            for name, value in found.state.items()
-        }
-    )
+    drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
+    drafter.config.dtype = drafter.dtype
+    drafter.load_state_dict(found.state)
     return drafter.attach(target).freeze()
 
 
-def read_published(folder: Path) -> Checkpoint:
-    """A flat config, and all tensors of all weights files.
+def _read_published(folder: Path) -> Checkpoint:
+    """Read a flat config, and all tensors of all weights files.
 
     Raises:
         UserError: There are none, or they are damaged.
@@ -142,26 +157,26 @@ def read_published(folder: Path) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            # No code is run: of a pickle, tensors only.
-            one = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            # `weights_only`: of a pickle tensors are read, and no code is run.
+            safe = file.suffix == ".safetensors"
+            tensors |= load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
         except Exception as error:
             raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:200]}): fetch it again") from None
-        tensors |= one
-    return Checkpoint(flattened(read_json(config, dict[str, Any], "fetch it again")), tensors)
+    return Checkpoint(eagle3.flattened(read_json(config, dict[str, Any], "fetch it again")), tensors)
 
 
-def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
-    """Its name, and what reads it.
+def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
+    """Return the layout's name, and what reads it.
 
     Raises:
-        UserError: None that is known here.
+        UserError: It is none that is known here.
     """
     names, config = checkpoint.tensors.keys(), checkpoint.config
     fused = checkpoint.tensors.get("fc.weight")
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
-        return "Medusa", medusa.parameters
+        return "Medusa", heads.medusa_parameters
     if "hydra_mlp.0.0.linear.weight" in names:
-        return "Hydra", hydra.parameters
+        return "Hydra", heads.hydra_parameters
     if fused is not None and "hidden_norm.weight" in names and "layers.0.self_attn.q_norm.weight" in names:
         return "DFlash", dflash.parameters
     if fused is not None and ("midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names):
@@ -174,13 +189,6 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappin
         f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
         "DFlash, DSpark, Medusa, Hydra, or a causal language model with the target's embedding"
     )
-
-
-def _with_own_head_where_needed(found: Parameters, target: PreTrainedModel) -> Parameters:
-    head = found.borrowed.get("lm_head")
-    if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
-        return eagle3.with_own_head(found)
-    return found
 
 
 def _refuse_other_borrowed(found: Parameters, target: PreTrainedModel) -> None:
@@ -204,20 +212,21 @@ def _refuse_other_borrowed(found: Parameters, target: PreTrainedModel) -> None:
 
 
 def _is(theirs: Tensor, ours: Tensor) -> bool:
-    """Whether a tensor is the target's, but for the dtype that one of them was rounded to."""
+    """Whether a tensor is the target's, up to the dtype that one of them was rounded to."""
     if theirs.shape != ours.shape:
         return False
     return torch.equal(theirs.to(ours.dtype), ours) or torch.equal(theirs, ours.to(theirs.dtype))
 
 
 def _weights_files(folder: Path) -> list[Path]:
-    """Safetensors, where there are any."""
+    """List the checkpoint's safetensors, or its pickles if it has none."""
     found = [sorted(folder.glob(pattern)) for pattern in WEIGHTS]
     pickles = [file for file in (*found[1], *found[2]) if file.name not in ("training_args.bin", "optimizer.pt")]
     return found[0] or pickles
 
 
 def _place(location: str) -> Path:
+    """The folder itself, or where the repository was downloaded to."""
     folder, published = Path(location).expanduser(), hub_id(location)
     if folder.is_dir():
         return folder

@@ -1,0 +1,324 @@
+"""A trained drafter as another program loads it: where it can go, how it is served there, and the folder.
+
+A folder is written whole or not at all. It is then compared with three things that do not know how it was written: the
+loader's rules (names, shapes, config), the target's config (RoPE, norms, vocabulary, positions), and, read back into
+our names, the drafter's values. What depends on a drafter's options and target is asked of its config, so it can be
+said before any training. A kind that has no exporter for a format is refused by it.
+"""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
+from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
+from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, heads
+from draftsmith.models.formats.layout import Checkpoint, Exporter, Parameters, config_differences, drafted_tokens
+from draftsmith.models.target.loading import load_target, target_location
+from draftsmith.models.weights import load_weights, some_of, weights_sha256
+from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json, share_as_usual
+from draftsmith.recipes.schema import Recipe, TargetRecipe
+
+FORMATS = {
+    "vllm": "vLLM 0.32 (0.33 but for Medusa)",
+    "sglang": "SGLang 0.5.23",
+    "speculators": "speculators, read by vLLM 0.32",
+    "eagle": "SafeAILab/EAGLE",
+    "medusa": "FasterDecoding/Medusa",
+    "hydra": "zankner/Hydra",
+}
+EXPORTERS: dict[tuple[str, str], Exporter] = {
+    **eagle3.EXPORTERS, **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS,
+}  # fmt: skip
+# Why no format has a place for a kind, where more can be said than which kinds have one.
+NO_PLACE = {
+    "medusa2": ("it changes the target itself, by a LoRA that no format carries", "medusa"),
+    "eagle_parallel": ("no engine has K distinct masks, and none has masks in EAGLE's first shape", "peagle"),
+    "pass_embeddings": ("no engine drafts with the target's own layers and K distinct masks", "peagle"),
+}
+EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a later export may replace
+# By these in a folder's path vLLM takes it for something else, whatever `method` says: config/speculative.py:1326-1349.
+NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
+NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
+# Options that say nothing of the weights: a loss, and whether a single mask is called shared.
+UNCOMPARED = ("loss", "shared_mask")
+
+
+@dataclass
+class Export:
+    """`export.json`: what was exported, and how it is served.
+
+    drafter_sha256: Hashes of the drafter's weights files when it was exported.
+    """
+
+    to: str
+    kind: str
+    target: str
+    num_speculative_tokens: int
+    command: str | None
+    drafter_sha256: dict[str, str]
+
+
+@dataclass
+class Exported:
+    """A folder, and what to do with it."""
+
+    folder: Path
+    made: Export
+    caveat: str | None
+
+    def lines(self) -> list[str]:
+        """What to print; the command is alone on the last line."""
+        done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
+        warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
+        return [done, *warned] if self.made.command is None else [done, *warned, "Serve it:", self.made.command]
+
+
+# ---- where a drafter can go ----
+
+
+def kind_of(config: DrafterConfig) -> str:
+    """`drafter.kind`."""
+    return config.model_type.removeprefix(MODEL_TYPE_PREFIX)
+
+
+def check_format(to: str) -> None:
+    """
+    Raises:
+        UserError: There is no such format.
+    """
+    if to not in FORMATS:
+        formats = ", ".join(FORMATS)
+        raise UserError(f"there is no format {to}: {did_you_mean(to, FORMATS, f'use one of {formats}')}")
+
+
+def refusal(config: DrafterConfig, to: str) -> str | None:
+    """Say why this drafter cannot go into this format, and with which recipe line it could; None if it can."""
+    exporter = EXPORTERS.get((kind_of(config), to))
+    if exporter is None:
+        return no_place(kind_of(config), to)
+    return next((each.sentence(config) for each in exporter.refusals if each.applies(config)), None)
+
+
+def no_place(kind: str, to: str) -> str:
+    """Say why a format takes no drafter of a kind that has no exporter for it, whatever kind that is."""
+    kinds = [each for each, format_ in EXPORTERS if format_ == to]
+    why, other = NO_PLACE.get(kind, (f"it takes {', '.join(kinds)} and has no place for {kind}", kinds[0]))
+    return f"{why}: train with drafter.kind={other}"
+
+
+def refuse_inexpressible(config: DrafterConfig, to: str) -> None:
+    """
+    Raises:
+        UserError: The format cannot express the drafter.
+    """
+    if refused := refusal(config, to):
+        raise UserError(f"this {kind_of(config)} drafter cannot go `--to {to}`: {refused}")
+
+
+# ---- how it is served there ----
+
+
+def caveat(config: DrafterConfig, to: str) -> str | None:
+    """Say what a server will do otherwise than training did, though it can serve the drafter."""
+    if to in ("vllm", "sglang", "speculators") and getattr(config, "first_token", False):
+        return (
+            "it has a row for a conversation's first token, which engines have not, so that a few drafts will differ: "
+            "drafter.options.first_token=false trains it as it is served"
+        )
+    return None
+
+
+def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
+    """vLLM's argument of that name, for this folder."""
+    exporter = EXPORTERS[kind_of(config), "vllm"]
+    values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
+    return {**values, "parallel_drafting": True} if exporter.parallel else values
+
+
+def loading_words(recipe: TargetRecipe) -> list[str]:
+    """How the recipe loads its target, in options that vLLM and SGLang share; their own choice of dtype may differ."""
+    words = ["--dtype", recipe.dtype] if recipe.dtype in ("float32", "bfloat16", "float16") else []
+    words += [] if recipe.revision is None else ["--revision", recipe.revision]
+    return [*words, "--trust-remote-code"] if recipe.trust_remote_code else words
+
+
+def serving_command(
+    config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()
+) -> str | None:
+    """The command that starts a server with this folder, or None where the format has none.
+
+    Args:
+        loading: Of `loading_words`.
+    """
+    exporter, tokens = EXPORTERS[kind_of(config), to], drafted_tokens(config)
+    if to in ("vllm", "speculators"):
+        values = speculative_config(config, folder)
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
+        return shlex.join([*words, "--speculative-config", json.dumps(values)])
+    if to == "sglang":
+        words = ["python", "-m", "sglang.launch_server", "--model-path", target, *loading]
+        words += ["--speculative-algorithm", exporter.method, "--speculative-draft-model-path", folder]
+        if not exporter.in_blocks:
+            words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+            words += ["--speculative-num-draft-tokens", str(tokens + 1)]
+        return shlex.join(words)
+    return None
+
+
+# ---- the folder ----
+
+
+def trained_drafter(recipe: Recipe) -> Drafter:
+    """Read the run's own drafter, without its target.
+
+    Raises:
+        UserError: There is none.
+    """
+    folder = RunFolder(recipe).drafter
+    if not (folder / TRAINING_FILE).is_file():
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train {recipe.name}` first")
+    return read_drafter(folder, "auto")
+
+
+def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
+    """Export the run's own drafter.
+
+    Raises:
+        UserError: No such format, no trained drafter, or one that the format cannot express.
+    """
+    check_format(to)
+    run = RunFolder(recipe)
+    drafter = trained_drafter(recipe)
+    folder = run.root / "export" / to if folder is None else folder.expanduser()
+    check_writable(folder.parent)
+    refuse_inexpressible(drafter.config, to)
+    if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
+        on_cpu = recipe.target.model_copy(update={"device": "cpu"})
+        drafter.attach(load_target(on_cpu)[0])
+    target, loading = target_location(recipe.target), loading_words(recipe.target)
+    made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading)
+    return Exported(folder, made, caveat(drafter.config, to))
+
+
+def export_drafter(
+    drafter: Drafter, to: str, folder: Path, target: str, drafter_folder: Path, loading: Sequence[str] = ()
+) -> Export:
+    """Write `folder` in this format.
+
+    Args:
+        drafter: Attached to its target, where the exporter asks for it (`needs_target`).
+        target: Where the target is, for the command.
+        drafter_folder: Where the drafter was read from.
+        loading: How the target is loaded, for the command: of `loading_words`.
+
+    Raises:
+        UserError: The format cannot express it, or the folder holds something else.
+    """
+    config = drafter.config
+    refuse_inexpressible(config, to)
+    exporter = EXPORTERS[kind_of(config), to]
+    if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and is no export: name another place with --folder")
+    taken = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
+    if to == "vllm" and exporter.method not in NAMED_METHODS and taken is not None:
+        raise UserError(
+            f"vLLM takes every folder with `{taken}` in its path for another method: export this drafter to a path "
+            "without it, with --folder"
+        )
+    made = Export(
+        to=to,
+        kind=kind_of(config),
+        target=target,
+        num_speculative_tokens=drafted_tokens(config),
+        command=serving_command(config, to, target, str(folder.absolute()), loading),
+        drafter_sha256=weights_sha256(drafter_folder),
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
+    try:
+        _write_checkpoint(exporter.write(drafter), partial, exporter.weights_file)
+        check_written(partial, drafter, exporter)
+        (partial / EXPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    finally:
+        for rest in (partial, old):
+            shutil.rmtree(rest, ignore_errors=True)
+    return made
+
+
+def _write_checkpoint(checkpoint: Checkpoint, folder: Path, weights_file: str) -> None:
+    """Write `config.json` and the weights."""
+    folder.mkdir(parents=True)
+    text = json.dumps(checkpoint.config, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    # Copies: safetensors refuses tensors that share memory.
+    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in checkpoint.tensors.items()}
+    if weights_file.endswith(".safetensors"):
+        save_file(tensors, folder / weights_file, {"format": "pt"})
+    else:
+        torch.save(tensors, folder / weights_file)
+    share_as_usual(folder)
+
+
+def read_checkpoint(folder: Path, weights_file: str) -> Checkpoint:
+    """Read what `export_drafter` wrote, with a flat config."""
+    config = read_json(folder / "config.json", dict[str, Any], "export it again")
+    file = folder / weights_file
+    tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    return Checkpoint(eagle3.flattened(config), tensors)
+
+
+def check_written(folder: Path, drafter: Drafter, exporter: Exporter) -> None:
+    """
+    Raises:
+        RuntimeError: The folder holds not what its reader asks for, or not the drafter: a bug of ours.
+    """
+    read = read_checkpoint(folder, exporter.weights_file)
+    target_config = drafter.config.target_config
+    if exporter.rules is None:
+        load_weights("export", str(folder), AutoModelForCausalLM, dtype="auto")
+        wrong = []
+    else:
+        shapes = {name: tuple(value.shape) for name, value in read.tensors.items()}
+        wrong = exporter.rules.complaints(read.config, shapes)
+    if "num_attention_heads" in read.config:
+        differences = config_differences(read.config, target_config, exactly=True, layers=exporter.layers)
+        wrong += [f"config: {sentence}" for sentence in differences]
+    wrong = wrong or _read_back_wrong(exporter.read(read, target_config), drafter)
+    if wrong:
+        raise RuntimeError(f"the export is not what it should be: {'; '.join(wrong)}")
+
+
+def _read_back_wrong(back: Parameters, drafter: Drafter) -> list[str]:
+    """List where what is read back is not the drafter."""
+    if getattr(drafter.config, "draft_vocab_size", None) == drafter.config.target_config["vocab_size"]:
+        back = eagle3.with_own_head(back)
+    wrong = [] if back.kind == kind_of(drafter.config) else [f"it would be read as {back.kind}"]
+    wrong += [
+        f"option {key} would be read as {value!r}"
+        for key, value in back.options.items()
+        if key not in UNCOMPARED and getattr(drafter.config, key) != value
+    ]
+    state = drafter.state_dict()
+    names = [
+        name
+        for name in sorted(state.keys() | back.state.keys())
+        if name not in state
+        or name not in back.state
+        or state[name].dtype != back.state[name].dtype
+        or not torch.equal(state[name].cpu(), back.state[name])
+    ]
+    return wrong + ([f"read back, {some_of(names)} differ"] if names else [])

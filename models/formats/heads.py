@@ -1,0 +1,253 @@
+"""Medusa's layouts and Hydra's: heads that each predict one depth.
+
+Medusa: vLLM's, and FasterDecoding's, which vLLM 0.32 reads too (vLLM 0.33 has no Medusa any more). Block j of head i is
+`blocks.{i}.layers.{j}` here and in vLLM, `{i}.{j}.linear` in FasterDecoding's; the LM head after n blocks is
+`lm_heads.{i}` or `{i}.{n}`. With `lm_heads: shared` the target's head is written out for vLLM; FasterDecoding's code
+knows no shared head.
+
+Hydra (zankner/Hydra): `hydra_lm_head.pt` holds the sequentially dependent heads of the kind `mlp`. Block 0 of head i
+reads the feature and i + 1 embeddings; its `linear` and `res_connection` are our `linear` and `residual`. All further
+blocks of a head are one block there, written as often as it is used. Its LM heads have biases. Hydra++ (`prefix-mlp`)
+attends to the prefix from its first feature on, where ours has a row before it: it has no layout here.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.formats.layout import (
+    Checkpoint,
+    Exporter,
+    Parameters,
+    Refusal,
+    always,
+    dtype_name,
+    only,
+    renamed,
+    take_borrowed,
+)
+from draftsmith.models.formats.loader_rules import Config, LoaderRules, Shapes
+from draftsmith.recipes.errors import UserError
+
+HYDRA_NAMES = {
+    "heads.#.#.residual.": "hydra_mlp.#.#.res_connection.",
+    "heads.": "hydra_mlp.",
+    "lm_heads.": "hydra_lm_head.",
+}
+
+
+def _faster_decoding_names(blocks: int) -> dict[str, str]:
+    return {"blocks.#.layers.#.": "#.#.linear.", "lm_heads.#.": f"#.{blocks}."}
+
+
+# ---- what loaders ask for ----
+
+
+def _block(name: str, outputs: int, inputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _vllm_tensors(config: Config) -> Shapes:
+    shapes: Shapes = {}
+    hidden, head = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
+    for i in range(config["num_heads"]):
+        for j in range(config["num_hidden_layers"]):
+            shapes |= _block(f"blocks.{i}.layers.{j}", hidden, hidden)
+        shapes |= {} if config["original_lm_head"] else {f"lm_heads.{i}.weight": head}
+    return shapes | ({"lm_head.weight": head} if config["original_lm_head"] else {})
+
+
+def _faster_decoding_tensors(config: Config) -> Shapes:
+    shapes: Shapes = {}
+    hidden, blocks = config["hidden_size"], config["medusa_num_layers"]
+    for i in range(config["medusa_num_heads"]):
+        for j in range(blocks):
+            shapes |= _block(f"{i}.{j}.linear", hidden, hidden)
+        shapes[f"{i}.{blocks}.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def _hydra_tensors(config: Config) -> Shapes:
+    shapes: Shapes = {}
+    hidden = config["hidden_size"]
+    for i in range(config["hydra_num_heads"]):
+        for part in ("linear", "res_connection"):
+            shapes |= _block(f"hydra_mlp.{i}.0.{part}", hidden, (i + 2) * hidden)
+        for j in range(1, config["hydra_num_layers"]):
+            shapes |= _block(f"hydra_mlp.{i}.{j}.linear", hidden, hidden)
+        shapes |= _block(f"hydra_lm_head.{i}", config["vocab_size"], hidden)
+    return shapes
+
+
+VLLM = LoaderRules(
+    engine="vLLM 0.32 medusa",
+    source="model_executor/models/medusa.py:20-193, transformers_utils/configs/medusa.py:45-58",
+    tensors=_vllm_tensors,
+    config={"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
+)
+FASTER_DECODING = LoaderRules(
+    engine="FasterDecoding/Medusa",
+    source="medusa/model/medusa_model.py: MedusaModel",
+    tensors=_faster_decoding_tensors,
+    weights_file="medusa_lm_head.safetensors",
+)
+HYDRA = LoaderRules(
+    engine="zankner/Hydra",
+    source="hydra/model/hydra_heads/mlp_head.py: ResBlock, HydraMLP; hydra_model.py: from_pretrained",
+    tensors=_hydra_tensors,
+    config={"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0},
+    weights_file="hydra_lm_head.pt",
+)
+# What a config of Hydra's says where it is silent.
+HYDRA_DEFAULTS = {"hydra_head_arch": "mlp", "grounded_heads": False, "hidden_state_offset": 0}
+
+# ---- what can be expressed ----
+
+SHARED_HEAD = only("lm_heads", "separate", "each of its heads has an LM head")
+DRAFT_VOCABULARY = only(
+    "draft_vocab_size", None, "it has no draft vocabulary (vLLM's token_map for Medusa is read with a shared head only)"
+)
+OF_HYDRA = (
+    only("prefix_attention", False, "our prefix attention has a row that theirs has not"),
+    only("embedding_norm", False, "its heads read embeddings as they are"),
+    SHARED_HEAD,
+    DRAFT_VOCABULARY,
+    Refusal(
+        "more than two blocks a head", lambda config: config.num_layers > 2,
+        "all blocks of a head but the first are one block there", "drafter.options.num_layers=2",
+    ),
+)  # fmt: skip
+
+
+# ---- ours to theirs ----
+
+
+def to_vllm(drafter: Drafter) -> Checkpoint:
+    # Any other key with both "num" and "heads" in it would replace `num_heads`, and "num" with "layers" the next.
+    config = _sizes(drafter) | {
+        "torch_dtype": dtype_name(drafter),
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "num_heads": drafter.config.num_heads,
+        "num_hidden_layers": drafter.config.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": drafter.config.lm_heads == "shared",
+    }
+    tensors = dict(drafter.state_dict())
+    if config["original_lm_head"]:
+        head = cast(nn.Linear, drafter.attached.lm_head)
+        if head.bias is not None:
+            raise UserError(
+                "the target's LM head has a bias, which Medusa's layout cannot hold: train with "
+                "drafter.options.lm_heads=separate"
+            )
+        tensors["lm_head.weight"] = head.weight.detach().to(drafter.dtype)
+    return Checkpoint(config, tensors)
+
+
+def to_faster_decoding(drafter: Drafter) -> Checkpoint:
+    config = _sizes(drafter) | {
+        "torch_dtype": dtype_name(drafter),
+        "medusa_num_heads": drafter.config.num_heads,
+        "medusa_num_layers": drafter.config.num_layers,
+        "base_model_name_or_path": drafter.config.target_name_or_path,
+    }
+    return Checkpoint(config, renamed(drafter.state_dict(), _faster_decoding_names(drafter.config.num_layers)))
+
+
+def to_hydra(drafter: Drafter) -> Checkpoint:
+    config = {
+        "hydra_num_heads": drafter.config.num_heads,
+        "hydra_num_layers": drafter.config.num_layers,
+        "hydra_head_arch": "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": drafter.config.target_name_or_path,
+        **_sizes(drafter),
+    }
+    tensors = renamed(drafter.state_dict(), HYDRA_NAMES)
+    for i in range(drafter.config.num_heads):
+        weight = tensors[f"hydra_lm_head.{i}.weight"]
+        tensors.setdefault(f"hydra_lm_head.{i}.bias", weight.new_zeros(len(weight)))
+    return Checkpoint(config, tensors)
+
+
+def _sizes(drafter: Drafter) -> dict[str, Any]:
+    sizes = {key: drafter.config.target_config[key] for key in ("hidden_size", "vocab_size")}
+    return {**sizes, "dtype": dtype_name(drafter)}
+
+
+# ---- theirs to ours ----
+
+
+def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Read both layouts of Medusa, with or without FasterDecoding's prefix.
+
+    Raises:
+        UserError: It was made for a target of another size.
+    """
+    state = {re.sub(r"^medusa_heads?\.", "", name): value for name, value in checkpoint.tensors.items()}
+    blocks = [int(match[1]) for name in state if (match := re.match(r"\d+\.(\d+)\.linear\.", name))]
+    state = renamed(state, _faster_decoding_names(1 + max(blocks, default=0)), back=True)
+    borrowed = take_borrowed(state)
+    heads, layers = _counts(state, r"blocks\.(\d+)\.layers\.(\d+)\.weight")
+    if not heads:
+        raise UserError("the checkpoint has no Medusa blocks: give one in vLLM's or FasterDecoding's layout")
+    _refuse_other_size(state["blocks.0.layers.0.weight"], target_config)
+    for i in range(heads):
+        for j in range(layers):
+            weight = state[f"blocks.{i}.layers.{j}.weight"]
+            state.setdefault(f"blocks.{i}.layers.{j}.bias", weight.new_zeros(len(weight)))
+    separate = any(name.startswith("lm_heads.") for name in state)
+    options = {"num_heads": heads, "num_layers": layers, "lm_heads": "separate" if separate else "shared"}
+    return Parameters("medusa", options, state, borrowed)
+
+
+def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Read Hydra's layout.
+
+    Raises:
+        UserError: It is of another kind than ours, or was made for a target of another size.
+    """
+    for key, wanted in HYDRA.config.items():
+        said = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
+        if said != wanted:
+            raise UserError(
+                f"the checkpoint's config says {key}: {said}, but of Hydra's heads only those with {key}: {wanted} are "
+                "among the drafters here: import one of these"
+            )
+    state = renamed(checkpoint.tensors, HYDRA_NAMES, back=True)
+    _refuse_other_size(state["heads.0.0.linear.weight"], target_config)
+    biases = [name for name in state if re.match(r"lm_heads\.\d+\.bias", name)]
+    biased = any(state[name].any() for name in biases)
+    if not biased:
+        state = {name: value for name, value in state.items() if name not in biases}
+    heads, layers = _counts(state, r"heads\.(\d+)\.(\d+)\.linear\.weight")
+    options = {"num_heads": heads, "num_layers": layers, "embedding_norm": False, "lm_head_bias": biased}
+    return Parameters("hydra", options, state)
+
+
+def _counts(state: Mapping[str, Tensor], block: str) -> tuple[int, int]:
+    """Heads, and blocks of a head, by the two numbers in the names of blocks."""
+    places = [(int(match[1]), int(match[2])) for name in state if (match := re.match(block, name))]
+    return 1 + max((i for i, _ in places), default=-1), 1 + max((j for _, j in places), default=-1)
+
+
+def _refuse_other_size(block_weight: Tensor, target_config: Mapping[str, Any]) -> None:
+    if block_weight.shape[0] != target_config["hidden_size"]:
+        raise UserError(
+            f"the checkpoint's heads have {block_weight.shape[0]} features, but the target "
+            f"{target_config['hidden_size']}: import one that was made for this target"
+        )
+
+
+EXPORTERS = {
+    ("medusa", "vllm"): Exporter(to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), VLLM, "medusa", needs_target=always),
+    ("medusa", "medusa"): Exporter(
+        to_faster_decoding, medusa_parameters, (SHARED_HEAD, DRAFT_VOCABULARY), FASTER_DECODING
+    ),
+    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, OF_HYDRA, HYDRA),
+}

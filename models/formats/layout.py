@@ -1,0 +1,284 @@
+"""What a layout is made of: checkpoints, exporters, refusals, and the names and config keys that layouts share.
+
+A layout turns a drafter into a `Checkpoint` and back into `Parameters`. Configs are written in Llama's keys, in which
+every reader of these layouts looks for them; old readers find RoPE under its old keys too.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.formats.loader_rules import LoaderRules
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, LayersConfig, layers_config
+from draftsmith.recipes.errors import UserError
+
+# Layers that Llama's classes run: Mistral's and Qwen 2's differ from Llama's in sliding windows, which drafters do not
+# have, and in biases.
+LLAMA_LIKE = ("llama", "mistral", "qwen2")
+# What a drafter's layers take from the target, and what a foreign config may not say otherwise.
+LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "rope_parameters", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
+HARMLESS_KEYS = ("max_position_embeddings", "initializer_range")
+
+
+@dataclass
+class Checkpoint:
+    """`config.json` and tensors by name, as a reader wants them."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class Parameters:
+    """A kind of drafter, its options, and its state dict.
+
+    Args:
+        borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target: they must be the
+            target's, the head's rows those of the state's `d2t` where it has one.
+        other_row: The row of that embedding that is the drafter's own mask.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    state: dict[str, Tensor]
+    borrowed: dict[str, Tensor] = field(default_factory=dict)
+    other_row: int | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a layout cannot express some drafters of a kind that it takes.
+
+    Args:
+        drafters: Which ones, in words for the documents.
+        applies: Whether a config is one of these.
+        why: For `str.format` with the drafter's `config`.
+        recipe_line: What would make it expressible.
+    """
+
+    drafters: str
+    applies: Callable[[DrafterConfig], Any]
+    why: str
+    recipe_line: str
+
+    def sentence(self, config: DrafterConfig) -> str:
+        return f"{self.why.format(config=config)}: train with {self.recipe_line}"
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """How drafters of one kind are written in one format, and read back.
+
+    Args:
+        write, read: The two directions.
+        refusals: What the layout cannot express; the first one that applies is told.
+        rules: What its loader asks for; None if that is transformers, which is then asked itself.
+        method: The engine's name for it; empty if there is no server.
+        parallel: Whether all depths come from one forward.
+        needs_target: Whether writing a drafter of this config takes tensors of the target.
+        in_blocks: Whether its config says how many tokens are drafted, always all of them.
+        layers: Makes the config of its layers from the target's.
+    """
+
+    write: Callable[[Drafter], Checkpoint]
+    read: Callable[[Checkpoint, Mapping[str, Any]], Parameters]
+    refusals: tuple[Refusal, ...]
+    rules: LoaderRules | None
+    method: str = ""
+    parallel: bool = False
+    needs_target: Callable[[DrafterConfig], bool] = lambda config: False
+    in_blocks: bool = False
+    layers: LayersConfig = layers_config
+
+    @property
+    def weights_file(self) -> str:
+        return "model.safetensors" if self.rules is None else self.rules.weights_file
+
+
+def drafted_tokens(config: DrafterConfig) -> int:
+    """How many tokens a chain of this drafter drafts."""
+    return getattr(config, "draft_depth", None) or config.num_depths
+
+
+def always(config: DrafterConfig) -> bool:
+    """For `Exporter.needs_target`."""
+    return True
+
+
+def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], back: bool = False) -> dict[str, Tensor]:
+    """Give tensors the names that a layout has for them, or with `back` ours.
+
+    Args:
+        names: Beginnings of names, ours to theirs, `#` for a number; the first that fits is replaced.
+    """
+    pairs = [(theirs, ours) if back else (ours, theirs) for ours, theirs in names.items()]
+    patterns = [(re.compile(re.escape(old).replace(r"\#", r"(\d+)")), new) for old, new in pairs]
+    found = {}
+    for name, value in tensors.items():
+        for old, new in patterns:
+            if match := old.match(name):
+                for number in match.groups():
+                    new = new.replace("#", number, 1)
+                name = new + name[match.end() :]
+                break
+        found[name] = value
+    return found
+
+
+def only(option: str, value: Any, why: str, otherwise: str = "") -> Refusal:
+    """Refuse drafters whose option has another value.
+
+    Args:
+        otherwise: Another recipe line that would help.
+    """
+    wanted = json.dumps(value).strip('"')
+    line = f"drafter.options.{option}={wanted}" + (f", or {otherwise}" if otherwise else "")
+    return Refusal(f"`{option}` other than {wanted}", lambda config: getattr(config, option, value) != value, why, line)
+
+
+def no_target(model_type: str, why: str, kind: str = "draft_model") -> Refusal:
+    """Refuse drafters for targets of this `model_type`, for which another kind is to be trained."""
+    of_type = f"a target with {model_type}'s layers"
+    return Refusal(
+        of_type, lambda config: config.target_config["model_type"] == model_type, why, f"drafter.kind={kind}"
+    )
+
+
+def no_target_but(model_types: Collection[str], why: str) -> Refusal:
+    """Refuse drafters for targets of other types, or with another activation than silu."""
+
+    def applies(config: DrafterConfig) -> bool:
+        silu = config.target_config.get("hidden_act", "silu") == "silu"
+        return config.target_config["model_type"] not in model_types or not silu
+
+    return Refusal(
+        f"a target with other layers than {', '.join(model_types)}'s", applies, why, "drafter.kind=draft_model"
+    )
+
+
+NO_ATTENTION_BIAS = Refusal(
+    "a target with biases in the attention",
+    lambda config: llama_config(config, 1, "")["attention_bias"],
+    "its layer has no biases in the attention",
+    "drafter.kind=draft_model",
+)
+
+
+def llama_config(
+    config: DrafterConfig, num_layers: int, dtype: str, layers: LayersConfig = layers_config
+) -> dict[str, Any]:
+    """`config.json` of `num_layers` layers of the drafter's kind, with the target's vocabulary and no tied head."""
+    source = layers(config.target_config, num_layers)
+    values = {key: getattr(source, key, None) for key in LAYER_KEYS}
+    values["head_dim"] = values["head_dim"] or source.hidden_size // source.num_attention_heads
+    values["attention_bias"] = source.model_type == "qwen2" or bool(getattr(source, "attention_bias", False))
+    values["mlp_bias"] = bool(getattr(source, "mlp_bias", False))
+    rope = dict(values["rope_parameters"] or {})
+    scaled = rope.get("rope_type", "default") != "default"
+    return {
+        "model_type": "qwen3" if config.target_config["model_type"] == "qwen3" else "llama",
+        **values,
+        "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None,
+        "num_hidden_layers": num_layers,
+        "vocab_size": config.target_config["vocab_size"],
+        "tie_word_embeddings": False,
+        **{key: config.target_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Add zeros for the output biases that Llama's classes have wherever they have biases, and Qwen 2 has not."""
+    if not config["attention_bias"]:
+        return tensors
+    missing = {
+        name.removesuffix("weight") + "bias": weight.new_zeros(len(weight))
+        for name, weight in tensors.items()
+        if name.endswith("self_attn.o_proj.weight")
+    }
+    return {**missing, **tensors}
+
+
+def without_zero_biases(state: dict[str, Tensor], target_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Undo `with_output_biases`."""
+    if target_config["model_type"] != "qwen2":
+        return state
+    return {name: value for name, value in state.items() if not name.endswith("o_proj.bias") or value.any()}
+
+
+def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take embedding and head out of a state; returns them by name."""
+    names = ("embed_tokens", "lm_head")
+    return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
+
+
+def drafted_ids(d2t: Tensor) -> Tensor:
+    """[W] ids in the target's vocabulary, from offsets [W]."""
+    return d2t + torch.arange(len(d2t))
+
+
+def drafted_of_all(d2t: Tensor, vocabulary: int) -> Tensor:
+    """[V], the `t2d` of offsets [W]."""
+    t2d = torch.zeros(vocabulary, dtype=torch.bool)
+    t2d[drafted_ids(d2t)] = True
+    return t2d
+
+
+def dtype_name(drafter: Drafter) -> str:
+    """`float32` and the like."""
+    return str(drafter.dtype).removeprefix("torch.")
+
+
+def config_differences(
+    config: Mapping[str, Any], target_config: Mapping[str, Any], exactly: bool, layers: LayersConfig = layers_config
+) -> list[str]:
+    """List where a config, as transformers reads it, says something else of its layers than the target's does.
+
+    Args:
+        exactly: Also compare keys that no output of ours depends on: the number of positions, the initial range.
+        layers: Makes the config of our layers for such a target.
+    """
+    ours = layers(dict(target_config), 1)
+    model_type = config.get("model_type")
+    values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
+    theirs = AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
+    found = []
+    for key in LAYER_KEYS:
+        wanted, value = getattr(ours, key, None), getattr(theirs, key, None)
+        if key == "head_dim":
+            wanted = wanted or ours.hidden_size // ours.num_attention_heads
+            value = value or theirs.hidden_size // theirs.num_attention_heads
+        if key == "rope_parameters":
+            wanted, value = ({k: v for k, v in (side or {}).items() if v is not None} for side in (wanted, value))
+        if value != wanted and (exactly or key not in HARMLESS_KEYS):
+            found.append(f"{key} is {value} where the target's layers have {wanted}")
+    if config.get("vocab_size") != target_config["vocab_size"]:
+        found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
+    return found
+
+
+def refuse_other_layers(
+    config: Mapping[str, Any], target_config: Mapping[str, Any], layers: LayersConfig = layers_config
+) -> None:
+    """
+    Raises:
+        UserError: The layers of a foreign config are not of the target's shape, the only one that our drafters have.
+    """
+    differences = config_differences(config, target_config, exactly=False, layers=layers)
+    if differences:
+        raise UserError(
+            f"the checkpoint's {differences[0]}: drafters here have layers of the target's shape, so import one "
+            "that was made for this target and has them"
+        )
