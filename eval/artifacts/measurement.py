@@ -15,8 +15,8 @@ from draftsmith.eval.bench.measured_methods import compiles, drafter_folders
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.methods.registry import method_of
-from draftsmith.eval.report.page.measured import drafter_name
 from draftsmith.eval.report.summary import summarize
+from draftsmith.eval.report.text import drafter_name
 from draftsmith.models.base.registry import TRAINING_FILE, Training, read_training
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.errors import UserError

@@ -43,13 +43,10 @@ from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.bench.theory import measure_untimed
 from draftsmith.eval.bench.traced import best_of_each_kind, trace_answers
 from draftsmith.eval.commands.terminal.console import PlainConsole
-from draftsmith.eval.report.baseline import baseline_speeds
-from draftsmith.eval.report.charts import draw_charts
-from draftsmith.eval.report.page.forms import write_report
+from draftsmith.eval.report.charts import draw_charts, draw_theory
+from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.report import print_table
-from draftsmith.eval.report.result import evaluation_figures
-from draftsmith.eval.report.summary import summarize_timing
-from draftsmith.eval.report.theory_charts import draw_theory
+from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures, summarize_timing
 from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.result import recorded_served
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX

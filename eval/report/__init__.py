@@ -1,5 +1,5 @@
 """From records to figures, tables, pictures and the report.
 
-Read `summary`, then `report`; `baseline` says how good the baseline is, `theory` is Leviathan's section 3, shown
-beside what was measured; `page/` writes `report.html`. May import `eval.bench` and what is before it.
+Read `summary` (every figure), then `report` (what is said of them); `charts` draws pictures, `page/` writes `report.md`
+and `report.html`, `papers/` the papers' page. May import `eval.bench` and what is before it.
 """

@@ -1,7 +1,19 @@
-"""Bar charts of the summary: one group of bars a category, one colour a method."""
+"""The report's pictures: bar charts of the summary, and Leviathan's figures 2, 3 and 4 with what was measured here.
+
+The curves of the figures (arXiv 2211.17192) are those of `eval/bench/theory.py`.
+
+2   expected tokens of a round as a function of alpha, for various gamma; points: measured tau
+3   the best gamma as a function of alpha, for various c; points: the gamma that was used
+4   walltime improvement and operations as a function of alpha, for various gamma, with drafting at no cost (c = 0);
+    points: measured speedup of decoding and counted operations
+
+Points carry their own c and gamma; how far they are below a curve of figure 4 is what drafting and verifying cost.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +24,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from draftsmith.eval.bench.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.categories import shown_categories
-from draftsmith.eval.report.summary import OVERALL
+from draftsmith.eval.report.summary import OVERALL, shown_categories
 from draftsmith.eval.report.text import NOT_LOSSLESS
 
 # Okabe and Ito: told apart by colour-blind readers too.
@@ -22,6 +34,13 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 
 MOST_INCHES = 60.0  # 8,400 pixels; matplotlib draws 65,536 at most
 LONGEST_NAME = 40  # characters
+
+GAMMAS = (1, 3, 5, 7, 10)
+COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+ALPHAS = tuple(step / 100 for step in range(100))
+LONGEST_GAMMA = 100
+MARKERS = "osD^vP*X<>"
+SHADES = ("#222222", "#999999", "#8B0000")  # of the first ten methods, the next, ...
 
 
 def draw_charts(summary: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
@@ -95,3 +114,106 @@ def series_name(row: dict[str, Any], summary: list[dict[str, Any]]) -> str:
     several = len({other["temperature"] for other in summary}) > 1
     name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
     return name if row["lossless"] else f"{name} ({NOT_LOSSLESS})"
+
+
+@dataclass(frozen=True)
+class TheoryPanel:
+    """One of Leviathan's figures: a curve over alpha for each value of a parameter, and what was measured as points.
+
+    file: the picture in which it is; parameter: `gamma` or `c`; curve: of alpha and the parameter; key: of a timing's
+    row, what is drawn as its point.
+    """
+
+    file: str
+    title: str
+    label: str
+    parameter: str
+    values: tuple[Any, ...]
+    curve: Callable[[float, Any], float]
+    key: str
+
+    def over_alphas(self, value: Any) -> list[float]:
+        """The curve of one value, at `ALPHAS`."""
+        return [self.curve(alpha, value) for alpha in ALPHAS]
+
+
+THEORY = (
+    TheoryPanel(
+        "theory_tokens",
+        "figure 2: expected tokens (points: measured)",
+        "tokens per round, the target's own included",
+        "gamma",
+        GAMMAS,
+        expected_tokens,
+        "tau",
+    ),
+    TheoryPanel(
+        "theory_gamma",
+        "figure 3: best gamma (points: the one used)",
+        "gamma",
+        "c",
+        COSTS,
+        lambda alpha, c: best_gamma(alpha, c, at_most=LONGEST_GAMMA),
+        "gamma",
+    ),
+    TheoryPanel(
+        "theory_speedup",
+        "figure 4: walltime improvement at c = 0 (points: measured)",
+        "speedup",
+        "gamma",
+        GAMMAS,
+        lambda alpha, gamma: walltime_factor(alpha, gamma, 0.0),
+        "speedup_decoding",
+    ),
+    TheoryPanel(
+        "theory_speedup",
+        "operations at c = 0 (points: counted)",
+        "operations over the target's own",
+        "gamma",
+        GAMMAS,
+        lambda alpha, gamma: operations_factor(alpha, gamma, 0.0),
+        "operations_measured",
+    ),
+)
+
+
+@matplotlib.rc_context({"text.parse_math": False})  # a method's name may hold dollar signs
+def draw_theory(timing: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write `theory_tokens.png`, `theory_gamma.png` and `theory_speedup.png`.
+
+    Args:
+        timing: Rows of `summarize_timing`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
+    files = []
+    for name in dict.fromkeys(panel.file for panel in THEORY):
+        panels = [panel for panel in THEORY if panel.file == name]
+        width = 6.4 if len(panels) == 1 else 11.0
+        figure, (every,) = plt.subplots(1, len(panels), figsize=(width, 4.6), squeeze=False)
+        for axes, panel in zip(every, panels, strict=True):
+            _draw_panel(axes, panel, rows)
+        files.append(save_figure(figure, every[0], 5, folder / f"{name}.png"))
+    return files
+
+
+def _draw_panel(axes: Axes, panel: TheoryPanel, rows: list[dict[str, Any]]) -> None:
+    """Draw the curves, and a marker a method; no marker where the figure was not measured."""
+    for colour, value in zip(COLOURS, panel.values, strict=False):
+        name = f"{panel.parameter} = {value:g}"
+        axes.plot(ALPHAS, panel.over_alphas(value), color=colour, linewidth=1.2, label=name)
+    for number, row in enumerate(rows):
+        if row[panel.key] is not None:
+            marker, shade = MARKERS[number % len(MARKERS)], SHADES[number // len(MARKERS) % len(SHADES)]
+            point = ([row["alpha"]], [row[panel.key]])
+            axes.plot(*point, marker, color=shade, markersize=7, label=series_name(row, rows), zorder=3)
+    if panel.key == "gamma":
+        axes.set_ylim(0, 30)
+    if panel.key == "operations_measured":
+        axes.set_ylim(0, 1.1 * max([7.0, *(row[panel.key] or 0.0 for row in rows)]))
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("alpha")
+    axes.set_ylabel(panel.label)
+    axes.set_title(panel.title, fontsize=10)
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,9 +1,8 @@
-"""The report of one evaluation: what both its forms are made of, and the table in the terminal."""
+"""The report of one evaluation in words: what both its forms are made of, and the table in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -12,13 +11,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report import text
-from draftsmith.eval.report.baseline import MEANING, baseline_sentences
-from draftsmith.eval.report.categories import parts_of_mt_bench, shown_categories
 from draftsmith.eval.report.charts import series_name
-from draftsmith.eval.report.seed_spread import seed_spread
-from draftsmith.eval.report.summary import OVERALL
+from draftsmith.eval.report.summary import (
+    Row,
+    best_row,
+    by_temperature,
+    drafted_rows,
+    method_key,
+    seed_spread,
+)
 from draftsmith.eval.report.text import NOT_LOSSLESS, identity, number, only_ties
+from draftsmith.recipes.schema import DRAFTER_KIND
 
 TAU_DEFINITION = (
     "tau = mean tokens committed per round, including the one token that the target itself contributes; "
@@ -36,13 +39,94 @@ LENIENCE_WARNING = (
 )
 
 
-def headline(summary: list[dict[str, Any]]) -> str:
+BASELINE_MEANING = (
+    "the baseline's step reads = bytes of the target's weights over the time of its step (t_target_step), of what a "
+    "plain read of as many bytes reached on this machine between the questions"
+)
+SLOW_SHARE = 0.7  # below it the report says that the speedup is partly the baseline's slowness
+GIGABYTE = 1e9
+
+FASTER, NO_GAIN, SLOWER, UNCLEAR = "faster", "no gain", "SLOWER", "too few questions"
+# Classes of the page's style sheet.
+TONES = {FASTER: "good", NO_GAIN: "even", SLOWER: "bad", UNCLEAR: "unknown"}
+
+
+# ---- the first things that a reader is told ----
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of the fastest method at one temperature; `row` is its row of the summary, over all questions."""
+
+    word: str
+    sentence: str
+    why: str | None
+    row: Row
+
+    @property
+    def tone(self) -> str:
+        return TONES[self.word]
+
+
+def verdict_word(ends: list[float] | None) -> str:
+    """Judge the 95 % interval of the speedup; of a single question there is none."""
+    if ends is None:
+        return UNCLEAR
+    if ends[0] > 1:
+        return FASTER
+    return SLOWER if ends[1] < 1 else NO_GAIN
+
+
+def verdicts(summary: list[Row], timing: list[Row]) -> list[Verdict]:
+    """Of each temperature, the lowest first; empty where only the baseline was measured.
+
+    Args:
+        summary: Rows of `summarize`.
+        timing: Rows of `summarize_timing`.
+    """
+    timed = {method_key(row): row for row in timing}
+    return [_verdict(rows, timed) for rows in by_temperature(drafted_rows(summary)).values()]
+
+
+def _verdict(rows: list[Row], timed: dict[str, Row]) -> Verdict:
+    best = best_row(rows)
+    assert best is not None
+    word = verdict_word(best["speedup_interval"])
+    name, times = best["method"], f"{best['speedup_mean']:.2f} times the speed of the target alone"
+    among = f", the fastest of {len(rows)} methods," if len(rows) > 1 else ""
+    sentence = {
+        FASTER: f"{name}{among} generates at {times}.",
+        NO_GAIN: f"{name}{among} reaches {times}, but the interval includes 1: no gain is shown.",
+        SLOWER: f"{name}{among} slows the target down, to {times}.",
+        UNCLEAR: f"{name}{among} reached {times}, on too few questions to say how surely.",
+    }[word]
+    why, timing = None, timed.get(method_key(best))
+    if timing is not None:
+        draft, forward = timing["cost_ratio"], timing["t_verify_forward_s"] / timing["t_target_step_s"]
+        tau, steps = f"{timing['tau']:.2f}", f"{draft + forward:.2f}"
+        why = (
+            f"A round keeps {tau} tokens and takes as long as {steps} steps of the target alone: {draft:.2f} to draft, "
+            f"{forward:.2f} to check the draft. {tau} / {steps} makes "
+            f"{timing['speedup_predicted']:.2f}, of which decoding reaches {timing['loop_efficiency']:.0%}."
+        )
+    return Verdict(word, sentence, why, best)
+
+
+def fastest_trained(verdict: Verdict, summary: list[Row], recipe: dict[str, Any]) -> Row | None:
+    """The row of the fastest method with a trained drafter, where the verdict is about one that needs none."""
+    trained = {method["name"] for method in recipe["eval"]["methods"] if method["kind"] == DRAFTER_KIND}
+    if verdict.row["method"] in trained:
+        return None
+    rows = [row for row in drafted_rows(summary) if row["method"] in trained]
+    return best_row([row for row in rows if row["temperature"] == verdict.row["temperature"]])
+
+
+def headline(summary: list[Row]) -> str:
     """One sentence: the best method, how much faster, and whether the output stayed the same."""
-    rows = [row for row in summary if row["category"] == OVERALL and row["method"] != AUTOREGRESSIVE]
-    if not rows:
+    rows = drafted_rows(summary)
+    best = best_row(rows)
+    if best is None:
         return "Only the autoregressive baseline was measured."
-    # What is not lossless only wins where nothing else was measured.
-    best = max(rows, key=lambda row: (row["lossless"], row["speedup_mean"]))
     spread = "" if best["speedup_std"] is None else f" +- {best['speedup_std']:.2f}"
     sentence = (
         f"{series_name(best, summary)} generates {best['speedup_mean']:.2f}{spread} times as fast as the "
@@ -61,52 +145,72 @@ def headline(summary: list[dict[str, Any]]) -> str:
     return sentence + f"; NOT LOSSLESS: some greedy answers differ from {whose}."
 
 
-def report_values(
-    root: Path, facts: dict[str, Any], pictures: Iterable[Path], theory_pictures: Iterable[Path] = ()
-) -> dict[str, Any]:
-    """The facts, and what both forms of the report make of them; arguments as of `page/forms.py`."""
-    summary, recipe = facts["summary"], facts["recipe"]
-    return {
-        **facts,
-        "headline": headline(summary),
-        "drafters": _drafters(facts["drafter_kinds"]),
-        "target_name": text.target_name(recipe["target"]),
-        "questions_name": text.place_name(recipe["eval"]["questions"]),
-        "command": text.without_places(facts["command"], root),
-        "target_change": facts.get("target_change"),
-        "proof": proof_sentence(facts.get("proof")),
-        "proof_figures": facts.get("proof"),
-        "tau_definition": TAU_DEFINITION,
-        "speedup_definition": SPEEDUP_DEFINITION,
-        "lenience_warning": None if all(row["lossless"] for row in summary) else LENIENCE_WARNING,
-        "overall": [row for row in summary if row["category"] == OVERALL],
-        "seed_spread": seed_spread(summary),
-        "by_category": _by_category(summary, [*shown_categories(summary), OVERALL]),
-        "by_part": _by_category(summary, parts_of_mt_bench(summary)),
-        "reduced": _with_draft_vocabulary(summary),
-        "served": facts.get("served", []),
-        "baseline_sentences": baseline_sentences(facts.get("baseline", [])),
-        "baseline_meaning": MEANING,
-        "theory": [row for row in facts["timing"] if row["method"] != AUTOREGRESSIVE],
-        "pictures": _shown(root, pictures),
-        "theory_pictures": _shown(root, theory_pictures),
-        "next_steps": next_steps(summary, facts["timing"], recipe),
-    }
+@dataclass(frozen=True)
+class Lossless:
+    """Whether the answers stayed the target's; tone: a class of the page's style sheet."""
+
+    word: str
+    tone: str
+    sentence: str
 
 
-def _with_draft_vocabulary(summary: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The overall rows of methods that cannot draft every token; earlier versions noted nothing of it."""
-    overall = (row for row in summary if row["category"] == OVERALL)
-    return [row for row in overall if row.get("decoded_coverage") is not None]
+def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> Lossless:
+    """Say whether the answers stayed the target's, in one word and one sentence.
+
+    Args:
+        summary: Rows of `summarize`.
+        proof: What `draftsmith prove` found, if it was run.
+        answers: Of each method: questions times runs.
+    """
+    rows = drafted_rows(summary)
+    greedy = [row for row in rows if row["greedy_identical"] is not None]
+    wrong = [row["method"] for row in greedy if not row["greedy_identical"] and not only_ties(row)]
+    whose = "the changed target's" if any(row.get("target_change") for row in rows) else "the target's"
+    if wrong:
+        names = ", ".join(wrong)
+        return Lossless("NOT LOSSLESS", "bad", f"Greedy answers of {names} differ from {whose}.")
+    if proof is not None and not proof["holds"]:
+        return Lossless("NOT PROVED", "bad", "`draftsmith prove` found answers that are not the target's.")
+    if not greedy:
+        if proof is not None:
+            return Lossless("Lossless", "good", "Proved on greedy and on sampled answers.")
+        return Lossless(
+            "Lossless by construction",
+            "unknown",
+            "Sampled answers cannot be compared one by one; `draftsmith prove` tests their distribution.",
+        )
+    total, parted = answers * len(greedy), sum(row["different_answers"] for row in greedy)
+    if parted:
+        sentence = (
+            f"{total - parted:,} of {total:,} greedy answers are {whose}, token for token. The other {parted} part "
+            "from it where its two best tokens are equally likely within rounding; none differs otherwise."
+        )
+        return Lossless("Lossless, but for rounding", "good", sentence)
+    return Lossless("Lossless", "good", f"All {total:,} greedy answers are {whose}, token for token.")
 
 
-def _drafters(kinds: list[str]) -> str:
-    """`an eagle drafter`, `medusa and parallel drafters`."""
-    if not kinds:
-        return "no trained drafter"
-    if len(kinds) == 1:
-        return f"{'an' if kinds[0][0] in 'aeiou' else 'a'} {kinds[0]} drafter"
-    return f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters"
+def baseline_sentences(rows: list[Row]) -> list[str]:
+    """Say of each temperature how good the baseline is, and what a slow one means for the speedup.
+
+    Args:
+        rows: Of `baseline_speeds`.
+    """
+    return [_baseline_sentence(row, f"At T = {row['temperature']:g} the" if len(rows) > 1 else "The") for row in rows]
+
+
+def _baseline_sentence(row: Row, begins: str) -> str:
+    speeds = (row[key] / GIGABYTE for key in ("step_bytes_per_s", "read_bytes_per_s"))
+    step, read = (f"{speed:.1f}" if speed >= 1 else f"{speed:.3f}" for speed in speeds)
+    said = f"{begins} baseline's step reads {step} of {read} GB/s ({100 * row['share']:.0f} %)."
+    if row["share"] >= SLOW_SHARE:
+        return said
+    return (
+        f"{said} Part of any speedup here is the baseline's slowness: beside a step at the speed of a plain read the "
+        "same round would gain less."
+    )
+
+
+# ---- other sentences, and the terminal ----
 
 
 def proof_sentence(proof: dict[str, Any] | None) -> str | None:
@@ -128,7 +232,7 @@ def proof_sentence(proof: dict[str, Any] | None) -> str | None:
     )
 
 
-def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], recipe: dict[str, Any]) -> list[str]:
+def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) -> list[str]:
     """What would make it faster, read off the numbers."""
     steps = []
     drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
@@ -162,9 +266,7 @@ def next_steps(summary: list[dict[str, Any]], timing: list[dict[str, Any]], reci
     return steps
 
 
-def print_table(
-    summary: list[dict[str, Any]], console: Console | None = None, baseline: list[dict[str, Any]] | None = None
-) -> None:
+def print_table(summary: list[Row], console: Console | None = None, baseline: list[Row] | None = None) -> None:
     """The summary in the terminal, and how good the baseline is.
 
     Args:
@@ -176,7 +278,7 @@ def print_table(
     table.add_column("category", no_wrap=True)
     for name in ("tau", "no bonus", "speedup", "by\nquestion", "same\ngreedy"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, rows in _by_method(summary).items():
+    for name, rows in rows_by_method(summary).items():
         for row in rows:
             spread = "" if row["speedup_std"] is None else f" ± {row['speedup_std']:.2f}"
             cells = [number(row["tau"]), number(row["tau_without_bonus"]), f"{row['speedup_mean']:.2f}{spread}"]
@@ -208,28 +310,17 @@ def print_table(
     console.print(TAU_DEFINITION, style="italic")
     console.print(SPEEDUP_DEFINITION, style="italic")
     if sentences:
-        console.print(MEANING, style="italic")
+        console.print(BASELINE_MEANING, style="italic")
     if not all(row["lossless"] for row in summary):
         console.print(LENIENCE_WARNING, style="bold")
     for sentence in {row["target_change"] for row in summary if row.get("target_change")}:
         console.print(sentence, style="bold")
 
 
-def _by_method(summary: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:
     """The baseline is 1 by definition and only shown when it is alone."""
-    methods: dict[str, list[dict[str, Any]]] = {}
+    methods: dict[str, list[Row]] = {}
     for row in summary:
         methods.setdefault(series_name(row, summary), []).append(row)
     drafted = {name: rows for name, rows in methods.items() if rows[0]["method"] != AUTOREGRESSIVE}
     return drafted or methods
-
-
-def _by_category(summary: list[dict[str, Any]], categories: list[str]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """Of these categories every method's row, with the method's name."""
-    named = [(name, row) for name, rows in _by_method(summary).items() for row in rows]
-    return {category: [pair for pair in named if pair[1]["category"] == category] for category in categories}
-
-
-def _shown(root: Path, pictures: Iterable[Path]) -> list[tuple[str, str]]:
-    """Name and path for Markdown."""
-    return [(file.stem, file.relative_to(root).as_posix()) for file in pictures]

@@ -1,4 +1,4 @@
-"""From the harness's records to numbers: tau, speedup and its spread, greedy identity, and where the time went.
+"""From the harness's records to figures: what report, page, terminal and `result.json` show.
 
 tau                  tokens kept per round, the target's own included (the paper's acceptance length), over all rounds
 tau_by_question      mean over questions of the tau of each
@@ -16,15 +16,23 @@ loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft
                      in the loop's own Python; decoding = without the prefill
 cost ratio           t_draft / t_target_step, of a whole round
 draft vocabulary     of a drafter that cannot draft every token, see `draft_vocabulary_figures`
+seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds, mean and
+                     spread: how much of a difference between drafters is chance
+baseline             how good it is: the bytes that its step reads in its time, beside a plain read of as many bytes. A
+                     speedup over a slow baseline is partly the baseline's slowness
 
-What theory makes of these figures is in `eval/bench/theory.py`.
+Spec-Bench has six tasks, of which `mt_bench` is eight categories together. Where the summary has it, the tasks are
+shown beside each other, and what it consists of in a table of its own, so that no question counts twice. What theory
+makes of these figures is in `eval/bench/theory.py`.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,11 +44,20 @@ from draftsmith.eval.bench.theory import theory_row
 from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
+from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 OVERALL = "overall"
+# Of each category, what a document may quote.
+OF_A_CATEGORY = (
+    "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
+    "different_answers", "numerical_ties",
+)  # fmt: skip
+
+Row = dict[str, Any]
+Pair = tuple[int, MethodRecord, MethodRecord]  # run, the method's answers, the baseline's answers
 
 
-def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[dict[str, Any]]:
+def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[Row]:
     """One row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
 
     Args:
@@ -55,16 +72,7 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
     if 1 < len(together) < len(categories) and MT_BENCH not in categories:
         categories.append(MT_BENCH)
     ties = {(each.run, each.question_id, each.arm) for each in divergences if each.is_tie}
-    return [
-        _row(_pairs(records, key, category), category)
-        | _intervals(records, key, category)
-        | _identity(records, key, category, ties)
-        for key in records[0].answers
-        for category in [*categories, OVERALL]
-    ]
-
-
-Pair = tuple[int, MethodRecord, MethodRecord]  # run, the method's answers, the baseline's answers
+    return [_row(records, key, category, ties) for key in records[0].answers for category in [*categories, OVERALL]]
 
 
 def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]:
@@ -79,7 +87,8 @@ def _turns(answers: Iterable[MethodRecord]) -> list[AnswerRecord]:
     return [turn for answer in answers for turn in answer.turns]
 
 
-def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
+def _row(records: list[QuestionRecord], key: str, category: str, ties: Collection[tuple[int, int | str, str]]) -> Row:
+    pairs = _pairs(records, key, category)
     answers = [answer for _, answer, _ in pairs]
     turns, first = _turns(answers), answers[0]
     rounds = sum(turn.rounds for turn in turns)
@@ -111,6 +120,8 @@ def _row(pairs: list[Pair], category: str) -> dict[str, Any]:
         **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(turns, 50, 90), strict=True)),
         "lossless": first.lossless,
         **draft_vocabulary_figures(turns),
+        **_intervals(records, key, category),
+        **_identity(records, key, category, ties),
     }
 
 
@@ -189,7 +200,7 @@ def latency_percentiles(turns: list[AnswerRecord], *percents: float) -> list[flo
     return np.percentile(per_token, percents).tolist()
 
 
-def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | None = None) -> list[Row]:
     """For each method and temperature: where a round's time went, and predicted beside measured speedup.
 
     Args:
@@ -204,7 +215,7 @@ def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | No
     return rows
 
 
-def _timing_row(pairs: list[Pair], untimed: dict[str, Any] | None) -> dict[str, Any]:
+def _timing_row(pairs: list[Pair], untimed: dict[str, Any] | None) -> Row:
     answers = [answer for _, answer, _ in pairs]
     baselines = [baseline for _, _, baseline in pairs]
     turns, first = _turns(answers), answers[0]
@@ -258,3 +269,141 @@ def _median_per_round(answers: list[MethodRecord], seconds: Callable[[AnswerReco
 def _decoding_speed(turns: list[AnswerRecord]) -> float:
     """Tokens per second after the prefill, which gave each turn's first token."""
     return sum(sum(turn.accept_lengths) for turn in turns) / sum(turn.wall_time_s - turn.prefill_s for turn in turns)
+
+
+# ---- choosing rows ----
+
+
+def method_key(row: Row) -> str:
+    """`method@temperature`, by which files and documents call a row."""
+    return f"{row['method']}@{row['temperature']:g}"
+
+
+def drafted_rows(summary: list[Row]) -> list[Row]:
+    """The rows over all questions, without the baseline's."""
+    return [row for row in summary if row["category"] == OVERALL and row["method"] != AUTOREGRESSIVE]
+
+
+def by_temperature(rows: list[Row]) -> dict[float, list[Row]]:
+    """The rows of each temperature, the lowest first."""
+    temperatures = sorted({row["temperature"] for row in rows})
+    return {temperature: [row for row in rows if row["temperature"] == temperature] for temperature in temperatures}
+
+
+def best_row(rows: list[Row]) -> Row | None:
+    """The fastest; what is not lossless only wins where nothing else was measured."""
+    return max(rows, key=lambda row: (row["lossless"], row["speedup_mean"]), default=None)
+
+
+def shown_categories(summary: list[Row]) -> list[str]:
+    """Categories to which every question belongs exactly once, without `overall`."""
+    categories = list(dict.fromkeys(row["category"] for row in summary if row["category"] != OVERALL))
+    parts = parts_of_mt_bench(summary)
+    return [category for category in categories if category not in parts]
+
+
+def parts_of_mt_bench(summary: list[Row]) -> list[str]:
+    """The categories that `mt_bench` stands for, where it is shown itself."""
+    categories = list(dict.fromkeys(row["category"] for row in summary))
+    if MT_BENCH not in categories:
+        return []
+    return [
+        category for category in categories if category not in (MT_BENCH, OVERALL) and task_of(category) == MT_BENCH
+    ]
+
+
+# ---- what is computed of the rows ----
+
+
+def seed_spread(summary: list[Row]) -> list[Row]:
+    """For each method and temperature that several seeds were trained of: means and standard deviations over them."""
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for row in summary:
+        if row["category"] == OVERALL and row["tau"] is not None:
+            name = re.sub(rf"{SEED_SUFFIX}\d+(?=/|$)", "", row["method"])
+            groups.setdefault((name, row["temperature"]), []).append(row)
+    return [
+        {
+            "method": name,
+            "temperature": temperature,
+            "seeds": len(rows),
+            **{
+                f"{figure}_{kind}": over([row[key] for row in rows])
+                for figure, key in (("tau", "tau"), ("speedup", "speedup_mean"))
+                for kind, over in (("mean", statistics.fmean), ("std", statistics.stdev))
+            },
+        }
+        for (name, temperature), rows in groups.items()
+        if len(rows) > 1
+    ]
+
+
+def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Row]:
+    """How good the baseline is, a row for each temperature; none where nothing was read, as by earlier versions."""
+    reads = [
+        (each.weights_bytes, each.weights_read_s) for each in records if each.weights_bytes and each.weights_read_s
+    ]
+    if not reads:
+        return []
+    weights_bytes = reads[0][0]
+    read_bytes_per_s = statistics.median(count / seconds for count, seconds in reads)
+    return [
+        {
+            "temperature": temperature,
+            "weights_bytes": weights_bytes,
+            "step_s": step_s,
+            "step_bytes_per_s": weights_bytes / step_s,
+            "read_bytes_per_s": read_bytes_per_s,
+            "share": weights_bytes / step_s / read_bytes_per_s,
+        }
+        for temperature, step_s in {row["temperature"]: row["t_target_step_s"] for row in timing}.items()
+        if step_s > 0
+    ]
+
+
+def evaluation_figures(
+    recipe: Recipe, summary: list[Row], timing: list[Row], questions: int, proof: Any, baseline: list[Row]
+) -> Row:
+    """What a document may quote, for `recipes/results.py`: each figure under a name of its own.
+
+    By `method@temperature`: the row over all questions, a round's time, and the main figures by category. Beside them
+    what each method was asked for, as `eval.methods` takes it. `over_tasks`: means over Spec-Bench's tasks, each of
+    which counts alike, however long its answers are.
+
+    Args:
+        questions: How many were asked.
+        proof: What `draftsmith prove` found, if it was run.
+        baseline: Rows of `baseline_speeds`.
+    """
+    rows: dict[str, Row] = {}
+    for row in summary:
+        figures = rows.setdefault(method_key(row), {})
+        if row["category"] == OVERALL:
+            figures |= row
+        else:
+            by_category = figures.setdefault("by_category", {})
+            by_category[row["category"]] = {key: row[key] for key in OF_A_CATEGORY}
+    for name, figures in rows.items():
+        tasks = [row for row in summary if method_key(row) == name and row["category"] == row.get("task")]
+        if len(tasks) > 1:
+            means = {key: statistics.fmean(row[key] for row in tasks) for key in ("tau", "speedup_mean")}
+            figures["over_tasks"] = {"tasks": len(tasks), **means}
+    for row in timing:
+        rows[method_key(row)]["timing"] = row
+    methods = {}
+    for method in recipe.eval.methods:
+        methods[method.name] = method.model_dump(exclude_defaults=True, exclude={"name"})
+        if method.drafter is not None:  # of a folder the last two parts, which no machine's other folders shorten
+            methods[method.name]["drafter"] = "/".join(Path(method.drafter).parts[-2:])
+    return {
+        "recipe": recipe.name,
+        "target": recipe.target.gguf_file or recipe.target.model,
+        "dtype": recipe.target.dtype,
+        "asked": questions,
+        "settings": recipe.eval.model_dump(include={"questions", "max_new_tokens", "runs", "stop", "top_k", "top_p"}),
+        "methods": methods,
+        "rows": rows,
+        "over_seeds": {method_key(row): row for row in seed_spread(summary)},
+        "proof": proof,
+        "baseline": baseline,
+    }

@@ -47,7 +47,7 @@ def escaped(text: str) -> str:
 
 
 def target_name(target: dict[str, Any]) -> str:
-    """What the target is called, wherever it lies: its GGUF file, its folder's name, or its id on the Hub.
+    """What the target is called, wherever it is stored: its GGUF file, its folder's name, or its id on the Hub.
 
     Args:
         target: The recipe's section.
@@ -63,6 +63,12 @@ def place_name(source: str) -> str:
     if is_path or source.count("/") > 1 or Path(source).suffix in (".jsonl", ".json"):
         return Path(source).name
     return source
+
+
+def drafter_name(folder: str) -> str:
+    """Of a run's drafter the run's name, else the folder's, or the id on the Hub."""
+    path = Path(folder)
+    return path.parent.name if path.name == "drafter" and path.parent.name else place_name(folder)
 
 
 def without_places(text: str, root: Path | None = None) -> str:

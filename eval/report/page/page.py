@@ -1,25 +1,23 @@
-"""`report.html`: what is on it, section by section. What a run does not hold is left out."""
+"""Both forms of the report, from the same values: `report.md` beside its pictures, and `report.html`, one file alone.
+
+Each section of the page is a template; what a run does not hold is left out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
-from draftsmith.eval.report import text
-from draftsmith.eval.report.page import plot
-from draftsmith.eval.report.page.answers import shown_answers
-from draftsmith.eval.report.page.category_table import LEVELS, category_tables, mt_bench_tables
-from draftsmith.eval.report.page.depths import depths_of
-from draftsmith.eval.report.page.lossless import lossless
-from draftsmith.eval.report.page.measured import hashes, method_settings
-from draftsmith.eval.report.page.methods import method_tables
-from draftsmith.eval.report.page.phases import PHASES, mean_rounds, timeline
-from draftsmith.eval.report.page.predicted import predictions, theory_charts
-from draftsmith.eval.report.page.training import compared_drafters, training_curves
-from draftsmith.eval.report.page.verdict import fastest_trained, verdicts
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.report import report, text
+from draftsmith.eval.report.page import curves, methods, rounds
+from draftsmith.eval.report.summary import OVERALL, Row, parts_of_mt_bench, seed_spread, shown_categories
+from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.schema import DRAFTER_KIND
 
 TEMPLATES = Path(__file__).parent / "templates"
 # By section, which is a template and an anchor: how the list of contents calls it.
@@ -37,61 +35,158 @@ SECTIONS = {
 }
 
 
-def render_page(facts: dict[str, Any]) -> str:
-    """The whole page.
+def write_report(
+    root: Path, facts: dict[str, Any], pictures: Iterable[Path], theory_pictures: Iterable[Path] = ()
+) -> list[Path]:
+    """Write `report.md` and `report.html` into the run's folder.
 
     Args:
-        facts: As `report.py` prepares them for both forms of the report.
+        root: The run's folder.
+        facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
+            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter comes with another target,
+            `proof` if there is one, `served`, measurements in engines (`eval/serving/result.py`), and `baseline`, rows
+            of `baseline_speeds`. For the page alone, where there are such: `records`, `traced` answers, logs of
+            `trained` drafters by name, `data_card`, `inputs_sha256`.
+        pictures: PNG files below `root`, which `report.md` shows.
+        theory_pictures: The same, for the section on theory.
     """
+    values = report_values(root, facts)
+    shown = [[(file.stem, file.relative_to(root).as_posix()) for file in each] for each in (pictures, theory_pictures)]
+    markdown = _environment().get_template("report.md.j2")
+    html = _environment(autoescape=True).get_template("page.html.j2")
+    forms = {
+        "report.md": markdown.render(values, pictures=shown[0], theory_pictures=shown[1]),
+        "report.html": html.render(values),
+    }
+    for name, content in forms.items():
+        write_atomically(root / name, content)
+    return [root / name for name in forms]
+
+
+def _environment(autoescape: bool = False) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=autoescape,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"number": text.number, "ms": text.milliseconds, "identity": text.identity}
-    environment.filters |= {"percent": text.percent, "interval": text.interval, "code": _code}
-    summary, timing = facts["summary"], facts["timing"]
-    records = facts.get("records") or []
-    told = verdicts(summary, timing)
-    page = {
+    environment.filters |= {"percent": text.percent, "interval": text.interval, "escaped": text.escaped}
+    environment.filters |= {"code": _code, "tint": methods.tint, "verdict_word": report.verdict_word}
+    return environment
+
+
+def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts, and what the templates of both forms make of them."""
+    summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
+    records, trained, proof = facts.get("records") or [], facts.get("trained") or {}, facts.get("proof")
+    overall = [row for row in summary if row["category"] == OVERALL]
+    told = report.verdicts(summary, timing)
+    categories, parts = [*shown_categories(summary), OVERALL], parts_of_mt_bench(summary)
+    values = {
+        **facts,
+        "headline": report.headline(summary),
         "verdicts": told,
-        "trained_row": fastest_trained(told[0], summary, facts["recipe"]) if told else None,
-        "lossless": lossless(summary, facts.get("proof_figures"), facts["questions"] * facts["overall"][0]["runs"]),
-        "methods": method_tables(summary, records),
-        "categories": category_tables(summary),
-        "mt_bench": mt_bench_tables(summary),
-        "levels": LEVELS,
-        "depths": depths_of(timing),
-        "phases": PHASES,
-        "rounds": mean_rounds(timing),
-        "timeline": timeline(records),
-        "answers": shown_answers(facts.get("traced") or []),
-        "predictions": predictions(timing),
-        "theory_charts": theory_charts(timing),
-        "training": training_curves(facts.get("trained") or {}),
-        "compared": compared_drafters(facts.get("trained") or {}, facts["recipe"], summary),
+        "trained_row": report.fastest_trained(told[0], summary, recipe) if told else None,
+        "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
+        "drafters": _drafters(facts["drafter_kinds"]),
+        "target_name": text.target_name(recipe["target"]),
+        "questions_name": text.place_name(recipe["eval"]["questions"]),
+        "command": text.without_places(facts["command"], root),
+        "target_change": facts.get("target_change"),
+        "proof": report.proof_sentence(proof),
+        "tau_definition": report.TAU_DEFINITION,
+        "speedup_definition": report.SPEEDUP_DEFINITION,
+        "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
+        "overall": overall,
+        "seed_spread": seed_spread(summary),
+        # Of methods that cannot draft every token; earlier versions noted nothing of it.
+        "reduced": [row for row in overall if row.get("decoded_coverage") is not None],
+        "served": facts.get("served", []),
+        "baseline_sentences": report.baseline_sentences(facts.get("baseline", [])),
+        "baseline_meaning": report.BASELINE_MEANING,
+        "theory": [row for row in timing if row["method"] != AUTOREGRESSIVE],
+        "next_steps": report.next_steps(summary, timing, recipe),
+        # For `report.md`.
+        "by_category": _by_category(summary, categories),
+        "by_part": _by_category(summary, parts),
+        # For the page.
+        "methods": methods.method_tables(summary, records),
+        "categories": categories,
+        "tables": methods.category_tables(summary, categories),
+        "parts": parts,
+        "part_tables": methods.category_tables(summary, parts) if parts else [],
+        "levels": methods.LEVELS,
+        "depths": methods.depths_of(timing),
+        "phases": rounds.PHASES,
+        "rounds": rounds.mean_rounds(timing),
+        "timeline": rounds.timeline(records),
+        "answers": rounds.shown_answers(facts.get("traced") or []),
+        "predictions": methods.predictions(timing),
+        "theory_charts": curves.theory_charts(timing),
+        "training": curves.training_curves(trained),
+        "compared": curves.compared_drafters(trained, recipe, summary),
         "data_card": facts.get("data_card"),
-        "method_settings": method_settings(facts["recipe"]),
-        "hashes": hashes(facts.get("inputs_sha256", {})),
-        "plot": plot,
+        "method_settings": method_settings(recipe),
+        # SHA-256 of what was read, by its name instead of its path.
+        "hashes": {text.drafter_name(name): value for name, value in facts.get("inputs_sha256", {}).items()},
+        "plot": curves,
     }
-    empty = {
-        "methods": not page["methods"],
-        "categories": not page["categories"],
-        "depths": not page["depths"],
-        "phases": not page["rounds"],
-        "answers": not page["answers"],
-        "predicted": page["predictions"] is None,
-        "training": not page["training"],
-        "data": page["data_card"] is None,
+    holds = {"categories": "tables", "phases": "rounds", "predicted": "predictions", "data": "data_card"}
+    always = ("clock", "settings")
+    values["sections"] = {
+        name: title for name, title in SECTIONS.items() if name in always or values[holds.get(name, name)]
     }
-    page["sections"] = {name: title for name, title in SECTIONS.items() if not empty.get(name)}
-    return environment.get_template("page.html.j2").render(facts | page)
+    return values
 
 
 def _code(sentence: str) -> Markup:
     """What stands between backquotes as code; the rest is text."""
     parts = str(escape(sentence)).split("`")
     return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
+
+
+def _drafters(kinds: list[str]) -> str:
+    """`an eagle drafter`, `medusa and parallel drafters`."""
+    if not kinds:
+        return "no trained drafter"
+    if len(kinds) == 1:
+        return f"{'an' if kinds[0][0] in 'aeiou' else 'a'} {kinds[0]} drafter"
+    return f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters"
+
+
+def _by_category(summary: list[Row], categories: list[str]) -> dict[str, list[tuple[str, Row]]]:
+    """Of these categories every method's row, with the method's name."""
+    named = [(name, row) for name, rows in report.rows_by_method(summary).items() for row in rows]
+    return {category: [pair for pair in named if pair[1]["category"] == category] for category in categories}
+
+
+def method_settings(recipe: dict[str, Any]) -> list[dict[str, str]]:
+    """What each method was measured with, in the recipe's order: name, kind, tree, drafter, options. No path."""
+    found = []
+    for method in recipe["eval"]["methods"]:
+        drafts = method["kind"] == DRAFTER_KIND
+        options = [f"{key}: {value}" for key, value in method["options"].items()]
+        if method["lenience"] < 1:
+            options.append(f"lenience: {method['lenience']:g}")
+        tree = [method["tree"]]
+        if method["tree"] not in ("chain", "static"):
+            tree += [f"{method['nodes']} nodes", f"branch {method['branch']}"]
+        if method["max_depth"] is not None:
+            tree.append(f"depth {method['max_depth']}")
+        if method["lookup"]:
+            tree.append("with lookup")
+        drafter = f"this run's, {recipe['drafter']['kind']}"
+        if method["drafter"] is not None:
+            drafter = text.drafter_name(method["drafter"])
+        found.append(
+            {
+                "name": method["name"],
+                "kind": method["kind"],
+                "tree": ", ".join(tree) if drafts else "-",
+                "drafter": drafter if drafts else "",
+                "options": text.without_places(", ".join(options)),
+            }
+        )
+    return found

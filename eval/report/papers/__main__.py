@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from draftsmith.eval.bench.traced import TracedAnswer
-from draftsmith.eval.report.page.answers import shown_answers
+from draftsmith.eval.report.page.rounds import shown_answers
 from draftsmith.eval.report.papers.answer import draw_answer
 from draftsmith.eval.report.papers.page import ANSWER, PICTURES, write_page
 from draftsmith.recipes.run_folder import read_json

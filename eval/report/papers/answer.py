@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from draftsmith.eval.report.page.answers import ShownAnswer, ShownQuestion
+from draftsmith.eval.report.page.rounds import ShownAnswer, ShownQuestion
 from draftsmith.recipes.run_folder import write_atomically
 
 COLUMNS, CHARACTER, LINE, MARGIN, FONT_SIZE = 92, 7.8, 20, 14, 13  # all but the first in SVG units
@@ -22,7 +22,7 @@ def draw_answer(question: ShownQuestion, file: Path) -> Path:
     lines: list[str] = []
     row = 1
     for answer in question.answers:
-        lines.append(_text(0, row, f"{answer.arm}: {answer.tokens} tokens in {len(answer.rounds)} rounds", FAINT))
+        lines.append(_text(0, row, f"{answer.method}: {answer.tokens} tokens in {len(answer.rounds)} rounds", FAINT))
         row, drawn = _block(answer, row + 1)
         lines += drawn
         row += 2

@@ -7,11 +7,11 @@ from typing import Any
 
 import jinja2
 
+from draftsmith.eval.report.charts import draw_theory
 from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram_alphas, operations_and_speed
 from draftsmith.eval.report.papers.parallel_spec import EMBEDDED, SMOLLM2, main_table, number_of_masks
 from draftsmith.eval.report.papers.pictures import draw_rounds
 from draftsmith.eval.report.papers.quoted import Place, place, ratio, told
-from draftsmith.eval.report.theory_charts import draw_theory
 from draftsmith.recipes.run_folder import write_atomically
 
 PICTURES = "pictures"  # beside the page

@@ -18,7 +18,7 @@ from draftsmith.eval.commands.compare import (
     with_seeds,
 )
 from draftsmith.eval.commands.stages import reuse_data
-from draftsmith.eval.report.seed_spread import seed_spread
+from draftsmith.eval.report.summary import seed_spread
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.results import portable

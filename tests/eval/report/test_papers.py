@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from support.places import ROOT
 
-from draftsmith.eval.report.page.answers import ShownAnswer, ShownQuestion, ShownRound
+from draftsmith.eval.report.page.rounds import ShownAnswer, ShownQuestion, ShownRound
 from draftsmith.eval.report.papers.answer import DRAFTED, draw_answer, pieces
 from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram_alphas, operations_and_speed
 from draftsmith.eval.report.papers.page import page_text, write_page

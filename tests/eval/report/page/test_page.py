@@ -1,4 +1,4 @@
-"""The page as a whole, by script: what it says, no other file, no path, contrast, tables that scroll, headings."""
+"""The page of one run that holds everything, by script; `test_sections.py` has the figures of its sections."""
 
 import re
 from html.parser import HTMLParser
@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_facts import SUMMARY, facts, whole_facts
+from support.report_facts import whole_facts
 
-from draftsmith.eval.report.page.forms import write_report
-from draftsmith.eval.report.page.page import SECTIONS, TEMPLATES
+from draftsmith.eval.report.page.page import SECTIONS, TEMPLATES, write_report
 from draftsmith.eval.serving.result import Served, ServedRow
 
 METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(24)}
@@ -80,11 +79,9 @@ def test_an_old_run_is_shown_without_what_it_lacks(tmp_path: Path) -> None:
     ids = [attributes["id"] for _, attributes, _ in Elements(shown).found if "id" in attributes]
     assert ids == [name for name in SECTIONS if name not in ("answers", "training", "data")]
     assert "The first rounds of one answer" not in shown
-    only_baseline = write_report(tmp_path, facts(SUMMARY[:3]) | {"timing": []}, [])[1].read_text(encoding="utf-8")
-    assert "Only the autoregressive baseline was measured." in only_baseline
 
 
-def test_the_first_screen_answers_four_questions(elements: Elements) -> None:
+def test_the_first_screen_answers_four_questions(page: str, elements: Elements) -> None:
     """2 s against 0.7, 0.77 and 0.84 of the fastest; three tokens a round."""
     text = " ".join(" ".join(elements.texts).split())
     first = text[: text.index("By category")]
@@ -94,6 +91,8 @@ def test_the_first_screen_answers_four_questions(elements: Elements) -> None:
     assert "Is it lossless? Lossless All 144 greedy answers are the target's, token for token." in first
     assert "Why? A round keeps 3.00 tokens" in first
     assert "What next?" in first
+    assert '<div class="card verdict good">' in page
+    assert '<span class="tag">faster</span>' in page
 
 
 def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
@@ -111,13 +110,6 @@ def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
     assert "Over training seeds" in shown
     # Three questions at 1, 1.1 and 1.2 times the seconds, twice: 2 / 1.1 and 2 / 0.55.
     assert "<td>2.73</td><td>1.29</td>" in shown
-
-
-@pytest.mark.parametrize(("seconds", "word", "tone"), [(1.0, "faster", "good"), (3.0, "SLOWER", "bad")])
-def test_the_verdict_in_words_and_colour(tmp_path: Path, seconds: float, word: str, tone: str) -> None:
-    shown = write_report(tmp_path, whole_facts({"chain": seconds}), [])[1].read_text(encoding="utf-8")
-    assert f'<div class="card verdict {tone}">' in shown
-    assert f'<span class="tag">{word}</span>' in shown
 
 
 def test_answers_show_who_made_what(page: str) -> None:
@@ -140,39 +132,28 @@ def test_no_other_file_is_asked_for(page: str, elements: Elements) -> None:
     assert not re.search(r"fetch|XMLHttpRequest|import|https?:", script)
 
 
-def test_small_and_declared(page: str, elements: Elements) -> None:
+def test_small_declared_and_without_a_path_of_the_machine(page: str, elements: Elements) -> None:
     assert len(page.encode()) < MOST_BYTES
     assert page.startswith('<!doctype html>\n<html lang="en">')
     assert "<title>demo: speculative decoding of llama-tiny</title>" in page
     metas = [values for tag, values, _ in elements.found if tag == "meta"]
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in metas
-
-
-def test_no_path_of_the_machine(page: str, elements: Elements) -> None:
     attributes = [value for _, values, _ in elements.found for value in values.values()]
     for text in [*elements.texts, *attributes]:
         assert not re.search(r"(?<![\w.])[/\\](?:home|tmp|work|root|Users|mnt|data)\b", text), text
     assert "somebody" not in page
 
 
-def test_tables_scroll(elements: Elements) -> None:
+def test_tables_scroll_headings_are_in_order_and_pictures_said_in_words(elements: Elements) -> None:
     tables = [around for tag, _, around in elements.found if tag == "table"]
     assert len(tables) >= 10
     for around in tables:
         tag, values = around[-1]
         assert (tag, values.get("class"), values.get("tabindex")) == ("div", "scroll", "0")
-    for tag, values, _ in elements.found:
-        assert tag != "th" or values.get("scope") in ("col", "row")
-
-
-def test_headings_in_order(elements: Elements) -> None:
+    assert all(values.get("scope") in ("col", "row") for tag, values, _ in elements.found if tag == "th")
     levels = [int(tag[1]) for tag, _, _ in elements.found if re.fullmatch(r"h[1-6]", tag)]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
+    assert (levels[0], levels.count(1)) == (1, 1)
     assert all(after <= before + 1 for before, after in pairwise(levels))
-
-
-def test_pictures_are_said_in_words(elements: Elements) -> None:
     pictures = [(values, around) for tag, values, around in elements.found if tag == "svg"]
     assert len(pictures) > 50
     for values, around in pictures:
@@ -215,13 +196,10 @@ def text_pairs(style: str) -> set[tuple[str, str]]:
     return pairs
 
 
-def test_contrast_is_computed_as_wcag_does() -> None:
-    assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
-    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_of_every_text(scheme: str) -> None:
+    """And no rule outside the two lists of variables has a colour of its own, which contrast could miss."""
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
     style = (TEMPLATES / "assets" / "style.css").read_text(encoding="utf-8")
     light, dark = (variables(block) for block in re.findall(r":root \{([^}]*--page[^}]*)\}", style))
     assert light.keys() == dark.keys()
@@ -230,10 +208,5 @@ def test_contrast_of_every_text(scheme: str) -> None:
     assert len(pairs) >= 18
     low = {pair: round(contrast(*(colours[name] for name in pair)), 2) for pair in pairs}
     assert {pair: value for pair, value in low.items() if value < LEAST_CONTRAST} == {}
-
-
-def test_every_colour_is_named_once() -> None:
-    """Outside the two lists of variables no rule has a colour of its own, which contrast could miss."""
-    style = (TEMPLATES / "assets" / "style.css").read_text(encoding="utf-8")
     rules = re.sub(r":root \{[^}]*--page[^}]*\}", "", style)
     assert not re.search(r"#[0-9a-f]{3,8}\b|\brgba?\(|\bhsl|(?:color|background|fill|stroke): (?:white|black)", rules)

@@ -1,0 +1,287 @@
+"""Charts of lines: scales with round ticks, lines as SVG has them, Leviathan's figures, and training over its steps.
+
+Bars and intervals are placed in percent of a width, so that text keeps its size on a phone; charts of lines have a
+view box of `WIDTH` x `HEIGHT`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.report.charts import ALPHAS, THEORY
+from draftsmith.eval.report.summary import Row, drafted_rows
+from draftsmith.eval.report.text import drafter_name, without_places
+from draftsmith.models.base.registry import Training
+from draftsmith.recipes.schema import DRAFTER_KIND
+
+WIDTH, HEIGHT = 340, 220
+LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the lines' names
+LABEL_HEIGHT = 12  # of a line's name
+MOST_POINTS = 200  # of a line: more are not seen
+STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+MOST_GAMMA = 30.0  # of the chart of best gammas
+MOST_TIMES = 8.0  # of the other charts of theory
+THEORY_TITLES = (
+    "Figure 2: expected tokens per round",
+    "Figure 3: best γ",
+    "Figure 4: speedup at c = 0",
+    "Figure 4: operations at c = 0",
+)
+
+Point = tuple[float, float]
+Tick = tuple[str, float]  # the value as it is written, and its place
+History = list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From `low` to `high`; what is outside is drawn at the end."""
+
+    low: float
+    high: float
+
+    def percent(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(100 * min(1.0, max(0.0, share)), 2)
+
+    def ticks(self, about: int = 5) -> list[Tick]:
+        """Ticks at round values, placed in percent."""
+        values = round_values(self.low, self.high, about)
+        return [(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}", self.percent(value)) for value in values]
+
+
+def scale_around(values: Sequence[float], *also: float) -> Scale:
+    """With a little room on both sides."""
+    every = [*values, *also]
+    low, high = min(every), max(every)
+    room = 0.06 * (high - low) or 0.5
+    return Scale(low - room, high + room)
+
+
+def round_values(low: float, high: float, about: int = 5) -> list[float]:
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten, from low to high."""
+    if not low < high:
+        return [low]
+    raw = (high - low) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in STEPS if power * factor >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """What a template draws.
+
+    title: says all of it in words, for those who do not see it; lines: (name, points as SVG's polyline has them, where
+    the name stands, in the margin after its end); dots: (name, x, y).
+    """
+
+    title: str
+    x_name: str
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    lines: list[tuple[str, str, float]]
+    dots: list[tuple[str, float, float]]
+
+
+def line_chart(
+    title: str,
+    x_name: str,
+    series: dict[str, list[Point]],
+    x_scale: Scale,
+    y_scale: Scale,
+    dots: dict[str, Point] | None = None,
+) -> LineChart:
+    """Place lines with their names at the right, none on top of another."""
+
+    def x_at(percent: float) -> float:
+        return round(LEFT + percent / 100 * (WIDTH - LEFT - RIGHT), 1)
+
+    def y_at(percent: float) -> float:
+        return round(HEIGHT - BOTTOM - percent / 100 * (HEIGHT - TOP - BOTTOM), 1)
+
+    def placed(point: Point) -> Point:
+        return x_at(x_scale.percent(point[0])), y_at(y_scale.percent(point[1]))
+
+    shown = {}
+    for name, points in series.items():
+        step = math.ceil(len(points) / MOST_POINTS)
+        if points:
+            thinned = points if step <= 1 else [*points[:-1:step], points[-1]]
+            shown[name] = [placed(point) for point in thinned]
+    label_ys = _spread([points[-1][1] for points in shown.values()])
+    return LineChart(
+        title,
+        x_name,
+        [(text, x_at(percent)) for text, percent in x_scale.ticks(4)],
+        [(text, y_at(percent)) for text, percent in y_scale.ticks(4)],
+        [
+            (name, " ".join(f"{x:g},{y:g}" for x, y in points), label_y)
+            for (name, points), label_y in zip(shown.items(), label_ys, strict=True)
+        ],
+        [(name, *placed(point)) for name, point in (dots or {}).items()],
+    )
+
+
+def _spread(heights: list[float]) -> list[float]:
+    """The same, moved down where they are closer than a line of text, and up again where they left the picture."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    moved = list(heights)
+    for before, after in itertools.pairwise(order):
+        moved[after] = max(moved[after], moved[before] + LABEL_HEIGHT)
+    lowest = float(HEIGHT - BOTTOM + 4)
+    for i in reversed(order):
+        moved[i], lowest = min(moved[i], lowest), min(moved[i], lowest) - LABEL_HEIGHT
+    return [round(height, 1) for height in moved]
+
+
+def theory_charts(timing: list[Row]) -> list[LineChart]:
+    """Leviathan's figures 2, 3 and both halves of 4, as in `draw_theory`, with what was measured as dots."""
+    rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
+    charts = []
+    for title, panel in zip(THEORY_TITLES, THEORY, strict=True):
+        y_scale = Scale(0.0, MOST_GAMMA) if panel.key == "gamma" else Scale(1.0, MOST_TIMES)
+        series: dict[str, list[Point]] = {}
+        for value in panel.values:
+            points = zip(ALPHAS, panel.over_alphas(value), strict=True)
+            # No further than the picture goes: a line along its edge would say what is not so.
+            inside = [point for point in points if y_scale.low <= point[1] <= y_scale.high]
+            series[f"{panel.parameter.replace('gamma', 'γ')}={value:g}"] = inside
+        dots = {
+            f"{row['method']} at T = {row['temperature']:g}": (row["alpha"], row[panel.key])
+            for row in rows
+            if row[panel.key] is not None
+        }
+        charts.append(line_chart(title, "α", series, Scale(0.0, 1.0), y_scale, dots))
+    return charts
+
+
+# ---- training ----
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Figures on held-out rows, by depth from 1; tau: of greedy chains of so many drafted tokens."""
+
+    step: int
+    accuracy: list[float]
+    tau: list[float]
+
+
+@dataclass(frozen=True)
+class TrainingCurves:
+    name: str
+    training: Training
+    charts: list[LineChart]
+    held_out: HeldOut | None
+
+
+@dataclass(frozen=True)
+class ComparedDrafter:
+    """differs: its settings that are not those of all others; row: of the summary, its fastest method's."""
+
+    name: str
+    training: Training
+    held_out: HeldOut | None
+    differs: str
+    row: Row
+
+
+def compared_drafters(
+    trained: dict[str, Training], recipe: dict[str, Any], summary: list[Row]
+) -> list[ComparedDrafter]:
+    """What was trained how, beside what came of it, the fastest first: an ablation. Empty for a single drafter.
+
+    Args:
+        trained: By the drafter's name.
+        recipe: Whose methods say which drafter is theirs.
+        summary: Rows of `summarize`; compared at the lowest temperature.
+    """
+    overall = drafted_rows(summary)
+    lowest = min((row["temperature"] for row in overall), default=0.0)
+    speeds = {row["method"]: row for row in overall if row["temperature"] == lowest}
+    best: dict[str, Row] = {}
+    for method in recipe["eval"]["methods"]:
+        name = recipe["name"] if method["drafter"] is None else drafter_name(method["drafter"])
+        row = speeds.get(method["name"])
+        if method["kind"] == DRAFTER_KIND and name in trained and row is not None:
+            best[name] = max(best.get(name, row), row, key=lambda each: each["speedup_mean"])
+    if len(best) < 2:
+        return []
+    keys = differing_settings([trained[name].settings for name in best])
+    found = []
+    for name, row in best.items():
+        settings = trained[name].settings
+        values = (f"{key.rpartition('.')[2]} {settings[key]}" for key in keys if settings.get(key) is not None)
+        differs = without_places(", ".join(values))
+        found.append(ComparedDrafter(name, trained[name], _held_out(trained[name]), differs, row))
+    return sorted(found, key=lambda each: -each.row["speedup_mean"])
+
+
+def differing_settings(settings: list[dict[str, Any]]) -> list[str]:
+    """Keys whose values are not the same for all; hashes of data and weights say nothing to a reader."""
+    keys = dict.fromkeys(key for each in settings for key in each if "(" not in key)
+    return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
+
+
+def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:
+    """The curves of every drafter with a log, by its name."""
+    return [
+        TrainingCurves(name, training, _charts(training.history), _held_out(training))
+        for name, training in trained.items()
+        if training.history
+    ]
+
+
+def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
+    """(step, value) of each depth: `accuracy` of `accuracy_depth1`, `accuracy_depth2`, ..."""
+    found: dict[int, list[Point]] = {}
+    for entry in history:
+        for key, value in entry.items():
+            match = re.fullmatch(rf"{name}_depth(\d+)", key)
+            if match and "step" in entry:
+                found.setdefault(int(match[1]), []).append((entry["step"], value))
+    return {str(depth): found[depth] for depth in sorted(found)}
+
+
+def _charts(history: History) -> list[LineChart]:
+    """The charts that have lines, not points only."""
+    decoded = [(entry["step"], entry["decoded_tau"]) for entry in history if "decoded_tau" in entry]
+    wanted = [
+        ("Accuracy by depth, training rows", curves_by_depth(history, "accuracy"), Scale(0.0, 1.0)),
+        ("Loss by depth, training rows", curves_by_depth(history, "loss"), None),
+        ("Accuracy by depth, rows kept out", curves_by_depth(history, "eval_accuracy"), Scale(0.0, 1.0)),
+        ("Simulated tau by chain length, rows kept out", curves_by_depth(history, "eval_tau"), None),
+        ("Tau of real chains, decoded while training", {"": decoded} if decoded else {}, None),
+    ]
+    charts = []
+    for title, series, y_scale in wanted:
+        series = {each: points for each, points in series.items() if len(points) > 1}
+        if not series:
+            continue
+        steps = [point[0] for points in series.values() for point in points]
+        values = [point[1] for points in series.values() for point in points]
+        charts.append(
+            line_chart(title, "step", series, Scale(min(0.0, *steps), max(steps)), y_scale or scale_around(values))
+        )
+    return charts
+
+
+def _held_out(training: Training) -> HeldOut | None:
+    """Figures of the weights that were saved, as `TrainReport` has them."""
+    entries = [entry for entry in training.history if "eval_loss" in entry]
+    wanted = [entry for entry in entries if training.best_step in (None, entry["step"])]
+    if not wanted:
+        return None
+    last = wanted[-1:]
+    accuracy = curves_by_depth(last, "eval_accuracy")
+    tau = curves_by_depth(last, "eval_tau")
+    values = [[points[0][1] for points in each.values()] for each in (accuracy, tau)]
+    return HeldOut(int(wanted[-1]["step"]), *values)
