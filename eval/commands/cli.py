@@ -25,12 +25,13 @@ from draftsmith.eval.commands.terminal.arguments import Overrides, RecipePath, i
 from draftsmith.eval.commands.terminal.console import console, heading
 from draftsmith.eval.commands.terminal.options import JsonPlace, Quiet, WithTerminalOptions
 from draftsmith.eval.commands.terminal.output import tell
-from draftsmith.eval.serving.options import LEVELS, ServingOptions, check_engine, read_levels, read_mapping
-from draftsmith.recipes.errors import UserError, exit_with_one_sentence
+from draftsmith.recipes.errors import UserError, did_you_mean, exit_with_one_sentence
 from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.masking import masked
 from draftsmith.recipes.run_folder import RunFolder, versions
 from draftsmith.recipes.schema import Recipe, check_name
+
+LEVELS = "1,4,16,64"
 
 
 def _show_version(wanted: bool) -> None:
@@ -129,19 +130,14 @@ def evaluate_command(
         tell(measured_result(loaded))
         _where_to_go_next(loaded)
         return
-    check_engine(engine)
-    options = ServingOptions(
-        read_levels(concurrency),
-        read_mapping(engine_options),
-        server,
-        plain_server,
-        server_model,
-        api_key_env,
-        correct_cpu_sampling,
-    )
-    from draftsmith.eval.commands.in_engine import evaluate_in_engine
+    if engine != "vllm":
+        raise UserError(f"there is no engine {engine}: {did_you_mean(engine, ['vllm'], 'use vllm')}")
+    from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine, read_levels, read_mapping
 
+    levels, of_started = read_levels(concurrency), read_mapping(engine_options)
+    to_given = (server, plain_server, server_model, api_key_env)
     heading("measure", f"{loaded.name} in {engine}")
+    options = ServingOptions(levels, of_started, *to_given, correct_cpu_sampling)
     tell(asdict(evaluate_in_engine(loaded, options, console)))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedConfig
@@ -20,20 +21,17 @@ from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.artifacts.measurement import NOTES, RECORDS, drafter_weights, recorded_settings
+from draftsmith.eval.artifacts.measurement import NOTES
 from draftsmith.eval.artifacts.proof import GreedyProof
-from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
 from draftsmith.eval.commands.evaluate import rewrite_report
 from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, Asking, ask, level_figures, with_speedups
+from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ask, level_figures, with_speedups
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
 from draftsmith.eval.serving.endpoint import Endpoint
-from draftsmith.eval.serving.options import CORRECTION, OPTIONS_KEY, ServingOptions
-from draftsmith.eval.serving.own import chain_of, own_figures
+from draftsmith.eval.serving.own import own_rows
 from draftsmith.eval.serving.result import GIVEN, STARTED, Served, recorded_served
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.decoding.kv_cache import cache_shape
 from draftsmith.models.formats.exporting import (
     export_run,
@@ -56,8 +54,9 @@ from draftsmith.recipes.masking import masked
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.run_lock import alone_in_its_run
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import Recipe
 
+OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
 ENGINE_FORMAT = "vllm"
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
 LARGEST_CPU_CACHE_BYTES = 4 << 30
@@ -66,32 +65,89 @@ BYTES_OF_AN_ELEMENT = 4
 
 
 @dataclass(frozen=True)
+class ServingOptions:
+    """Hold the options of a measurement in an engine.
+
+    concurrency: numbers of questions in flight, one measurement each.
+    server: URL of one that drafts; plain_server: the same target without a drafter. Without, vLLM's is started.
+    server_model: its name there; api_key_env: the environment variable that holds the key.
+    engine_options: `VllmOptions` of a server that is started. correct_cpu_sampling: see `cpu_sampling`.
+
+    Raises:
+        UserError: What is given does not go together.
+    """
+
+    concurrency: tuple[int, ...] = (1, 4, 16, 64)
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    server: str | None = None
+    plain_server: str | None = None
+    server_model: str | None = None
+    api_key_env: str | None = None
+    correct_cpu_sampling: bool = False
+
+    def __post_init__(self) -> None:
+        of_given = {
+            "--plain-server": self.plain_server,
+            "--server-model": self.server_model,
+            "--api-key-env": self.api_key_env,
+        }
+        of_started = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options}
+        for name, value in (of_given if self.server is None else of_started).items():
+            if value and self.server is None:
+                raise UserError(f"option {name} goes with --server, the URL of a vLLM server that drafts")
+            if value:
+                raise UserError(f"option {name} is for a server that is started here: give it without --server")
+
+
+def read_levels(text: str) -> tuple[int, ...]:
+    """Read `1,4,16` as numbers, ascending.
+
+    Raises:
+        UserError: They are none.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"option --concurrency: numbers above 0 with commas between them, as 1,4,16, not {text!r}")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def read_mapping(text: str) -> dict[str, Any]:
+    """Read YAML's `{key: value, ...}`.
+
+    Raises:
+        UserError: It is none.
+    """
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"option {OPTIONS_KEY}: give a mapping, as '{{max_model_len: 2048}}', not {text!r}")
+    return {str(key): value for key, value in values.items()}
+
+
+@dataclass(frozen=True)
 class _Setting:
-    """What both arms share. first_prompts: ids of each question's first turn."""
+    """Hold what both servers are asked, the one with a drafter and the one without."""
 
     recipe: Recipe
     options: ServingOptions
     questions: list[Question]
-    tokenizer: Any
-    end_ids: tuple[int, ...]
-
-    @property
-    def of_engine(self) -> EngineSetting:
-        return EngineSetting(self.recipe, self.tokenizer, target_location(self.recipe.target), self.end_ids)
-
-    @property
-    def first_prompts(self) -> dict[int | str, tuple[Question, list[int]]]:
-        return {each.question_id: (each, first_turn_ids(self.tokenizer, each)) for each in self.questions}
+    of_engine: EngineSetting
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """One arm at one temperature and concurrency."""
+    """Hold the answers of one server at one temperature and concurrency."""
 
-    arm: str
+    side: str
     temperature: float
     concurrency: int
     asked: Asked
+
+    @property
+    def label(self) -> str:
+        return f"{self.side}, T={self.temperature:g}, {self.concurrency} at once"
 
 
 @alone_in_its_run("eval")
@@ -107,42 +163,42 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions, console: Console
     tokenizer = load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
-    setting = _Setting(recipe, options, questions, tokenizer, end_ids)
+    of_engine = EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids)
+    setting = _Setting(recipe, options, questions, of_engine)
     notes: list[str] = []
     with ExitStack() as stack:
-        arms = _started_arms(setting, notes) if options.server is None else _given_arms(setting, notes, stack)
-        measured = [each for arm, endpoint in arms.items() for each in _measure(setting, arm, endpoint)]
-    rows = with_speedups([level_figures(m.asked, m.arm, m.temperature, m.concurrency) for m in measured])
-    own = _own_rows(setting, rows, notes)
-    notes += _count_sentences(measured)
-    figures = {
-        "place": _place(options),
-        "questions": len(questions),
-        "rows": rows,
-        "own": own,
-        "greedy": [],
-        "notes": notes,
-    }
+        opened = _started_servers(setting, notes) if options.server is None else _given_servers(setting, notes, stack)
+        measured = [each for side, endpoint in opened.items() for each in _measure(setting, side, endpoint)]
+    rows = with_speedups([level_figures(m.asked, m.side, m.temperature, m.concurrency) for m in measured])
+    depth = max((len(row["acceptance_by_depth"]) for row in rows), default=0)
+    prompts = {each.question_id: (each, first_turn_ids(tokenizer, each)) for each in questions}
+    own, missing = own_rows(recipe, prompts, depth)
+    notes += missing + _count_sentences(measured)
+    place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
+    figures = {"place": place, "questions": len(questions), "rows": rows, "own": own, "greedy": [], "notes": notes}
     # Written before the target is loaded for the greedy answers that differ: measuring takes long.
     file = RunFolder(recipe).eval / (STARTED if options.server is None else GIVEN)
-    _write_answers(file, measured)
+    where = ("arm", "temperature", "concurrency")
+    lines = [
+        dict(zip(where, (each.side, each.temperature, each.concurrency), strict=True)) | asdict(answer)
+        for each in measured
+        for answer in each.asked.answers
+    ]
+    text = "".join(json.dumps({key: line[key] for key in line if key != "prompt_ids"}) + "\n" for line in lines)
+    write_atomically(file.with_name(f"{file.stem}-answers.jsonl"), text)
     write_result(file, figures)
     greedy = _greedy_proofs(setting, measured)
-    figures |= {"greedy": [asdict(proof) for proof in greedy.values()], "notes": [*notes, *_greedy_sentences(greedy)]}
+    figures |= {"greedy": [asdict(proof) for proof in greedy], "notes": [*notes, *_greedy_sentences(greedy)]}
     write_result(file, figures)
-    served = next(each for each in recorded_served(recipe) if each.place == figures["place"])
+    served = next(each for each in recorded_served(recipe) if each.place == place)
     served.show(console)
     if (file.parent / NOTES).is_file():
         rewrite_report(recipe)
     return served
 
 
-def _place(options: ServingOptions) -> str:
-    return "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
-
-
-def _started_arms(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
-    """Both servers by how they are opened, one after the other; the drafter is exported."""
+def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
+    """Export the drafter, and return how both servers are started, one after the other."""
     recipe, options = setting.recipe, setting.options
     engine_options = read_engine_options(options.engine_options)
     drafter = trained_drafter(recipe)
@@ -153,35 +209,29 @@ def _started_arms(setting: _Setting, notes: list[str]) -> dict[str, AbstractCont
         notes += [f"Sampled with vLLM's kernel replaced ({CORRECTION})."] if options.correct_cpu_sampling else []
     exported = export_run(recipe, ENGINE_FORMAT, None)
     notes += [] if exported.caveat is None else [f"Mind: {exported.caveat}."]
-    speculative = speculative_config(drafter.config, str(exported.folder.absolute()))
     target = target_without_weights(recipe.target)
     limit, new_tokens = longest_sequence_tokens(target), recipe.eval.max_new_tokens
-    length = session_length_tokens(setting.tokenizer, setting.questions, new_tokens, None)
-    length += drafted_tokens(drafter.config) + 1
-    arguments = measured_arguments(
-        engine_options,
-        setting.of_engine,
-        target.config,
-        length if limit is None else min(length, limit),
-        max(options.concurrency),
-    )
-    return {
-        PLAIN: _started(setting, arguments),
-        DRAFTING: _started(setting, {**arguments, "speculative_config": speculative}),
-    }
+    length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, new_tokens, None)
+    length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
+    most = max(options.concurrency)
+    arguments = measured_arguments(engine_options, setting.of_engine, target.config, length, most)
 
-
-@contextmanager
-def _started(setting: _Setting, arguments: dict[str, Any]) -> Iterator[Endpoint]:
-    environment = {SWITCH: "1"} if setting.options.correct_cpu_sampling else {}
-    with closing(VllmServer(arguments, OPTIONS_KEY, environment)) as server:
-        most = max(setting.options.concurrency)
-        with closing(Endpoint(server.url, setting.of_engine, most, is_ours=True)) as endpoint:
+    @contextmanager
+    def started(**more: Any) -> Iterator[Endpoint]:
+        environment = {SWITCH: "1"} if options.correct_cpu_sampling else {}
+        with (
+            closing(VllmServer({**arguments, **more}, OPTIONS_KEY, environment)) as server,
+            closing(Endpoint(server.url, setting.of_engine, is_ours=True)) as endpoint,
+        ):
             yield endpoint
+
+    speculative = speculative_config(drafter.config, str(exported.folder.absolute()))
+    return {PLAIN: started(), DRAFTING: started(speculative_config=speculative)}
 
 
 def read_engine_options(values: dict[str, Any]) -> VllmOptions:
-    """
+    """Validate the options of a vLLM server that is started.
+
     Raises:
         UserError: They are not vLLM's, or of several copies of the target.
     """
@@ -197,7 +247,7 @@ def read_engine_options(values: dict[str, Any]) -> VllmOptions:
 def measured_arguments(
     options: VllmOptions, setting: EngineSetting, config: PreTrainedConfig, length_tokens: int, most_at_once: int
 ) -> dict[str, Any]:
-    """The arguments of `VllmServer`; those that the user left open are sized for these questions.
+    """Return the arguments of `VllmServer`; those that the user left open are sized for these questions.
 
     Args:
         config: The target's.
@@ -212,7 +262,7 @@ def measured_arguments(
 
 
 def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, most_at_once: int) -> int:
-    """Keys and values of as many conversations, the drafter's as many again; at most 4 GiB unless one needs more."""
+    """Size the cache for so many conversations and the drafter's as many: at most 4 GiB, unless one needs more."""
     capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
     of_one = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
     return max(of_one, min(most_at_once * of_one, LARGEST_CPU_CACHE_BYTES))
@@ -231,89 +281,82 @@ def _check_sampling(options: ServingOptions) -> None:
         )
 
 
-def _given_arms(setting: _Setting, notes: list[str], stack: ExitStack) -> dict[str, AbstractContextManager[Endpoint]]:
-    """Connected to before anything is measured, so that what is wrong shows first."""
+def _given_servers(
+    setting: _Setting, notes: list[str], stack: ExitStack
+) -> dict[str, AbstractContextManager[Endpoint]]:
+    """Connect to both before anything is measured, so that what is wrong shows first."""
     options = setting.options
-    assert options.server is not None
-    urls = {PLAIN: options.plain_server, DRAFTING: options.server}
-    arms: dict[str, AbstractContextManager[Endpoint]] = {}
-    for arm, url in urls.items():
+    opened: dict[str, AbstractContextManager[Endpoint]] = {}
+    for side, url in ((PLAIN, options.plain_server), (DRAFTING, options.server)):
         if url is not None:
-            most = max(options.concurrency)
-            endpoint = Endpoint(url, setting.of_engine, most, options.server_model, options.api_key_env)
-            arms[arm] = nullcontext(stack.enter_context(closing(endpoint)))
+            endpoint = Endpoint(url, setting.of_engine, options.server_model, options.api_key_env)
+            opened[side] = nullcontext(stack.enter_context(closing(endpoint)))
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
     if max(setting.recipe.eval.temperatures) > 0:
         notes.append("A vLLM 0.32 server on a CPU draws from another distribution at temperatures above 0.")
-    return arms
+    return opened
 
 
-def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoint]) -> Iterator[_Measured]:
-    """Every temperature and concurrency in one engine, each with prompts that it has forgotten, where it can."""
-    recipe = setting.recipe
+def _measure(setting: _Setting, side: str, opened: AbstractContextManager[Endpoint]) -> Iterator[_Measured]:
+    """Measure every temperature and concurrency in one server, each with prompts that it has forgotten, if it can.
+
+    Raises:
+        UserError: A given server drafts that must not, or does not; or nothing is answered.
+    """
+    choices, options, tokenizer = setting.recipe.eval, setting.options, setting.of_engine.tokenizer
+    seed = setting.recipe.seed
     with opened as endpoint:
-        warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, recipe.eval.max_new_tokens))
-        warmed = ask(endpoint, setting.questions[:WARMUP_QUESTIONS], Asking(setting.tokenizer, warmup, recipe.seed), 2)
-        if warmed.answers:
-            _check_arm(setting, arm, warmed)
-        for temperature in recipe.eval.temperatures:
-            settings = GenerationSettings(temperature, recipe.eval.top_k, recipe.eval.top_p, recipe.eval.max_new_tokens)
-            for concurrency in setting.options.concurrency:
+        warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, choices.max_new_tokens))
+        warmed = ask(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
+        if options.server is not None and side == PLAIN and warmed.counts.drafts:
+            raise UserError(f"{options.plain_server} drafts too: --plain-server is for the same target without one")
+        could_draft = side == DRAFTING and any(len(answer.ids) > 1 for answer in warmed.answers)
+        if options.server is not None and could_draft and not warmed.counts.drafts:
+            raise UserError(
+                f"{options.server} drafts nothing: start it with the --speculative-config that `draftsmith export` "
+                "prints"
+            )
+        for temperature in choices.temperatures:
+            settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
+            for concurrency in options.concurrency:
                 endpoint.forget_prompts()
-                asking = Asking(setting.tokenizer, settings, recipe.seed)
-                label = f"{arm}, T={temperature:g}, {concurrency} at once"
-                asked = ask(endpoint, setting.questions, asking, concurrency, label)
+                measured = _Measured(side, temperature, concurrency, Asked())
+                asked = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, measured.label)
                 if not asked.answers:
                     reasons = ", ".join(asked.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
-                    raise UserError(f"vLLM {arm} answered nothing ({reasons})")
-                yield _Measured(arm, temperature, concurrency, asked)
+                    raise UserError(f"vLLM {side} answered nothing ({reasons})")
+                yield replace(measured, asked=asked)
 
 
-def _check_arm(setting: _Setting, arm: str, warmed: Asked) -> None:
-    """
-    Raises:
-        UserError: A server drafts that must not, or does not.
-    """
-    if setting.options.server is None:
-        return
-    if arm == DRAFTING and not warmed.counts.drafts and any(len(answer.ids) > 1 for answer in warmed.answers):
-        raise UserError(
-            f"{setting.options.server} drafts nothing: start it with the --speculative-config that `draftsmith export` "
-            "prints"
-        )
-    if arm == PLAIN and warmed.counts.drafts:
-        raise UserError(f"{setting.options.plain_server} drafts too: --plain-server is for the same target without one")
-
-
-def _greedy_proofs(setting: _Setting, measured: list[_Measured]) -> dict[int, GreedyProof]:
-    """With against without the drafter, by concurrency; of turns that were asked with the same prompt."""
-    greedy = {(m.arm, m.concurrency): m.asked.answers for m in measured if m.temperature == 0}
-    target = None
-    proofs = {}
+def _greedy_proofs(setting: _Setting, measured: list[_Measured]) -> list[GreedyProof]:
+    """Compare the answers with and without the drafter at each concurrency, of turns with the same prompt."""
+    greedy = {(m.side, m.concurrency): m.asked.answers for m in measured if m.temperature == 0}
+    target, proofs = None, []
     for concurrency in setting.options.concurrency:
         if (PLAIN, concurrency) not in greedy:
             continue
         expected, found = (
-            {f"{a.question_id}/{a.turn}": a for a in greedy[arm, concurrency]} for arm in (PLAIN, DRAFTING)
+            {f"{a.question_id}/{a.turn}": a for a in greedy[side, concurrency]} for side in (PLAIN, DRAFTING)
         )
         same = [key for key in expected if key in found and expected[key].prompt_ids == found[key].prompt_ids]
         prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
         answers: list[dict[int | str, list[int]]] = [{key: each[key].ids for key in same} for each in (expected, found)]
+        name = f"{concurrency} at once"
         if answers[0] == answers[1]:
-            proofs[concurrency] = GreedyProof(f"{concurrency} at once", len(same), sum(map(len, answers[1].values())))
+            proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
             continue
         target = target or load_target(setting.recipe.target)[0]
         longest = max(len(prompt) + len(answers[0][key]) for key, prompt in prompts)
         with TargetSession(target, longest) as session:
-            proofs[concurrency] = compare_answers(target, session, f"{concurrency} at once", prompts, *answers)
+            proofs.append(compare_answers(target, session, name, prompts, *answers))
     return proofs
 
 
-def _greedy_sentences(proofs: dict[int, GreedyProof]) -> list[str]:
-    """Differences one by one, ties named."""
+def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
+    """Name the differences one by one, and say of each whether it is a numerical tie."""
     sentences = []
-    for proof in proofs.values():
+    for proof in proofs:
         same = proof.prompts - len(proof.divergences)
         sentences.append(f"Greedy, {proof.method}: {same} of {proof.prompts} answers are the same with the drafter.")
         for each in proof.divergences:
@@ -326,55 +369,15 @@ def _greedy_sentences(proofs: dict[int, GreedyProof]) -> list[str]:
 
 
 def _count_sentences(measured: list[_Measured]) -> list[str]:
-    """Where the counters are not of our answers alone, and what was not asked."""
+    """Say where the counters are not of our answers alone, and what was not asked."""
     sentences = []
     for each in measured:
         counted, tokens = each.asked.counts.generated_tokens, sum(len(answer.ids) for answer in each.asked.answers)
-        where = f"{each.arm}, T={each.temperature:g}, {each.concurrency} at once"
         if counted != tokens:
             sentences.append(
-                f"{where}: the engine counted {counted} generated tokens, our answers have {tokens}, so its counters "
-                "are not of these questions alone (others used the server, or answers failed)."
+                f"{each.label}: the engine counted {counted} generated tokens, our answers have {tokens}, so its "
+                "counters are not of these questions alone (others used the server, or answers failed)."
             )
-        sentences += [f"{where}: {count} failed ({reason})." for reason, count in each.asked.failures.items()]
+        sentences += [f"{each.label}: {count} failed ({reason})." for reason, count in each.asked.failures.items()]
     left_out = max(each.asked.turns_left_out for each in measured)
     return sentences + ([f"{left_out} turn(s) leave no room for an answer and were left out."] if left_out else [])
-
-
-def _own_rows(setting: _Setting, rows: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
-    """Of our own decoder, as far as `records.jsonl` has the same prompts and the same drafter."""
-    folder, recipe = RunFolder(setting.recipe), setting.recipe
-    if not (folder.eval / RECORDS).is_file():
-        notes.append("Our own decoder has not been measured: `draftsmith eval` without --engine does.")
-        return []
-    recorded = recorded_settings(recipe)
-    depth = max((len(row["acceptance_by_depth"]) for row in rows), default=0)
-    chain = chain_of(recorded.eval, depth)
-    of_this_run = recipe.model_copy(
-        update={"eval": recipe.eval.model_copy(update={"methods": [MethodRecipe(name="x")]})}
-    )
-    same = recorded.target == recipe.target and drafter_weights(of_this_run)[0] in recorded.drafter_weights
-    if chain is None or not same:
-        why = f"no method is its whole chain of {depth}" if chain is None else "they are of another target or drafter"
-        notes.append(f"Our own decoder's records are not compared: {why}.")
-        return []
-    records, evaluation = list(RecordLog(folder.eval / RECORDS)), recipe.eval
-    own = []
-    for temperature in evaluation.temperatures:
-        sampling = Sampling(temperature, evaluation.top_k, evaluation.top_p)
-        own += own_figures(records, chain.name, setting.first_prompts, sampling, evaluation.max_new_tokens)
-    if not own:
-        notes.append("Our own decoder's records have none of these prompts.")
-    return with_speedups(own)
-
-
-def _write_answers(file: Path, measured: list[_Measured]) -> None:
-    """Every answer, beside the figures."""
-    lines = []
-    for each in measured:
-        where = {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency}
-        for answer in each.asked.answers:
-            values = asdict(answer)
-            del values["prompt_ids"]
-            lines.append(json.dumps(where | values) + "\n")
-    write_atomically(file.with_name(f"{file.stem}-answers.jsonl"), "".join(lines))

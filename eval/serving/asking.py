@@ -1,4 +1,4 @@
-"""Every question to an engine, with so many conversations in flight, and the figures of what comes back.
+"""Ask an engine every question, with so many conversations in flight, and work out the figures of its answers.
 
 A turn is asked as soon as its previous answer is there. Prompts and histories are made as in
 `eval/bench/spec_bench.py`, so that the same answers give the same prompts.
@@ -15,6 +15,7 @@ first_token_s, time_per_output_token_s   medians over answers, and the 90th perc
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections import Counter
@@ -24,29 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.engines.engine import Completion, Failure, GenerationSettings, Request
+from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, request_seed
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedCompletion
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint
 from draftsmith.recipes.progress import progress_bar
 
 PLAIN, DRAFTING = "without drafter", "with drafter"
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What answers depend on. settings: of every turn; seed: of all sampling."""
-
-    tokenizer: Any
-    settings: GenerationSettings
-    seed: int
-
-
-@dataclass(frozen=True)
 class ServedAnswer:
-    """One turn's."""
+    """Hold the answer to one turn, with its prompt and times."""
 
     question_id: int | str
     turn: int
@@ -58,7 +50,7 @@ class ServedAnswer:
 
 @dataclass
 class Asked:
-    """What came of all questions.
+    """Hold what came of all questions.
 
     failures: by their reason; by_question: what was counted of each, where they were asked one at a time.
     """
@@ -71,95 +63,75 @@ class Asked:
     by_question: list[DraftCounts] = field(default_factory=list)
 
 
-@dataclass
-class _Conversation:
-    question: Question
-    history: list[Turn] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
+def ask(
+    endpoint: Endpoint,
+    tokenizer: Any,
+    questions: list[Question],
+    settings: GenerationSettings,
+    seed: int,
+    concurrency: int,
+    label: str = "",
+) -> Asked:
+    """Ask all questions and wait for the last answer. A conversation ends at an answer that fails.
 
-    @property
-    def turn(self) -> int:
-        return len(self.history) // 2
-
-
-def ask(endpoint: Endpoint, questions: list[Question], asking: Asking, concurrency: int, label: str = "") -> Asked:
-    """Ask them all and wait for the last answer.
+    Args:
+        settings: Of every turn.
+        seed: Of all sampling.
+        label: Of a progress bar; none is drawn without one.
 
     Raises:
         UserError: The engine cannot go on.
     """
     asked = Asked()
-    waiting: Iterator[_Conversation] = (_Conversation(question) for question in questions)
-    in_flight: dict[str, _Conversation] = {}
+
+    async def converse(question: Question) -> None:
+        history: list[Turn] = []
+        for number, text in enumerate(question.turns):
+            history.append(Turn("user", text))
+            prompt_ids = prompt_token_ids(tokenizer, history)
+            most = settings.max_new_tokens
+            room = most if endpoint.max_length_tokens is None else endpoint.max_length_tokens - len(prompt_ids)
+            if room < min(most, FEWEST_NEW_TOKENS):
+                asked.turns_left_out += len(question.turns) - number
+                return
+            own_seed = request_seed(seed, 0, question.question_id, number, f"engine@{settings.temperature:g}")
+            bounded = replace(settings, max_new_tokens=min(most, room))
+            answer = await endpoint.answer(
+                Request(f"{question.question_id}/{number}", prompt_ids, [], bounded, own_seed)
+            )
+            if isinstance(answer, Failure):
+                asked.failures[answer.reason] += 1
+                return
+            times_s = (answer.first_token_s, answer.rest_s)
+            asked.answers.append(ServedAnswer(question.question_id, number, prompt_ids, answer.ids, *times_s))
+            history.append(Turn("assistant", tokenizer.decode(answer.ids, skip_special_tokens=True).strip()))
+
+    async def work(waiting: Iterator[Question]) -> None:
+        for question in waiting:
+            await converse(question)
+            progress.update()
+
+    async def all_of(group: list[Question]) -> None:
+        waiting = iter(group)
+        await asyncio.gather(*(work(waiting) for _ in range(concurrency)))
+
     before = latest = endpoint.counts()
-    generated = before.generated_tokens
-    started = time.perf_counter()
     with progress_bar(len(questions), label, "question", shown=bool(label)) as progress:
-        while True:
-            while len(in_flight) < concurrency and (conversation := next(waiting, None)) is not None:
-                if not _submit_turn(endpoint, conversation, asking, asked, in_flight):
-                    progress.update()
-            if not in_flight:
-                break
-            for key, outcome in endpoint.collect():
-                conversation = in_flight.pop(key)
-                if isinstance(outcome, Failure):
-                    asked.failures[outcome.reason] += 1
-                else:
-                    generated += len(_add_answer(asked, conversation, outcome, asking.tokenizer))
-                    if _submit_turn(endpoint, conversation, asking, asked, in_flight):
-                        continue
-                progress.update()
-                if concurrency == 1:
-                    asked.wall_time_s += time.perf_counter() - started
-                    now = endpoint.counts(generated)
-                    asked.by_question.append(now - latest)
-                    latest, started = now, time.perf_counter()
-    asked.wall_time_s += time.perf_counter() - started
-    asked.counts = endpoint.counts(generated) - before
+        for group in [[question] for question in questions] if concurrency == 1 else [questions]:
+            started = time.perf_counter()
+            endpoint.run(all_of(group))
+            asked.wall_time_s += time.perf_counter() - started
+            generated = sum(len(answer.ids) for answer in asked.answers)
+            now = endpoint.counts(before.generated_tokens + generated)
+            if concurrency == 1:
+                asked.by_question.append(now - latest)
+            latest = now
+    asked.counts = latest - before
     return asked
 
 
-def _submit_turn(
-    endpoint: Endpoint, conversation: _Conversation, asking: Asking, asked: Asked, in_flight: dict[str, Any]
-) -> bool:
-    """The next turn, if there is one and room for it."""
-    question, number = conversation.question, conversation.turn
-    if number == len(question.turns):
-        return False
-    conversation.history.append(Turn("user", question.turns[number]))
-    conversation.prompt_ids = prompt_token_ids(asking.tokenizer, conversation.history)
-    settings = asking.settings
-    if endpoint.max_length_tokens is not None:
-        room = endpoint.max_length_tokens - len(conversation.prompt_ids)
-        if room < min(settings.max_new_tokens, FEWEST_NEW_TOKENS):
-            asked.turns_left_out += len(question.turns) - number
-            return False
-        settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
-    key = f"{question.question_id}/{number}"
-    messages = [{"role": turn.role, "content": turn.content} for turn in conversation.history]
-    seed = request_seed(asking.seed, 0, question.question_id, number, f"engine@{settings.temperature:g}")
-    in_flight[key] = conversation
-    endpoint.submit(Request(key, conversation.prompt_ids, messages, settings, seed))
-    return True
-
-
-def _add_answer(asked: Asked, conversation: _Conversation, outcome: Completion, tokenizer: Any) -> list[int]:
-    assert isinstance(outcome, TimedCompletion)
-    assert outcome.token_ids is not None
-    ids, question_id = outcome.token_ids, conversation.question.question_id
-    asked.answers.append(
-        ServedAnswer(
-            question_id, conversation.turn, conversation.prompt_ids, ids, outcome.first_token_s, outcome.rest_s
-        )
-    )
-    text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    conversation.history.append(Turn("assistant", text))
-    return ids
-
-
 def level_figures(asked: Asked, arm: str, temperature: float, concurrency: int) -> dict[str, Any]:
-    """One arm at one temperature with so many requests at once."""
+    """Return the row of one side at one temperature and concurrency."""
     return {
         "arm": arm,
         "temperature": temperature,
@@ -189,7 +161,7 @@ def clock_figures(answers: Sequence[ServedAnswer], wall_time_s: float) -> dict[s
 def draft_figures(
     counts: DraftCounts, by_question: Sequence[DraftCounts], answers: Sequence[ServedAnswer]
 ) -> dict[str, Any]:
-    """All None or empty where nothing was drafted."""
+    """Return the figures of drafting, all None or empty where nothing was drafted."""
     taus = [counted.tau for counted in by_question if counted.tau is not None]
     after_the_first = sum(len(answer.ids) - 1 for answer in answers)
     return {
@@ -205,11 +177,10 @@ def draft_figures(
 
 
 def with_speedups(levels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with `speedup`: tokens per second against the plain arm's at the same temperature and concurrency."""
+    """Add `speedup`: tokens per second against the plain side's at the same temperature and concurrency."""
     plain = {(row["temperature"], row["concurrency"]): row["tokens_per_s"] for row in levels if row["arm"] == PLAIN}
-    rows = []
     for row in levels:
         base = plain.get((row["temperature"], row["concurrency"]))
         known = row["arm"] == DRAFTING and base and row["tokens_per_s"]
-        rows.append({**row, "speedup": row["tokens_per_s"] / base if known else None})
-    return rows
+        row["speedup"] = row["tokens_per_s"] / base if known else None
+    return levels

@@ -1,11 +1,11 @@
 """A client of a serving engine: streamed answers with their times, and what the engine counts of its drafts.
 
 Answers are streamed over OpenAI's completions API by the client that distils too, so that the first token's time is
-seen. Counters are those of `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`, and how it
-gives token ids into `_token_ids`.
+seen. Counters are those of `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`. The field
+`token_ids` of an answer is one that vLLM adds to OpenAI's.
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Accepted is what verification let pass: of the last draft
-of an answer that may be more than the answer still took, so `figures` gives the committed tau beside it.
+of an answer that may be more than the answer still took, so `draft_figures` gives the committed tau beside it.
 Source of the names: vLLM 0.32, `v1/spec_decode/metrics.py`.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -22,12 +23,11 @@ import httpx2
 import openai
 from pydantic import ValidationError
 
-from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, FinishReason, Outcome, Request
-from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions, Refused, Server, ServerFails
+from draftsmith.data.engines.engine import EngineSetting, Failure, Request
+from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions, Refused, ServerFails
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.masking import masked
 
-GIVE_UP_AFTER_S = 10.0
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
 # What the engine's options are called on the command line.
 OPTIONS = {"base_urls": "--server", "model": "--server-model", "api_key_env": "--api-key-env"}
@@ -46,9 +46,9 @@ _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Counts since the engine began; the difference of two is what happened between them.
+    """Hold what an engine has counted since it began; the difference of two is what happened between them.
 
-    accepted_by_depth: drafts of which at least so many tokens were accepted, from depth 1 on.
+    accepted_by_depth: number of drafts of which at least so many tokens were accepted, from depth 1 on.
     generated_tokens: of all answers.
     """
 
@@ -70,7 +70,7 @@ class DraftCounts:
 
     @staticmethod
     def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
-        """The same of our own decoder's rounds: drafted tokens kept, and drafted, in each."""
+        """Count our own decoder's rounds: drafted tokens kept, and drafted, in each."""
         depth = max(draft_depths, default=0)
         return DraftCounts(
             len(draft_lengths),
@@ -81,7 +81,7 @@ class DraftCounts:
 
     @staticmethod
     def of_page(text: str) -> DraftCounts | None:
-        """From a server's `/metrics`, summed over its engines; None if it shows none of the counters."""
+        """Read a server's `/metrics`, summed over its engines; None if it shows none of the counters."""
         values = dict.fromkeys(COUNTERS.values(), 0)
         by_depth: dict[int, int] = {}
         is_known = False
@@ -101,30 +101,30 @@ class DraftCounts:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Marginal: the share of drafts whose token at this depth was accepted, and so all before it."""
+        """Return the marginal shares: drafts whose token at this depth was accepted, and so all before it."""
         return [count / self.drafts for count in self.accepted_by_depth] if self.drafts else []
 
     @property
     def acceptance_conditional(self) -> list[float | None]:
-        """Of the drafts whose token one depth before was accepted, those whose token here was."""
+        """Return, of the drafts whose token one depth before was accepted, the share whose token here was."""
         return [now / before if before else None for before, now in pairwise((self.drafts, *self.accepted_by_depth))]
 
 
 @dataclass(frozen=True)
-class TimedCompletion(Completion):
-    """`first_token_s`: from the request to its first token; `rest_s`: from that to the last one."""
+class TimedAnswer:
+    """Hold the ids of an answer, the seconds to its first token and those from its first to its last."""
 
-    first_token_s: float = 0.0
-    rest_s: float = 0.0
+    ids: list[int]
+    first_token_s: float
+    rest_s: float
 
 
 class Endpoint(OpenAIEngine):
-    """One server whose answers are `TimedCompletion`s, and which counts its drafts. Nothing is asked twice.
+    """A client of one server that counts its drafts. Nothing is asked twice.
 
     Args:
         url: With or without `/v1`.
         setting: The target's tokenizer and end tokens.
-        most_at_once: Requests.
         model: Its name there; by default the only one that it offers.
         api_key_env: The environment variable that holds its key.
         is_ours: Nobody else uses it, so that its cache of prompts may be emptied.
@@ -144,19 +144,16 @@ class Endpoint(OpenAIEngine):
         self,
         url: str,
         setting: EngineSetting,
-        most_at_once: int,
         model: str | None = None,
         api_key_env: str | None = None,
         is_ours: bool = False,
     ) -> None:
         self._root, self._is_ours = url.rstrip("/").removesuffix("/v1"), is_ours
         try:
-            options = OpenAIOptions(
-                base_urls=[f"{self._root}/v1"], model=model, api_key_env=api_key_env,
-                concurrency_per_server=most_at_once, max_attempts=1, give_up_after_s=GIVE_UP_AFTER_S,
-            )  # fmt: skip
+            options = OpenAIOptions(base_urls=[f"{self._root}/v1"], model=model, api_key_env=api_key_env)
         except ValidationError as error:
-            raise UserError(f"{masked(url)} is no URL of a server: {error.errors()[0]['msg']}") from None
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise UserError(f"{masked(url)} is no URL of a server: {said}") from None
         super().__init__(options, setting)
         try:
             self.counts()
@@ -164,8 +161,12 @@ class Endpoint(OpenAIEngine):
             self.close()
             raise
 
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for a coroutine in the client's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
     def counts(self, generated_tokens: int = 0) -> DraftCounts:
-        """What was counted so far, once as many generated tokens were.
+        """Read what was counted so far, once as many generated tokens were.
 
         Raises:
             UserError: It shows no counters that are known.
@@ -187,14 +188,19 @@ class Endpoint(OpenAIEngine):
         if self._is_ours:
             self._call("post", "/reset_prefix_cache")
 
-    async def complete(self, server: Server, request: Request) -> Outcome:
-        """The answer as it is streamed."""
-        try:
-            return await self.response(server, self._streamed(server, request))
-        except Refused as refusal:
-            return Failure(str(refusal))
+    async def answer(self, request: Request) -> TimedAnswer | Failure:
+        """Stream the answer to a request.
 
-    async def _streamed(self, server: Server, request: Request) -> Outcome:
+        Raises:
+            UserError: The server refuses what every request has in common, or gives no token ids.
+        """
+        try:
+            return await self.response(self._servers[0], self._streamed(request))
+        except (Refused, ServerFails) as problem:
+            return Failure(str(problem))
+
+    async def _streamed(self, request: Request) -> TimedAnswer | Failure:
+        (server,) = self._servers
         ids: list[int] = []
         reason: str | None = None
         started = first = last = time.perf_counter()
@@ -203,7 +209,7 @@ class Endpoint(OpenAIEngine):
             async for piece in stream:
                 if not piece.choices:
                     continue
-                if new_ids := _token_ids(piece.choices[0]):
+                if new_ids := getattr(piece.choices[0], "token_ids", None):
                     last = time.perf_counter()
                     first = last if not ids else first
                     ids += new_ids
@@ -214,11 +220,10 @@ class Endpoint(OpenAIEngine):
             return Failure("answer broken off" if reason is None else f"finish reason {reason[:40]}")
         if not ids:
             raise UserError(f"{server.url} gives no token ids: it must be a vLLM server that knows return_token_ids")
-        finish: FinishReason = "stop" if reason == "stop" else "length"
-        return TimedCompletion(ids, finish, None, first - started, last - first)
+        return TimedAnswer(ids, first - started, last - first)
 
     def _call(self, method: str, path: str) -> str:
-        """The text of a page beside `/v1`; empty if there is none."""
+        """Return the text of a page beside `/v1`; empty if there is none."""
         (server,) = self._servers
 
         async def page() -> str:
@@ -228,11 +233,6 @@ class Endpoint(OpenAIEngine):
                 return ""
 
         try:
-            return asyncio.run_coroutine_threadsafe(self.response(server, page()), self._loop).result()
+            return self.run(self.response(server, page()))
         except (ServerFails, Refused) as problem:
             raise UserError(f"{masked(self._root)}{path} says {problem}") from None
-
-
-def _token_ids(choice: Any) -> list[int]:
-    """Of a piece of an answer; a field that vLLM adds to OpenAI's."""
-    return getattr(choice, "token_ids", None) or []

@@ -1,9 +1,8 @@
-"""What a measurement in an engine found: as it is kept in the run's folder, and as tables for terminal and report."""
+"""What a measurement in an engine found, in the run's folder and as tables for terminal and report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -28,7 +27,7 @@ DRAFT_HEADINGS = ("who", "T", "at once", "tau", "by question", "committed", "kep
 
 @dataclass
 class ServedRow:
-    """One arm at one temperature and concurrency; see `figures`. `failures` by reason."""
+    """Hold one side at one temperature and concurrency; see `asking` for the figures. `failures` are by reason."""
 
     arm: str
     temperature: float
@@ -47,7 +46,10 @@ class ServedRow:
 
 @dataclass
 class Served:
-    """place: what was measured, in words; notes: what a reader must know of it; own: our decoder's rows."""
+    """Hold a measurement.
+
+    place: what was measured, in words; notes: what a reader must know of it; own: our decoder's rows.
+    """
 
     place: str
     rows: list[ServedRow]
@@ -59,7 +61,7 @@ class Served:
         return DEFINITIONS
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-        """Headings and cells: the clock, then the drafts."""
+        """Return headings and cells of two tables: the clock, and the drafts."""
         named = [("vLLM", row) for row in self.rows] + [("draftsmith", row) for row in self.own]
         clock = [_clock_cells(who, row) for who, row in named]
         drafts = [_draft_cells(who, row) for who, row in named if row.arm == DRAFTING]
@@ -84,40 +86,40 @@ class _ResultFile:
 
 
 def recorded_served(recipe: Recipe) -> list[Served]:
-    """What earlier measurements in engines wrote.
+    """Read what earlier measurements in engines wrote.
 
     Raises:
         UserError: A file is damaged.
     """
     files = [RunFolder(recipe).eval / name for name in (STARTED, GIVEN)]
-    return [read_json(file, _ResultFile, _way_out(file)).figures for file in files if file.is_file()]
-
-
-def _way_out(file: Path) -> str:
-    return f"delete {file.name} and run `draftsmith eval --engine vllm` again"
+    way_out = "delete {} and run `draftsmith eval --engine vllm` again"
+    return [read_json(file, _ResultFile, way_out.format(file.name)).figures for file in files if file.is_file()]
 
 
 def _clock_cells(who: str, row: ServedRow) -> list[str]:
-    at = [f"{row.temperature:g}", str(row.concurrency)]
-    times = [_number(row.time_per_output_token_s, 2, 1000), _number(row.first_token_s, 1, 1000)]
     return [
         who,
         row.arm,
-        *at,
+        f"{row.temperature:g}",
+        str(row.concurrency),
         _number(row.tokens_per_s, 1),
         _number(row.speedup),
-        *times,
+        _number(row.time_per_output_token_s, 2, 1000),
+        _number(row.first_token_s, 1, 1000),
         str(sum(row.failures.values())),
     ]
 
 
 def _draft_cells(who: str, row: ServedRow) -> list[str]:
     taus = [_number(value) for value in (row.tau, row.tau_by_question, row.tau_committed)]
-    kept, given = (
-        " ".join(_number(value) for value in values) or "-"
-        for values in (row.acceptance_by_depth, row.acceptance_conditional)
-    )
-    return [who, f"{row.temperature:g}", str(row.concurrency), *taus, kept, given]
+    shares = (row.acceptance_by_depth, row.acceptance_conditional)
+    return [
+        who,
+        f"{row.temperature:g}",
+        str(row.concurrency),
+        *taus,
+        *(" ".join(map(_number, values)) or "-" for values in shares),
+    ]
 
 
 def _number(value: float | None, digits: int = 2, times: float = 1) -> str:

@@ -1,36 +1,34 @@
 """An engine with known answers, times and counters, for what measures engines."""
 
-from collections import deque
+import asyncio
+from typing import Any
 
-from draftsmith.data.engines.engine import Failure, Outcome, Request
-from draftsmith.eval.serving.endpoint import DraftCounts, TimedCompletion
+from draftsmith.data.engines.engine import Failure, Request
+from draftsmith.eval.serving.endpoint import DraftCounts, TimedAnswer
 
 KEPT = {5: [2, 0, 1], 6: [0, 0]}  # by the last id of a prompt but one: drafted tokens kept of two, by round
 
 
 class CountingEngine:
-    """Answers the newest request first; `KEPT` says how it was drafted, and so how long it is.
-
-    A prompt that holds `fails` has no answer.
-    """
+    """`KEPT` says how an answer was drafted, and so how long it is. A prompt that holds `fails` has no answer."""
 
     def __init__(self, max_length_tokens: int | None = None, fails: int = -1) -> None:
         self.max_length_tokens, self.fails = max_length_tokens, fails
         self.requests: list[Request] = []
-        self.most_in_flight = 0
-        self.forgotten = 0
-        self._waiting: deque[Request] = deque()
+        self.in_flight = self.most_in_flight = 0
         self._counts = DraftCounts()
 
-    def submit(self, request: Request) -> None:
-        self.requests.append(request)
-        self._waiting.append(request)
-        self.most_in_flight = max(self.most_in_flight, len(self._waiting))
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run(coroutine)
 
-    def collect(self) -> list[tuple[str, Outcome]]:
-        request = self._waiting.pop()
+    async def answer(self, request: Request) -> TimedAnswer | Failure:
+        self.requests.append(request)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0)
+        self.in_flight -= 1
         if self.fails in request.prompt_ids:
-            return [(request.key, Failure("HTTP 500"))]
+            return Failure("HTTP 500")
         kept = next(kept for key, kept in KEPT.items() if key in request.prompt_ids)
         tokens = 1 + sum(length + 1 for length in kept)
         ours = DraftCounts.of_rounds(kept, [2] * len(kept))
@@ -42,14 +40,8 @@ class CountingEngine:
             tuple(a + b for a, b in zip(before.accepted_by_depth or (0, 0), ours.accepted_by_depth, strict=True)),
             before.generated_tokens + tokens,
         )
-        return [(request.key, TimedCompletion([10] * tokens, "length", None, 0.5, 0.25 * (tokens - 1)))]
+        return TimedAnswer([10] * tokens, 0.5, 0.25 * (tokens - 1))
 
     def counts(self, generated_tokens: int = 0) -> DraftCounts:
         assert self._counts.generated_tokens >= generated_tokens
         return self._counts
-
-    def forget_prompts(self) -> None:
-        self.forgotten += 1
-
-    def close(self) -> None:
-        pass

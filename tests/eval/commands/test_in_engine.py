@@ -15,13 +15,18 @@ from support.finished_run import write_lines
 from support.streaming_server import ANSWER, StreamingServer
 from support.tiny_models import tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from draftsmith.data.engines.engine import EngineSetting
+from draftsmith.eval.commands import in_engine
 from draftsmith.eval.commands.cli import app
+from draftsmith.eval.commands.in_engine import cpu_cache_bytes, measured_arguments, read_engine_options
 from draftsmith.eval.commands.terminal.console import console
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
 
 ANSWERED = list(chain.from_iterable(ANSWER))
 OTHER_ANSWER = [[30], [31, 39], [33, 34], [35, 36]]
@@ -113,40 +118,30 @@ def test_others_on_the_server_are_noticed(recipe: str, servers: list[StreamingSe
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--concurrency", "1,x"], "option --concurrency: numbers above 0 with commas between them, as 1,4,16,64"),
-        (["--concurrency", "0"], "option --concurrency: numbers above 0"),
-        (["--plain-server", "http://a"], "option --plain-server goes with --server"),
-        (["--server", "a:8000"], "a:8000 is no URL of a server: it begins with http:// or https://"),
-        (
-            ["--server", "http://a", "--correct-cpu-sampling"],
-            "is for a server that is started here",
-        ),
-        (["--engine-options", "{a"], "option --engine-options: give a mapping"),
-        (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no variable NOT_SET"),
-        (["eval.stop=[x]"], "set eval.stop=[]"),
-        (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
-        (["--engine-options", "{data_parallel_size: 2}"], "data_parallel_size is of distillation"),
-        ([], "holds no trained drafter: run `draftsmith train run` first"),
-    ],
-)
-def test_wrong_options(recipe: str, arguments: list[str], sentence: str) -> None:
-    result = call(recipe, *arguments)
-    assert result.exit_code == 2, (result.output, result.exception)
-    assert sentence in result.stderr
-    assert result.stderr.count("\n") == 1
+WRONG = [
+    (["--concurrency", "1,x"], "option --concurrency: numbers above 0 with commas between them, as 1,4,16"),
+    (["--concurrency", "0"], "option --concurrency: numbers above 0"),
+    (["--plain-server", "http://a"], "option --plain-server goes with --server"),
+    (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
+    (["--server", "http://a", "--correct-cpu-sampling"], "is for a server that is started here"),
+    (["--engine-options", "{a"], "option --engine-options: give a mapping"),
+    (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no variable NOT_SET"),
+    (["eval.stop=[x]"], "set eval.stop=[]"),
+    (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
+    (["--engine-options", "{data_parallel_size: 2}"], "data_parallel_size is of distillation"),
+    ([], "holds no trained drafter: run `draftsmith train run` first"),
+    (["--engine", "vlm"], "there is no engine vlm: did you mean `vllm`?"),
+]
 
 
-def test_another_engine_and_options_without_one(recipe: str) -> None:
-    for arguments, sentence in (
-        (["--engine", "vlm"], "there is no engine vlm: did you mean `vllm`?"),
-        (["--server", "http://a"], "options of an engine go with `--engine vllm`"),
-    ):
-        result = CliRunner().invoke(app, ["eval", recipe, *arguments])
-        assert result.exit_code == 2
+def test_wrong_options(recipe: str) -> None:
+    for arguments, sentence in WRONG:
+        result = call(recipe, *arguments)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), (arguments, result.output, result.exception)
         assert sentence in result.stderr
+    result = CliRunner().invoke(app, ["eval", recipe, "--server", "http://a"])
+    assert result.exit_code == 2
+    assert "options of an engine go with `--engine vllm`" in result.stderr
 
 
 def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) -> None:
@@ -185,3 +180,31 @@ def test_no_vllm_says_how(recipe: str) -> None:
     result = call(with_drafter(recipe, "eagle"))
     assert result.exit_code == 2
     assert "--engine vllm needs vLLM in this environment: pip install draftsmith[vllm]" in result.stderr
+
+
+CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+
+
+def arguments(**options: Any) -> dict[str, Any]:
+    recipe = Recipe.model_validate({"name": "x", "target": {"dtype": "float32"}})
+    setting = EngineSetting(recipe, None, "TARGET", (2,))
+    return measured_arguments(read_engine_options(options), setting, CONFIG, 300, 16)
+
+
+def test_a_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of 3 layers, 2 heads of 16, in fp32: 768 bytes a token, as much for a drafter; four blocks."""
+    monkeypatch.setattr(in_engine.torch.cuda, "is_available", lambda: False)
+    found = arguments()
+    assert (found["model"], found["dtype"]) == ("TARGET", "float32")
+    assert (found["max_model_len"], found["max_num_seqs"], found["enforce_eager"]) == (300, 16, True)
+    assert found["kv_cache_memory_bytes"] == 16 * 2 * 768 * 4 * 128
+    given = arguments(max_model_len=512, concurrency=4, enforce_eager=False, kv_cache_memory_bytes=5, llm={"a": 1})
+    assert (given["max_model_len"], given["max_num_seqs"], given["enforce_eager"]) == (512, 4, False)
+    assert (given["kv_cache_memory_bytes"], given["a"]) == (5, 1)
+    monkeypatch.setattr(in_engine.torch.cuda, "is_available", lambda: True)
+    on_a_gpu = arguments()
+    assert on_a_gpu["enforce_eager"] is False
+    assert "kv_cache_memory_bytes" not in on_a_gpu
+    assert cpu_cache_bytes(CONFIG, 300, 10**6) == 4 << 30
+    large = LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=64)
+    assert cpu_cache_bytes(large, 4096, 64) > 4 << 30

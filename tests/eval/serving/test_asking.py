@@ -9,27 +9,37 @@ from typing import Any
 
 import pytest
 from support.counting_engine import CountingEngine
+from support.records import made_up
 from support.tiny_models import VOCABULARY
 from support.tiny_runs import save_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.data.engines.engine import GenerationSettings
 from draftsmith.data.sources.questions import Question
-from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, Asking, ask, level_figures, with_speedups
+from draftsmith.eval.bench.records import QuestionRecord, answer_settings
+from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ask, level_figures, with_speedups
+from draftsmith.eval.serving.own import chain_of, own_figures
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.recipes.schema import EvalRecipe, MethodRecipe
 
 QUESTIONS = [Question(1, "writing", ("w5",)), Question(2, "math", ("w6", "w7"))]
+PROMPT, GREEDY = [5, 6], Sampling(0.0)
 
 
 @pytest.fixture(scope="module")
-def asking(tmp_path_factory: pytest.TempPathFactory) -> Asking:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(Path(folder), VOCABULARY)
-    return Asking(AutoTokenizer.from_pretrained(folder), GenerationSettings(max_new_tokens=8), 0)
+    return AutoTokenizer.from_pretrained(folder)
 
 
-def test_one_at_a_time_each_question_has_its_own_tau(asking: Asking) -> None:
+def asked_of(engine: CountingEngine, tokenizer: Any, concurrency: int) -> Asked:
+    return ask(engine, tokenizer, QUESTIONS, GenerationSettings(max_new_tokens=8), 0, concurrency)
+
+
+def test_one_at_a_time_each_question_has_its_own_tau(tokenizer: Any) -> None:
     engine = CountingEngine()
-    asked = ask(engine, QUESTIONS, asking, 1)
+    asked = asked_of(engine, tokenizer, 1)
     assert engine.most_in_flight == 1
     row = level_figures(asked, DRAFTING, 0.0, 1)
     assert [counts.drafts for counts in asked.by_question] == [3, 4]
@@ -42,49 +52,30 @@ def test_one_at_a_time_each_question_has_its_own_tau(asking: Asking) -> None:
     assert row["tokens"] == 7 + 3 + 3
     assert row["first_token_s"] == 0.5
     assert row["time_per_output_token_s"] == pytest.approx(0.25)
-
-
-def test_a_turn_follows_the_answer_before_it(asking: Asking) -> None:
-    engine = CountingEngine()
-    ask(engine, QUESTIONS, asking, 1)
+    # A turn follows the answer before it.
     assert [request.key for request in engine.requests] == ["1/0", "2/0", "2/1"]
-    # w6, the three tokens that were answered, w7; the template puts nothing else between.
     assert engine.requests[2].prompt_ids == [6, 10, 10, 10, 7]
 
 
-def test_many_at_once(asking: Asking) -> None:
+def test_many_at_once_and_answers_that_were_cut(tokenizer: Any) -> None:
+    """Two of the 7 tokens of question 1 fell off at the end; the counters know nothing of it."""
     engine = CountingEngine()
-    asked = ask(engine, QUESTIONS, asking, 4)
+    asked = asked_of(engine, tokenizer, 4)
     assert engine.most_in_flight == 2
-    assert asked.by_question == []
     row = level_figures(asked, DRAFTING, 0.0, 4)
-    assert row["tau"] == pytest.approx(1 + 3 / 7)
-    assert row["tau_by_question"] is None
+    assert (row["tau"], row["tau_by_question"]) == (pytest.approx(1 + 3 / 7), None)
+    del next(answer for answer in asked.answers if answer.question_id == 1).ids[-2:]
+    cut = level_figures(asked, DRAFTING, 0.0, 4)
+    assert (cut["tau"], cut["tau_committed"]) == (row["tau"], pytest.approx((4 + 2 + 2) / 7))
 
 
-def test_answers_that_were_cut_have_a_lower_committed_tau(asking: Asking) -> None:
-    """Two of the 7 tokens fell off at the end; the counters know nothing of it."""
-    asked = ask(CountingEngine(), QUESTIONS[:1], asking, 1)
-    (answer,) = asked.answers
-    del answer.ids[-2:]
-    row = level_figures(asked, DRAFTING, 0.0, 1)
-    assert row["tau"] == 2
-    assert row["tau_committed"] == pytest.approx(4 / 3)
-
-
-def test_failures_are_counted_and_end_their_conversation(asking: Asking) -> None:
+def test_failures_and_turns_without_room(tokenizer: Any) -> None:
     engine = CountingEngine(fails=6)
-    asked = ask(engine, QUESTIONS, asking, 2)
-    assert asked.failures == {"HTTP 500": 1}
+    asked = asked_of(engine, tokenizer, 2)
+    assert (asked.failures, len(asked.answers)) == ({"HTTP 500": 1}, 1)
     assert sorted(request.key for request in engine.requests) == ["1/0", "2/0"]
-    assert len(asked.answers) == 1
-
-
-def test_a_turn_without_room_is_left_out(asking: Asking) -> None:
-    engine = CountingEngine(max_length_tokens=12)
-    asked = ask(engine, QUESTIONS, asking, 2)
-    assert asked.turns_left_out == 1
-    assert len(asked.answers) == 2
+    asked = asked_of(CountingEngine(max_length_tokens=12), tokenizer, 2)
+    assert (asked.turns_left_out, len(asked.answers)) == (1, 2)
 
 
 def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
@@ -99,3 +90,43 @@ def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
 def test_nothing_drafted() -> None:
     row = level_figures(Asked(), PLAIN, 0.0, 1)
     assert row["tau"] is row["tau_committed"] is row["tokens_per_s"] is None
+
+
+def record(prompt: list[int] = PROMPT) -> QuestionRecord:
+    """10 tokens, the first from the prefill: three rounds of a chain, nine without, 2 s and 5 s."""
+    made = made_up(0, 2.0, 5.0)
+    for answer in made.answers.values():
+        answer.settings |= answer_settings({}, prompt, QUESTIONS[0].turns, GREEDY, 10)
+    return made
+
+
+def test_our_own_decoder_on_the_same_prompts() -> None:
+    prompts: Any = {1: (QUESTIONS[0], PROMPT)}
+    plain, chain = own_figures([record()], "chain", prompts, GREEDY, 10)
+    assert (plain["arm"], chain["arm"]) == ("without drafter", "with drafter")
+    assert (plain["tokens_per_s"], chain["tokens_per_s"]) == (2.0, 5.0)
+    assert chain["drafts"] == 3
+    assert chain["tau_committed"] == chain["tau_by_question"] == 3.0
+    assert chain["acceptance_by_depth"] == chain["acceptance_conditional"] == [1.0, 1.0]
+    assert plain["tau_committed"] is chain["tau"] is None
+    assert (chain["first_token_s"], chain["time_per_output_token_s"]) == (0.05, pytest.approx(1.95 / 9))
+    for prompt, sampling, new_tokens, method in (
+        ([5, 7], GREEDY, 10, "chain"),
+        (PROMPT, Sampling(0.0, top_k=3), 10, "chain"),
+        (PROMPT, GREEDY, 9, "chain"),
+        (PROMPT, GREEDY, 10, "tree"),
+    ):
+        assert own_figures([record(prompt)], method, prompts, sampling, new_tokens) == []
+
+
+def test_which_method_drafts_as_an_engine_does() -> None:
+    methods = [
+        MethodRecipe(name="tree", tree="best_first"),
+        MethodRecipe(name="lenient", lenience=0.5),
+        MethodRecipe(name="theirs", drafter="elsewhere"),
+        MethodRecipe(name="short", max_depth=2),
+        MethodRecipe(name="lookup", kind="prompt_lookup"),
+        MethodRecipe(name="chain", max_depth=3),
+    ]
+    found = [chain_of(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
+    assert [method and method.name for method in found] == [None, "chain"]

@@ -6,12 +6,13 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
+import torch
 from support.openai_setup import setting
 from support.streaming_server import StreamingServer
 
-from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedCompletion
+from draftsmith.eval.serving.cpu_sampling import expanded
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
 from draftsmith.recipes.errors import UserError
 
 
@@ -19,7 +20,7 @@ from draftsmith.recipes.errors import UserError
 def endpoint(**options: Any) -> Iterator[Any]:
     server = StreamingServer(**options)
     try:
-        with closing(Endpoint(server.url + "/v1/", setting(), 16, api_key_env="MY_KEY")) as engine:
+        with closing(Endpoint(server.url + "/v1/", setting(), api_key_env="MY_KEY")) as engine:
             yield server, engine
     finally:
         server.stop()
@@ -28,7 +29,6 @@ def endpoint(**options: Any) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sesame")
-    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
 
 
 def request(number: int = 0, max_new_tokens: int = 7) -> Request:
@@ -37,12 +37,9 @@ def request(number: int = 0, max_new_tokens: int = 7) -> Request:
 
 def test_an_answer_comes_in_pieces() -> None:
     with endpoint(pause_s=0.05) as (server, engine):
-        engine.submit(request())
-        ((key, outcome),) = engine.collect()
-        assert key == "0/0"
-        assert isinstance(outcome, TimedCompletion)
-        assert outcome.token_ids == [30, 31, 32, 33, 34, 35, 36]
-        assert outcome.finish_reason == "length"
+        outcome = engine.run(engine.answer(request()))
+        assert isinstance(outcome, TimedAnswer)
+        assert outcome.ids == [30, 31, 32, 33, 34, 35, 36]
         # The first piece after one pause, the last one after four, whenever the first is read.
         assert outcome.first_token_s >= 0.05
         assert outcome.rest_s > 0
@@ -56,15 +53,10 @@ def test_an_answer_comes_in_pieces() -> None:
     assert engine.max_length_tokens == 64
 
 
-def test_many_at_once_and_one_that_breaks_off() -> None:
-    with endpoint(breaks=(3,), pause_s=0.01) as (_, engine):
-        for number in range(16):
-            engine.submit(request(number))
-        outcomes: dict[str, Any] = {}
-        while len(outcomes) < 16:
-            outcomes.update(engine.collect())
-        failed = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
-        assert failed == [Failure("answer broken off")]
+def test_an_answer_that_breaks_off() -> None:
+    with endpoint(breaks=(1,)) as (_, engine):
+        assert engine.run(engine.answer(request())) == Failure("answer broken off")
+        assert isinstance(engine.run(engine.answer(request())), TimedAnswer)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +73,7 @@ def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: s
     wanted = "wanted" if "model" in options else None
     server = StreamingServer(**options)
     with pytest.raises(UserError) as error:
-        Endpoint(server.url, setting(), 4, wanted)
+        Endpoint(server.url, setting(), wanted)
     assert str(error.value) == f"{server.url}{sentence}"
     server.stop()
 
@@ -91,19 +83,66 @@ def test_a_server_that_is_down() -> None:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(UserError, match=rf"no server answers \({url}/v1: no connection .*correct --server"):
-        Endpoint(url, setting(), 4)
+        Endpoint(url, setting())
+    with pytest.raises(UserError, match=r"a:8000 is no URL of a server: .*does not begin with http:// or https://"):
+        Endpoint("a:8000", setting())
 
 
-def test_a_key_that_is_refused_ends_it() -> None:
-    with endpoint(status=401) as (server, engine):
-        engine.submit(request())
-        with pytest.raises(UserError, match="says HTTP 401: The key is wrong: check --server "):
-            engine.collect()
-        assert len(server.bodies) == 1
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"status": 401}, "says HTTP 401: The key is wrong: check --server "),
+        ({"token_ids": False}, "gives no token ids: it must be a vLLM server that knows return_token_ids"),
+    ],
+)
+def test_what_every_request_has_in_common_ends_it(options: dict[str, Any], sentence: str) -> None:
+    with endpoint(**options) as (_, engine), pytest.raises(UserError, match=sentence):
+        engine.run(engine.answer(request()))
 
 
-def test_no_token_ids_is_no_vllm() -> None:
-    with endpoint(token_ids=False) as (_, engine):
-        engine.submit(request())
-        with pytest.raises(UserError, match="gives no token ids: it must be a vLLM server that knows return_token_ids"):
-            engine.collect()
+PAGE = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 13.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 8.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",position="1"} 1.7e+09
+vllm:generation_tokens_total{engine="0",model_name="m"} 1.05e+02
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+"""
+
+
+def test_counters_on_a_servers_page() -> None:
+    """Of one engine, of two behind one page, of another program, and without drafts."""
+    counts = DraftCounts.of_page(PAGE)
+    assert counts == DraftCounts(10, 30, 13, (8, 4, 1), 105)
+    assert counts.tau == pytest.approx(2.3)
+    assert counts.acceptance_by_depth == [0.8, 0.4, 0.1]
+    assert counts.acceptance_conditional == [0.8, 0.5, 0.25]
+    both = DraftCounts.of_page(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
+    assert both == DraftCounts(20, 60, 26, (16, 8, 2), 210)
+    assert DraftCounts.of_page('sglang:num_running_reqs{model="m"} 1.0\n') is None
+    without_drafts = DraftCounts.of_page('vllm:generation_tokens_total{engine="0"} 7.0\n')
+    assert without_drafts == DraftCounts(generated_tokens=7)
+    assert without_drafts.tau is None
+    assert without_drafts.acceptance_by_depth == without_drafts.acceptance_conditional == []
+
+
+def test_counts_between_two_readings_and_of_our_own_rounds() -> None:
+    """The first reading may be from before the first draft. Rounds of depth 3, 3, 3 and 1 that kept 3, 0, 1 and 1."""
+    first, last = DraftCounts(generated_tokens=2), DraftCounts(10, 30, 13, (8, 4, 1), 105)
+    assert last - first == DraftCounts(10, 30, 13, (8, 4, 1), 103)
+    assert DraftCounts(2, 6, 0, (0, 0, 0)).acceptance_conditional == [0.0, None, None]
+    assert DraftCounts.of_rounds([3, 0, 1, 1], [3, 3, 3, 1]) == DraftCounts(4, 10, 5, (3, 1, 1))
+
+
+def test_the_function_that_stands_for_vllms_on_a_cpu() -> None:
+    """Requests of 2, 0 and 3 drafted tokens; a temperature of -1 (greedy) becomes 1; whole numbers stay whole."""
+    output = torch.full((5,), 7.0)
+    expanded(output, torch.tensor([0.7, 0.3, -1.0]), torch.tensor([2, 2, 5], dtype=torch.int32), -1, 1)
+    assert torch.equal(output, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0]))
+    output = torch.zeros(3, dtype=torch.int32)
+    expanded(output, torch.tensor([50, 3], dtype=torch.int32), torch.tensor([1, 3]), 0, 0, MAX_NUM_TOKENS=4)
+    assert output.tolist() == [50, 3, 3]

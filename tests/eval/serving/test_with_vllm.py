@@ -23,12 +23,11 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.commands.evaluate import evaluate
-from draftsmith.eval.commands.in_engine import evaluate_in_engine
+from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 from draftsmith.eval.commands.prove import chi_square_uniform, rosenblatt
-from draftsmith.eval.serving.asking import Asked, Asking, ask
+from draftsmith.eval.serving.asking import Asked, ask
 from draftsmith.eval.serving.cpu_sampling import SWITCH
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint
-from draftsmith.eval.serving.options import ServingOptions
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import export_drafter, speculative_config
@@ -179,7 +178,7 @@ def test_sampling_on_a_cpu_is_right_with_the_correction(setup: Setup, tmp_path: 
     questions = load_questions(setup.recipe.eval.questions)[: QUESTIONS // 2]
     with (
         closing(drafting_server(setup, tmp_path, **{SWITCH: "1"})) as server,
-        closing(Endpoint(server.url, setting, 16)) as endpoint,
+        closing(Endpoint(server.url, setting)) as endpoint,
     ):
-        drawn = [ask(endpoint, questions, Asking(setup.tokenizer, settings, seed), 16) for seed in range(SEEDS)]
+        drawn = [ask(endpoint, setup.tokenizer, questions, settings, seed, 16) for seed in range(SEEDS)]
     assert p_value(setup, drawn) > 1e-3
