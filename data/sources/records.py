@@ -1,8 +1,8 @@
 """The raw records of one source: a local JSON file, a Hub dataset, or the conversations that ship with the package.
 
 A file has one record a line, an array of them, or one after the other over several lines; plain or compressed (.gz,
-.xz, .zst). `{"data": [...]}` is read as the array that it holds. Read as a stream: one record is in memory at a time,
-whatever the size of the file, and no more than 16 MiB of it.
+.xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a time; of
+records over several lines the text is in memory as a whole.
 """
 
 import codecs
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from draftsmith.data.sources.conversation import InvalidConversation
 from draftsmith.recipes.errors import UserError, did_you_mean
@@ -26,12 +26,11 @@ STDLIB_FILE = Path(__file__).parents[1] / "embedded" / "conversations.jsonl.zst"
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-CHUNK_BYTES = 1 << 20
+HEAD_BYTES = 1 << 20
 MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
 MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
 BLANK = re.compile(r"[ \t\r\n]*")
 CONTAINER = re.compile(r'\{\s*"data"\s*:\s*\[(?=\s*\{)')
-LONGEST_CONTAINER_HEAD = 4096  # characters
 TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
 DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
 CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
@@ -137,19 +136,26 @@ def read_json_records(file: Path) -> Records:
         record's place.
 
     Raises:
-        UserError: The file is empty or cannot be decompressed; or, unless its records are lines, a record is not UTF-8,
-            no JSON, nested too deeply or too large.
+        UserError: The file is empty or cannot be decompressed; or, unless its records are lines, it is not UTF-8, or a
+            record no JSON.
     """
     from zstandard import ZstdError
 
     try:
         with _open_bytes(file) as stream:
-            records = _records_over_lines(file, stream)
-            if records is not None:
-                yield from records
+            head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
+            while head and not head.strip():
+                head = stream.readline(HEAD_BYTES)
+        if _goes_on_over_lines(head):
+            with _open_bytes(file) as stream:
+                text = stream.read().decode("utf-8-sig")
+            if not text.lstrip().startswith("{") or _first_value_ends(text):
+                yield from _spread_records(file, text)
                 return
         with _open_bytes(file) as stream:
             yield from _line_records(file, stream)
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8 text: {CONVERT}") from None
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, ZstdError, EOFError) as error:
         raise UserError(f"{file} cannot be decompressed ({error or 'it ends too early'}): fetch it again") from None
 
@@ -175,7 +181,7 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
         number += 1
         rest = line
         while len(line) > MOST_RECORD_BYTES and rest and not rest.endswith(b"\n"):
-            rest = stream.readline(CHUNK_BYTES)
+            rest = stream.readline(HEAD_BYTES)
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if not line.strip():
             continue
@@ -190,127 +196,64 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
         raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
 
 
-def _records_over_lines(file: Path, stream: BinaryIO) -> Records | None:
-    """The records of a file that has not one a line; None if it has, or may have."""
-    number, line = 1, stream.readline(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)
-    while line and not line.strip():
-        number += line.endswith(b"\n")
-        line = stream.readline(CHUNK_BYTES)
-    if line.lstrip().startswith(b"["):
-        window = _Window(file, stream, line, number)
-        window.take()
-        return _array_records(file, window)
-    text = line.decode("utf-8", errors="replace").strip()
-    if CONTAINER.match(text) or (text.startswith("{") and len(line) < CHUNK_BYTES and _is_a_beginning(text)):
-        with suppress(UserError):  # what is wrong is told line by line
-            window = _Window(file, stream, line, number)
-            if window.enter_container():
-                return _array_records(file, window, container=True)
-            return _spread_records(file, window, window.next_value())
-    return None
-
-
-def _is_a_beginning(text: str) -> bool:
-    """Whether it is JSON of which nothing but the rest is missing."""
+def _goes_on_over_lines(head: bytes) -> bool:
+    """Whether the first line is an array or `{"data": [`, or JSON of which nothing but the rest is missing."""
+    text = head.decode("utf-8", errors="replace").strip()
+    if text.startswith("[") or CONTAINER.match(text):
+        return True
     try:
         DECODER.decode(text)
     except json.JSONDecodeError as error:
-        return error.pos >= len(text)
+        return text.startswith("{") and len(head) < HEAD_BYTES and error.pos >= len(text)
     except RecursionError:
-        return False
+        pass
     return False
 
 
-def _array_records(file: Path, window: "_Window", container: bool = False) -> Records:
-    number = 0
-    while number == 0 or window.take(",]", "a comma or ] is missing") == ",":
-        if number == 0 and window.peek() == "]":
-            window.take()
+def _first_value_ends(text: str) -> bool:
+    """Whether the file begins with JSON; else what is wrong is told line by line."""
+    with suppress(json.JSONDecodeError, RecursionError):
+        DECODER.raw_decode(text, _after_blanks(text, 0))
+        return True
+    return CONTAINER.match(text, _after_blanks(text, 0)) is not None
+
+
+def _spread_records(file: Path, text: str) -> Records:
+    """The records of an array, of `{"data": [...]}`, or of values one after the other."""
+    at, number = _after_blanks(text, 0), 0
+    container = CONTAINER.match(text, at)
+    in_list = container is not None or text[at] == "["
+    at = container.end() if container is not None else at + in_list
+
+    def problem(place: int, what: str) -> UserError:
+        return UserError(f"{file} line {1 + text.count(chr(10), 0, place)} {what}")
+
+    while True:
+        at = _after_blanks(text, at)
+        is_over = text.startswith("]", at) and number == 0 if in_list else at == len(text)
+        if is_over:
+            at += 1
             break
         number += 1
-        yield f"{file} conversation {number}", window.next_value()
-    if container:  # with what else there may be about the data
-        window.take("},", "a } is missing")
-    elif window.peek():
-        window.take("", "there is text after the array")
-
-
-def _spread_records(file: Path, window: "_Window", first: Any) -> Records:
-    yield f"{file} conversation 1", first
-    number = 1
-    while window.peek():
-        number += 1
-        yield f"{file} conversation {number}", window.next_value()
-
-
-class _Window:
-    """The stretch of the file's text that is in memory. `text[at:]` has not been read yet."""
-
-    def __init__(self, file: Path, stream: BinaryIO, head: bytes, line: int) -> None:
-        self._file, self._stream, self._line = file, stream, line
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._text, self._at = self._decode(head), 0
-
-    def peek(self) -> str:
-        """Look at the next character that is not blank; empty at the end of the file."""
-        while True:
-            self._at = BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
-            if self._at < len(self._text) or not self._more():
-                return self._text[self._at : self._at + 1]
-
-    def take(self, wanted: str | None = None, what: str = "") -> str:
-        """Read the next character that is not blank; if it is none of those that are wanted, `what` is the error."""
-        character = self.peek()
-        self._at += len(character)
-        if wanted is not None and (not character or character not in wanted):
-            self._fail(f"is not JSON: {what}")
-        return character
-
-    def enter_container(self) -> bool:
-        """Read the opening bracket of `{"data": [...]}`; False if that is not what begins here."""
-        while len(self._text) - self._at < LONGEST_CONTAINER_HEAD and self._more():
-            pass
-        head = CONTAINER.match(self._text, BLANK.match(self._text, self._at).end())  # type: ignore[union-attr]
-        self._at = head.end() if head else self._at
-        return head is not None
-
-    def next_value(self) -> Any:
-        """Read a JSON value."""
-        self.peek()
-        while True:
-            try:
-                value, end = DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                if len(self._text) - self._at > MOST_RECORD_BYTES:
-                    self._fail(f"begins a record {TOO_LARGE}, which no conversation is, or is not JSON: {error.msg}")
-                if self._more():
-                    continue
-                self._at = error.pos
-                self._fail(f"is not JSON: {error.msg}")
-            except RecursionError:
-                self._fail(f"is {TOO_DEEP}")
-            # A number that ends where the window ends may go on.
-            if end < len(self._text) or not self._more():
-                self._at = end
-                return value
-
-    def _fail(self, what: str) -> NoReturn:
-        line = self._line + self._text.count("\n", 0, self._at)
-        raise UserError(f"{self._file} line {line} {what}")
-
-    def _more(self) -> bool:
-        """Drop what was read and take in at least as much as is left, so that a long value is not scanned often."""
-        rest = self._text[self._at :]
-        chunk = self._stream.read(max(CHUNK_BYTES, len(rest)))
-        if not chunk:
-            self._decode(b"", final=True)
-            return False
-        self._line += self._text.count("\n", 0, self._at)
-        self._text, self._at = rest + self._decode(chunk), 0
-        return True
-
-    def _decode(self, chunk: bytes, final: bool = False) -> str:
         try:
-            return self._decoder.decode(chunk, final)
-        except UnicodeDecodeError:
-            raise UserError(f"{self._file} is not UTF-8 text: {CONVERT}") from None
+            record, at = DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise problem(error.pos, f"is not JSON: {error.msg}") from None
+        except RecursionError:
+            raise problem(at, f"is {TOO_DEEP}") from None
+        yield f"{file} conversation {number}", record
+        if in_list:
+            at = _after_blanks(text, at) + 1
+            if text[at - 1 : at] not in (",", "]"):
+                raise problem(at - 1, "is not JSON: a comma or ] is missing")
+            if text[at - 1] == "]":
+                break
+    at = _after_blanks(text, at)
+    if container is not None and not text.startswith(("}", ","), at):  # with what else there may be about the data
+        raise problem(at, "is not JSON: a } is missing")
+    if in_list and container is None and at < len(text):
+        raise problem(at, "is not JSON: there is text after the array")
+
+
+def _after_blanks(text: str, at: int) -> int:
+    return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
