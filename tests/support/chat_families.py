@@ -21,16 +21,6 @@ LLAMA3 = (
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# Llama 3.1: a system turn is always there, with two dates in front.
-LLAMA31 = (
-    "{{ bos_token }}{% set system = '' %}{% set turns = messages %}"
-    "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
-    "{% set turns = messages[1:] %}{% endif %}"
-    "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n'"
-    " + 'Today Date: 26 Jul 2024\n\n' + system + '<|eot_id|>' }}{% for m in turns %}"
-    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 # FastChat's vicuna_v1.1.
 VICUNA = (
     "{{ bos_token }}{% set turns = messages %}{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
@@ -48,8 +38,7 @@ MISTRAL_V01 = (
     "{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m.role == 'user' %}"
     "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ m.content + eos_token + ' ' }}{% endif %}{% endfor %}"
 )
-MISTRAL_V02 = MISTRAL_V01.replace(" + ' ' }}{% endif %}{% endfor", " }}{% endif %}{% endfor")
-# The system prompt moves to the last user turn. v0.3 (SentencePiece) has spaces that Tekken does not have.
+# The system prompt moves to the last user turn.
 MISTRAL_SYSTEM = (
     "{% set system = '' %}{% set turns = messages %}"
     "{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
@@ -59,15 +48,6 @@ MISTRAL_V03 = (
     MISTRAL_SYSTEM + "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.last else '') + m.content + '[/INST]' }}"
     "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
 )
-TEKKEN_V3 = (
-    MISTRAL_SYSTEM + "{% if m.role == 'user' %}{{ '[INST]' + (system if loop.last else '') + m.content + '[/INST]' }}"
-    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-)
-TEKKEN_V7 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
-    "{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{% elif m.role == 'user' %}"
-    "{{ '[INST]' + m.content + '[/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-)
 GEMMA_TURNS = (
     ALTERNATE + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
     "{% if loop.first and system %}{{ system }}{% endif %}{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
@@ -76,11 +56,6 @@ GEMMA_TURNS = (
 GEMMA2 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}" + GEMMA_TURNS
-)
-# Gemma 3 puts the system prompt in front of the first user turn.
-GEMMA3 = (
-    "{{ bos_token }}{% set turns = messages %}{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
-    "{% set system = messages[0].content + '\n\n' %}{% endif %}{% for m in turns %}" + GEMMA_TURNS
 )
 # Thoughts stay behind the last user turn and leave the history; the last answer always has a block of them.
 QWEN3 = (
@@ -124,21 +99,16 @@ class Family:
 
 
 THOUGHTS = ("<think>", "</think>")
-INSTRUCTION = ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+INSTRUCTION = ("[INST]", "[/INST]")
 TURNS = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 FAMILIES = {
     "ChatML": Family(CHATML, "<|im_end|>"),
     "Llama 2": Family(LLAMA2),
     "Llama 3": Family(LLAMA3, "<|eot_id|>", "<|begin_of_text|>"),
-    "Llama 3.1": Family(LLAMA31, "<|eot_id|>", "<|begin_of_text|>"),
     "Vicuna": Family(VICUNA),
     "Mistral v0.1": Family(MISTRAL_V01),
-    "Mistral v0.2": Family(MISTRAL_V02),
     "Mistral v0.3": Family(MISTRAL_V03, special=INSTRUCTION),
-    "Tekken v3": Family(TEKKEN_V3, special=INSTRUCTION),
-    "Tekken v7": Family(TEKKEN_V7, special=INSTRUCTION),
     "Gemma 2": Family(GEMMA2, "<end_of_turn>", "<bos>", TURNS),
-    "Gemma 3": Family(GEMMA3, "<end_of_turn>", "<bos>", TURNS),
     "Qwen3": Family(QWEN3, "<|im_end|>", added=THOUGHTS),
     "Qwen3, no thoughts": Family(QWEN3_SILENT, "<|im_end|>", added=THOUGHTS),
     "R1": Family(R1, special=("<|User|>", "<|Assistant|>"), added=THOUGHTS),

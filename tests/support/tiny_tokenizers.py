@@ -15,9 +15,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CHATML_DEFAULT_SYSTEM = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helper.<|im_end|>\n{% endif %}" + CHATML
-)
 LLAMA3 = (
     "{% for m in messages %}{% if loop.first %}<|begin_of_text|>{% endif %}"
     "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
@@ -38,36 +35,11 @@ GENERATION = (
     "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Qwen3: thoughts stay in the last answer only, and an answer without thoughts gets an empty block there.
-QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{% set thoughts = '' %}"
-    "{% set said = m.content %}{% if '</think>' in m.content %}"
-    "{% set thoughts = m.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
-    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n"
-    "{% if loop.index0 > ns.last %}<think>\n{{ thoughts }}\n</think>\n\n{% endif %}{{ said }}<|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# DeepSeek-R1: the prompt opens the thoughts, and the template throws them away even from the last answer.
-THOUGHTLESS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
 # Harmony (gpt-oss): the end token differs between the last answer and the history.
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
     "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-# Mistral v0.3: the system prompt is moved to the last user turn, so that history is written differently.
-MISTRAL = (
-    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set turns = messages[1:] %}"
-    "{% else %}{% set turns = messages %}{% endif %}"
-    "{% set ns = namespace(last=0) %}{% for m in turns %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}<s>{% for m in turns %}{% if m.role == 'user' %}[INST] "
-    "{% if system is defined and loop.index0 == ns.last %}{{ system }}\n\n{% endif %}{{ m.content }}[/INST]"
-    "{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
 )
 NO_END_TOKEN = (
     "{% for m in messages %}{{ 'User' if m.role == 'user' else 'Bot' }}: {{ m.content }}\n{% endfor %}"

@@ -120,14 +120,6 @@ def test_tokens_are_counted_as_training_reads_them(tmp_path: Path) -> None:
     assert report.tokens == tokens["answer"]["total"] + tokens["prompt"]["total"]
 
 
-def test_a_conversation_that_the_template_refuses_counts_no_tokens(tmp_path: Path) -> None:
-    refused = [{"role": "system", "content": "s"}, *messages("a", "b")]
-    records = {"1": {"messages": messages("a", "b")}, "2": {"messages": refused}}
-    report, tokens = card_of(tmp_path, tiny_tokenizer(templates.LLAMA2), 100, records)
-    assert (report.rows, report.refused) == (1, 1)
-    assert tokens["answer"]["total"] == tokens["answer"]["longest"] == report.loss_tokens
-
-
 def test_nothing_depends_on_the_order(tmp_path: Path) -> None:
     """But the file of the shard, whose hash is in the card."""
     (first, values), (again, others) = (written(tmp_path, order) for order in (0, 1))
@@ -173,23 +165,3 @@ def test_a_card_of_the_conversations_that_ship(tmp_path: Path) -> None:
     assert "standard library of Python 3.11, SHA-256" in text
     assert "written by `embedded` itself" not in text
     assert "| no longer in the sources | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 | 0 |" in text
-
-
-def test_the_card_of_a_run(tmp_path: Path) -> None:
-    """`engine: none` through the ledger: two of two sources' three conversations have answers."""
-    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(talk) + "\n" + json.dumps({"prompt": "c"}) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "d", "answer": "e"}) + "\n")
-    mixture = [{"source": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
-    data = {"conversations": {"mixture": mixture, "skip_invalid": True}, "distill": {"engine": "none"}}
-    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
-    folder = RunFolder(recipe)
-    report = distill(recipe, TOKENIZER, folder, None, progress=False)
-    build_token_dataset(recipe, TOKENIZER, folder, progress=False)
-    card = write_data_card(recipe, report.sources, TOKENIZER, "abc")
-    values = json.loads((folder.data / "card.json").read_text())
-    assert [values["sources"][name]["distilled"] for name in "ab"] == [1, 1]
-    assert values["sources"]["a"]["invalid"] == {"no answer": 1}
-    (shard,) = values["hashes"]["data_files"]
-    assert values["hashes"]["data_files"][shard] == sha256_of(folder.data / shard)
-    assert card.read_text().count("\n### ") == 2

@@ -106,11 +106,6 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
             reader()
 
 
-def test_nothing_there_yet(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run `draftsmith distill` with the same recipe first"):
-        LedgerView(tmp_path)
-
-
 def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line is cut off again, and the error names the file."""
     with Ledger(tmp_path) as ledger:

@@ -16,7 +16,6 @@ from draftsmith.data.distill import token_dataset as token_rows
 from draftsmith.data.distill.token_dataset import Answered, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.recipes.errors import UserError
 
 
 def conversation(number: int, answer: str = "Hello") -> Conversation:
@@ -100,16 +99,6 @@ def test_conversations_are_read_no_further_than_the_work_ahead(
     assert furthest <= 2 * (processes * token_rows.CHUNKS_PER_PROCESS + 1) + 1
 
 
-@pytest.mark.usefixtures("quick_processes")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_users_mistake_comes_back_from_the_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
-) -> None:
-    monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 1)
-    with pytest.raises(UserError, match="has no chat template"):
-        written(tmp_path, ((conversation(n), None) for n in range(20)), processes, template=None)
-
-
 def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
     """Every answer is learned once, behind exactly the prompt that the target was given."""
     tokenizer = FAMILIES["Qwen3"].tokenizer()
@@ -126,14 +115,3 @@ def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
     # A row that does not fit is left out; so are the turns that do not fit.
     assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1]
     assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], False)
-
-
-def test_counts_of_rows_that_were_added(tmp_path: Path) -> None:
-    tokenizer = FAMILIES["Qwen3"].tokenizer()
-    text = "<think>\none\n</think>\n\nHello"
-    turns = (Turn("user", "a"), Turn("assistant", text), Turn("user", "b"), Turn("assistant", text))
-    ids = tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
-    with tqdm(disable=True) as bar:
-        counts = write_token_rows([(Conversation("x", turns), [ids, ids])], tokenizer, 99, tmp_path / "x", 1, bar)
-    assert (counts.conversations, counts.rows, counts.extra_rows) == (1, 2, 1)
-    assert counts.loss_tokens == 2 * len(ids)

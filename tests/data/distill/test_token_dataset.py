@@ -41,22 +41,6 @@ def load(data: Path) -> Any:
     return datasets.load_from_disk(str(data / "tokens"))
 
 
-def test_rows_and_types(tmp_path: Path) -> None:
-    write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
-    report = build(tmp_path)
-    dataset = load(tmp_path)
-    kinds = {name: getattr(column, "feature", column).dtype for name, column in dataset.features.items()}
-    assert kinds == {"input_ids": "int32", "loss_mask": "int8", "length": "int32"}
-    tokenizer = tiny_tokenizer(templates.CHATML)
-    expected = [tokenize_conversation(tokenizer, found.conversation) for found in LedgerView(tmp_path).distilled()]
-    assert [row["input_ids"] for row in dataset] == [tokenized.input_ids for tokenized in expected]
-    assert [row["loss_mask"] for row in dataset] == [tokenized.loss_mask for tokenized in expected]
-    assert list(dataset["length"]) == [len(tokenized.input_ids) for tokenized in expected]
-    assert (report.rows, report.conversations) == (2, 2)
-    assert report.tokens == sum(len(tokenized.input_ids) for tokenized in expected)
-    assert report.loss_tokens == sum(sum(tokenized.loss_mask) for tokenized in expected)
-
-
 def test_reused_until_something_changes(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
     first = build(tmp_path)

@@ -1,18 +1,13 @@
 """The vllm and openai engines with real vLLM and the embedded target: greedy answers are the target's own."""
 
 import importlib.util
-import json
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.greedy_reference import check_greedy
 from support.vllm_server import vllm_environment
 
-from draftsmith.data.distill.distill import distill
-from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.engines.engine import (
     Completion,
     Engine,
@@ -30,7 +25,6 @@ from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.commands.stages import local_target
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 __all__ = ["vllm_environment"]  # fixture
@@ -142,17 +136,6 @@ def test_a_served_endpoint_says_the_same(target: Any, server_url: str, api: str)
         assert_the_targets_own(target, asked, run(engine, asked))
 
 
-def test_text_alone_is_the_text_of_the_ids(server_url: str) -> None:
-    """Without vLLM's fields the server's own defaults apply, but an answer of one token is not changed by them."""
-    asked = questions(4, max_new_tokens=1)
-    with open_engine(setting("openai", base_urls=[server_url])) as engine:
-        ids = run(engine, asked)
-    with open_engine(setting("openai", base_urls=[server_url], extensions=False)) as engine:
-        texts = run(engine, asked)
-    for key, outcome in texts.items():
-        assert outcome == Completion(None, "length", TOKENIZER.decode(token_ids(ids[key])))
-
-
 def test_a_prompt_too_long_is_a_failure_of_its_own(vllm_engine: Engine) -> None:
     long = Request("long", [5] * 600, [], GenerationSettings(max_new_tokens=8), 0)
     outcomes = run(vllm_engine, [long, *questions(2)])
@@ -161,47 +144,6 @@ def test_a_prompt_too_long_is_a_failure_of_its_own(vllm_engine: Engine) -> None:
     assert refused.reason.startswith("HTTP 400: ")
     assert "600" not in refused.reason
     assert all(isinstance(outcomes[key], Completion) for key in ("q0", "q1"))
-
-
-def test_sampled_answers_depend_on_their_seed_alone(vllm_engine: Engine) -> None:
-    asked = questions(8, temperature=1.0, top_k=40, top_p=0.95, max_new_tokens=24)
-    together = run(vllm_engine, asked)
-    alone = {key: outcome for request in reversed(asked) for key, outcome in run(vllm_engine, [request]).items()}
-    assert alone == together
-    reseeded = [Request(r.key, r.prompt_ids, r.messages, r.settings, r.seed + 1000) for r in asked]
-    assert run(vllm_engine, reseeded) != together
-
-
-def test_conversations_of_several_turns(target: Any, server_url: str, tmp_path: Path) -> None:
-    """The project's own scheduler over the engine: every answer is the target's after the rewritten history."""
-    turns = [question.turns[0] for question in load_questions("embedded")][:24]
-    source = tmp_path / "chats.jsonl"
-    with source.open("w") as stream:
-        for first, count in [(0, 1), (1, 2), (3, 3), (6, 4), (10, 3), (13, 2), (15, 4), (19, 5)]:
-            chat = [
-                {"from": who, "value": text}
-                for asked in turns[first : first + count]
-                for who, text in (("human", asked), ("gpt", "someone else's answer"))
-            ]
-            stream.write(json.dumps({"conversations": chat}) + "\n")
-    data = {"conversations": {"source": str(source), "decontaminate": []}, "max_length_tokens": 500}
-    values = {
-        "name": "openai", "runs_dir": str(tmp_path), "target": TARGET.model_dump(),
-        "data": {**data, "distill": {"engine": "openai", "max_new_tokens": 120}},
-    }  # fmt: skip
-    recipe = Recipe.model_validate(values)
-    folder = RunFolder(recipe)
-    opened = partial(open_engine, setting("openai", base_urls=[server_url]))
-    assert distill(recipe, TOKENIZER, folder, opened, progress=False).kept >= 4
-    answers = {}
-    for distilled in LedgerView(folder.data).distilled():
-        history = distilled.conversation.turns
-        at = [n for n, turn in enumerate(history) if turn.role == "assistant"]
-        for n, ids in zip(at, distilled.answer_ids, strict=True):
-            assert ids is not None
-            answers[f"{distilled.conversation.id[:6]}/{n}"] = (prompt_token_ids(TOKENIZER, history[:n]), ids)
-    assert len(answers) >= 16
-    assert not check_greedy(target, answers).wrong
 
 
 @pytest.mark.parametrize(

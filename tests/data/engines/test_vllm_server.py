@@ -1,5 +1,6 @@
-"""The server that is started for a run: a program in vLLM's place that is ready, refuses its options, or dies."""
+"""The server that is started for a run: its arguments, and a program in vLLM's place that is ready, refuses or dies."""
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,8 @@ from support.fake_openai_server import answer_ids
 from support.openai_setup import TOKENIZER, eventually, requests
 
 from draftsmith.data.engines import openai_engine, vllm_engine
-from draftsmith.data.engines.engine import Completion, EngineSetting
-from draftsmith.data.engines.vllm_engine import VllmEngine, VllmOptions
+from draftsmith.data.engines.engine import Completion, EngineSetting, open_engine
+from draftsmith.data.engines.vllm_engine import VllmEngine, VllmOptions, command_line, server_arguments
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -28,7 +29,7 @@ threading.Event().wait()
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "vllm" / "entrypoints" / "openai"
     folder.mkdir(parents=True)
@@ -48,6 +49,7 @@ def made(**options: Any) -> VllmEngine:
     return VllmEngine.make(VllmOptions(**options), EngineSetting(recipe, TOKENIZER, "a/folder", (2,)))
 
 
+@pytest.mark.usefixtures("_another_vllm")
 def test_it_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
     engine = made(concurrency=8, data_parallel_size=2)
     try:
@@ -61,11 +63,13 @@ def test_it_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("draftsmith-vllm-*"))
 
 
+@pytest.mark.usefixtures("_another_vllm")
 def test_options_that_it_refuses(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"vLLM does not start with data.distill.options: error: unrecognized .*\.log"):
         made(llm={"no_such_option": True})
 
 
+@pytest.mark.usefixtures("_another_vllm")
 def test_its_death_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "GIVE_UP_AFTER_S", 0.1)
     engine = made()
@@ -78,3 +82,36 @@ def test_its_death_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         engine.close()
     assert engine.server.log.is_file()
+
+
+def setting(**options: object) -> EngineSetting:
+    values = {
+        "name": "x", "seed": 3, "target": {"model": "m", "dtype": "bfloat16", "revision": "abc"},
+        "data": {"distill": {"engine": "vllm", "options": options}},
+    }  # fmt: skip
+    return EngineSetting(Recipe.model_validate(values), None, "a/folder", (2,))
+
+
+def test_the_server_s_arguments() -> None:
+    options = VllmOptions(
+        tensor_parallel_size=2, data_parallel_size=4, concurrency=99, max_model_len=512, llm={"dtype": "half", "x": [1]}
+    )
+    arguments = server_arguments(options, setting())
+    assert arguments == {
+        "model": "a/folder", "dtype": "half", "trust_remote_code": False, "tensor_parallel_size": 2,
+        "data_parallel_size": 4, "enforce_eager": False, "max_num_seqs": 99, "seed": 3, "enable_prefix_caching": True,
+        "max_model_len": 512, "revision": "abc", "x": [1],
+    }  # fmt: skip
+    assert " ".join(command_line(arguments)) == (
+        "--model a/folder --dtype half --no-trust-remote-code --tensor-parallel-size 2 --data-parallel-size 4 "
+        "--no-enforce-eager --max-num-seqs 99 --seed 3 --enable-prefix-caching --max-model-len 512 --revision abc "
+        "--x [1]"
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_extra_is_named() -> None:
+    with pytest.raises(UserError, match=r"pip install draftsmith\[vllm\]"), open_engine(setting()):
+        pass
+    with pytest.raises(UserError, match=r"unknown key `data.distill.options.tp`"), open_engine(setting(tp=2)):
+        pass

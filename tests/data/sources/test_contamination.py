@@ -1,12 +1,10 @@
 """Which conversations repeat a question: every rule at its border, against a reference that looks everywhere."""
 
 import json
-import lzma
 import random
 from pathlib import Path
 
 import pytest
-from support.places import MATERIAL
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
@@ -89,32 +87,3 @@ def test_the_default_is_the_recipes_own_questions(tmp_path: Path) -> None:
     values["data"]["conversations"]["decontaminate"] = ["gone.jsonl"]  # type: ignore[index]
     with pytest.raises(UserError, match=r"questions file gone.jsonl, which .* does not exist: correct .*decontaminate"):
         list(load_conversations(Recipe.model_validate(values)))
-
-
-def test_spec_bench_against_itself_and_real_conversations() -> None:
-    """Every question is found; the material's conversations, from which exact repeats were removed, hold near ones."""
-    questions = MATERIAL / "spec_bench" / "question.jsonl"
-    if not questions.is_file():
-        pytest.skip("../shared/material is not there")
-    values = {"source": str(questions), "decontaminate": [str(questions)]}
-    recipe = Recipe.model_validate({"name": "a", "data": {"conversations": values}})
-    with pytest.raises(UserError, match=r"holds no valid conversation \(480 contaminated\)"):
-        list(load_conversations(recipe))
-    source = MATERIAL / "sharegpt" / "gsm8k_train.jsonl.xz"
-    recipe = Recipe.model_validate(
-        {"name": "a", "data": {"conversations": values | {"source": str(source), "limit": 1000}}}
-    )
-    counts = SourceCounts()
-    kept = list(load_conversations(recipe, counts))
-    contamination = [tuple(words_of(turn)) for turn in _turns(questions)]
-    runs = {turn[s : s + 13] for turn in contamination for s in range(len(turn) - 12)}
-    for conversation in kept[:200]:
-        for turn in conversation.turns:
-            words = words_of(turn.content)
-            assert not runs.intersection(words[s : s + 13] for s in range(len(words) - 12))
-    with lzma.open(source) as stream:
-        assert counts.by_source["gsm8k_train"].read <= sum(1 for _ in stream)
-
-
-def _turns(questions: Path) -> list[str]:
-    return [turn for line in questions.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]]

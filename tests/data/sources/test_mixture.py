@@ -3,7 +3,6 @@
 import gzip
 import json
 import lzma
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +128,6 @@ def test_the_conversations_that_ship() -> None:
     assert splits["train"][0]["id"] == "retrieval-ddfbb251a9fe"
 
 
-def test_a_resolved_mixture_is_read_back() -> None:
-    recipe = make_recipe("stdlib", mixture=[{"source": "a.jsonl.xz"}, {"source": "some/set", "weight": 3}], limit=9)
-    assert [source.label for source in recipe.data.conversations.sources] == ["a", "some/set"]
-    assert Recipe.model_validate(recipe.model_dump()) == recipe
-
-
 def test_splits_are_stable(tmp_path: Path) -> None:
     """Of 2,000 about a tenth is held out; those stay so when as many come before, between and behind them."""
     file = tmp_path / "a.jsonl"
@@ -158,24 +151,6 @@ def test_nothing_left(tmp_path: Path) -> None:
     keys = {"decontaminate": [str(tmp_path / "q.jsonl")], "filters": {"min_turn_chars": 5}}
     with pytest.raises(UserError, match=r"holds no valid conversation \(1 contaminated, 1 filtered out\); set"):
         questions(tmp_path / "a.jsonl", **keys)
-
-
-def test_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl("a").encode())
-    assert questions(tmp_path / "chats.jsonl") == ["a"]
-
-
-def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
-    """Of 1,500 conversations of 4 kB, 6 MB, only their hashes stay: 16 bytes and Python's 60 or so around them."""
-    file = tmp_path / "a.jsonl"
-    file.write_text(jsonl(*(f"{n} " + "word " * 800 for n in range(1500))))
-    recipe = make_recipe(file, decontaminate=[])
-    tracemalloc.start()
-    try:
-        assert sum(1 for _ in load_conversations(recipe)) == 1500
-        assert tracemalloc.get_traced_memory()[1] < 1.5e6
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

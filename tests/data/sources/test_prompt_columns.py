@@ -1,6 +1,5 @@
 """Prompts in columns: the usual names, the recipe's own, answers that are there or not, and what is refused."""
 
-import json
 from typing import Any
 
 import pytest
@@ -80,12 +79,3 @@ def test_mistakes(record: dict[str, Any], columns: dict[str, str], reason: str, 
     with pytest.raises(InvalidConversation, match=sentence.replace("(", r"\(").replace(")", r"\)")) as caught:
         parse(record, **columns)
     assert caught.value.reason == reason
-
-
-@pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="../shared/material is not there")
-def test_spec_bench() -> None:
-    records = [json.loads(line) for line in SPEC_BENCH.read_text(encoding="utf-8").splitlines()]
-    conversations = [parse(record) for record in records]
-    assert len({conversation.id for conversation in conversations}) == 480
-    assert sum(len(conversation.turns) == 3 for conversation in conversations) == 80  # MT-bench asks twice
-    assert not any(conversation.is_answered for conversation in conversations)

@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.answer_spans import template_answer_lead
 from draftsmith.data.tokens.chat_tokens import (
-    TokenizedConversation,
     prompt_token_ids,
     tokenize_conversation,
     tokenize_shortened,
@@ -59,17 +58,6 @@ def test_the_runs_are_the_ids(family: str) -> None:
     assert alone.input_ids == prompt + said(tokenizer, family, "you are")
     texts = {"".join(tokenizer.decode(tokens.input_ids).split()) for tokens in (tokenized, alone)}
     assert len(texts) == 1  # but for the space that Llama 2's template puts behind an answer
-
-
-def test_the_same_ids_change_nothing() -> None:
-    for family, known in FAMILIES.items():
-        tokenizer = known.tokenizer()
-        plain = tokenize_conversation(tokenizer, TALK)
-        if family == "R1":  # its prompt opens thoughts: known ids say what followed that
-            continue
-        exact = tokenize_conversation(tokenizer, TALK, list(plain.answers()))
-        assert exact.answers() == plain.answers(), family
-        assert plain.input_ids[: len(exact.input_ids)] == exact.input_ids, family  # all but what follows the end token
 
 
 def test_only_some_turns_have_ids() -> None:
@@ -147,11 +135,6 @@ def test_shortening_keeps_the_ids_of_the_turns_that_stay() -> None:
     assert dropped == 2
     assert cut.answers() == ids[:2]
     assert cut.input_ids == whole.input_ids[: len(cut.input_ids)]
-
-
-def test_with_last_answer_only() -> None:
-    tokens = TokenizedConversation([1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 1, 1, 0])
-    assert tokens.with_last_answer_only().loss_mask == [0, 0, 0, 0, 1, 1, 0]
 
 
 def test_ids_of_another_conversation_are_refused() -> None:

@@ -1,11 +1,20 @@
 """Golden masks of the published chat formats, written by hand: which text carries loss, and what stands around it."""
 
 import pytest
+from support import tiny_tokenizers as templates
 from support.chat_families import FAMILIES
+from support.tiny_tokenizers import tiny_tokenizer
+from transformers import GenerationConfig
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import (
+    answer_end_ids,
+    prompt_token_ids,
+    template_end_token,
+    tokenize_conversation,
+)
+from draftsmith.recipes.errors import UserError
 
 TALK = (
     Turn("user", "Say hi"),
@@ -35,15 +44,6 @@ GOLDEN = {
         "<|start_header_id|>user<|end_header_id|>\n\nSay [INST] bye<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye.<|eot_id|>»"
     ),
-    "Llama 3.1": (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-        "Today Date: 26 Jul 2024\n\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nSay hi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n«Hello there.\nünï 👋<|eot_id|>»"
-        "<|start_header_id|>user<|end_header_id|>\n\nHello there.<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye<|eot_id|>»"
-        "<|start_header_id|>user<|end_header_id|>\n\nSay [INST] bye<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye.<|eot_id|>»"
-    ),
     "Vicuna": (
         "<s>A chat between a curious user and an artificial intelligence assistant. USER: Say hi ASSISTANT:"
         "« Hello there.\nünï 👋</s>»USER:  Hello there.  ASSISTANT:«  Bye\n</s>»"
@@ -53,17 +53,9 @@ GOLDEN = {
         "<s>[INST] Say hi [/INST]«Hello there.\nünï 👋</s>» [INST]  Hello there.  [/INST]« Bye\n</s>» "
         "[INST] Say [INST] bye [/INST]«Bye.</s>» "
     ),
-    "Mistral v0.2": (
-        "<s>[INST] Say hi [/INST]«Hello there.\nünï 👋</s>»[INST]  Hello there.  [/INST]« Bye\n</s>»"
-        "[INST] Say [INST] bye [/INST]«Bye.</s>»"
-    ),
     "Mistral v0.3": (
         "<s>[INST] Say hi[/INST]« Hello there.\nünï 👋</s>»[INST]  Hello there. [/INST]« Bye</s>»"
         "[INST] Say [INST] bye[/INST]« Bye.</s>»"
-    ),
-    "Tekken v3": (
-        "<s>[INST]Say hi[/INST]«Hello there.\nünï 👋</s>»[INST] Hello there. [/INST]« Bye\n</s>»"
-        "[INST]Say [INST] bye[/INST]«Bye.</s>»"
     ),
     "Gemma 2": (
         "<bos><start_of_turn>user\nSay hi<end_of_turn>\n<start_of_turn>model\n«Hello there.\nünï 👋<end_of_turn>»\n"
@@ -81,7 +73,6 @@ GOLDEN = {
         "<|User|>Say [INST] bye<|Assistant|>«Bye.</s>»"
     ),
 }
-GOLDEN["Tekken v7"], GOLDEN["Gemma 3"] = GOLDEN["Tekken v3"], GOLDEN["Gemma 2"]
 GOLDEN["Qwen3, no thoughts"] = GOLDEN["Qwen3"].replace("«<think>\n\n</think>\n\nBye.", "<think>\n\n</think>\n\n«Bye.")
 # What a system turn adds: (place in the text without it, the text with it).
 WITH_SYSTEM = {
@@ -91,12 +82,8 @@ WITH_SYSTEM = {
         "<|begin_of_text|>",
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou are a helper.<|eot_id|>",
     ),
-    "Llama 3.1": ("Jul 2024\n\n", "Jul 2024\n\nYou are a helper."),
     "Vicuna": ("A chat between a curious user and an artificial intelligence assistant.", "You are a helper."),
     "Mistral v0.3": ("[INST] Say [INST] bye", "[INST] You are a helper.\n\nSay [INST] bye"),
-    "Tekken v3": ("[INST]Say [INST] bye", "[INST]You are a helper.\n\nSay [INST] bye"),
-    "Tekken v7": ("<s>[INST]", "<s>[SYSTEM_PROMPT]You are a helper.[/SYSTEM_PROMPT][INST]"),
-    "Gemma 3": ("user\nSay hi", "user\nYou are a helper.\n\nSay hi"),
     "Qwen3": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
 }
 
@@ -127,7 +114,7 @@ def test_a_system_turn_moves_nothing_else(family: str) -> None:
     assert shown(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
 
 
-@pytest.mark.parametrize("family", ["Gemma 2", "Mistral v0.1", "Mistral v0.2"])
+@pytest.mark.parametrize("family", ["Gemma 2", "Mistral v0.1"])
 def test_families_without_system_turns_refuse_them(family: str) -> None:
     with pytest.raises(TemplateRefusal, match="roles system, user"):
         shown(family, (SYSTEM, *TALK))
@@ -156,7 +143,10 @@ def test_every_answer_ends_with_the_familys_end_token(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "lead"),
-    [("ChatML", ""), ("Llama 2", " "), ("Vicuna", " "), ("Mistral v0.1", ""), ("Mistral v0.3", " "), ("Tekken v3", "")],
+    [
+        *[("ChatML", ""), ("Llama 2", " "), ("Vicuna", " "), ("Mistral v0.1", ""), ("Mistral v0.3", " ")],
+        ("Qwen3", "<think>\n\n</think>\n\n"),
+    ],
 )
 def test_what_stands_before_an_answer(family: str, lead: str) -> None:
     assert template_answer_lead(FAMILIES[family].tokenizer()) == lead
@@ -193,3 +183,19 @@ def test_a_system_prompt_that_a_later_turn_needs_is_not_forgotten() -> None:
     assert shown("Mistral v0.3", (SYSTEM, *TALK[:2])) == (
         "<s>[INST] You are a helper.\n\nSay hi[/INST]« Hello there.\nünï 👋</s>»"
     )
+
+
+def test_all_that_end_an_answer() -> None:
+    """The model's eos (1 = </s>, also the tokenizer's), and the template's <|im_end|>, unknown to the model."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert answer_end_ids(GenerationConfig(eos_token_id=1), tokenizer) == sorted({1, im_end})
+    assert answer_end_ids(GenerationConfig(eos_token_id=[2, 3]), tokenizer) == sorted({1, 2, 3, im_end})
+    assert answer_end_ids(GenerationConfig(), tokenizer) == sorted({1, im_end})
+
+
+def test_nothing_ends_an_answer() -> None:
+    tokenizer = tiny_tokenizer(templates.NO_END_TOKEN)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"no end-of-sequence token .*: set tokenizer\.eos_token and save"):
+        answer_end_ids(GenerationConfig(), tokenizer)

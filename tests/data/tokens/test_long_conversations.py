@@ -55,10 +55,7 @@ def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 TOKENIZERS = {
     **{name: family.tokenizer() for name, family in FAMILIES.items()},
-    **{
-        name: tiny_tokenizer(getattr(templates, name))
-        for name in ("GENERATION", "HARMONY", "MISTRAL", "NO_END_TOKEN", "ZEPHYR")
-    },
+    **{name: tiny_tokenizer(getattr(templates, name)) for name in ("GENERATION", "HARMONY", "NO_END_TOKEN", "ZEPHYR")},
     "opened thoughts": tiny_tokenizer(templates.CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")),
     "LLAMA2, spaced": spaced_tokenizer(templates.LLAMA2),
     "NO_END_TOKEN, spaced": spaced_tokenizer(templates.NO_END_TOKEN),
