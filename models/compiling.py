@@ -12,9 +12,9 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from draftsmith.models.cpu_kernels import cpp_compiler
-from draftsmith.recipes.cache import cache_root
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar
+from draftsmith.recipes.run_folder import cache_root
 
 BACKEND = "inductor"
 MOST_SHAPES = 64  # of one function, in one process

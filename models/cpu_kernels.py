@@ -16,8 +16,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from draftsmith.recipes.cache import cache_root
-from draftsmith.recipes.machine import Machine
+from draftsmith.recipes.provenance import Machine
+from draftsmith.recipes.run_folder import cache_root
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,7 +1,7 @@
 """The recipe: one YAML file that drives every stage.
 
-Read `schema` (every key), `loading` (a file and its overrides), `run_folder` (where the stages write), `settings` (what
-a folder was begun with), `first_stage` (the recipe that another starts from), `cache` (where lies what is fetched
-once), `results` (measured figures, with the `machine`), `hub` (what the Hub refuses). A shipped recipe is one more file
-here. Imports nothing else of draftsmith.
+Read `schema` (every key), `loading` (a file, its overrides, and the recipe that another starts from), `run_folder`
+(where the stages write, who may, and what a folder was begun with), `results` (measured figures, with their
+`provenance`), `errors` (what users are told), `hub` (what the Hub refuses). A shipped recipe is one more file here.
+Imports nothing else of draftsmith.
 """

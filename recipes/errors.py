@@ -1,4 +1,4 @@
-"""The one error that users see: a sentence that names the file, line or key, and the way out."""
+"""The one error that users see: a sentence that names the file, line or key, and the way out, and shows no secret."""
 
 import difflib
 import errno
@@ -10,13 +10,17 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from draftsmith.recipes.masking import masked
-
+MASK = "***"
+_SECRET_KEY = r"(?:\w+_)?(?:password|secret|(?:hub|hf|api|access|auth)_(?:token|key))"  # as our libraries call them
+_PAIR = re.compile(rf"""\b({_SECRET_KEY}|api_key_env)(["']?\s*[:=]\s*["']?)([^\s"',}}]+)""")
+_CREDENTIALS = re.compile(r"""(?<=://)(?:(?!://)[^\s"'])+(?=@)|[^\s"'/:=,\[]+:[^\s"'/]+(?=@)""")
+ENVIRONMENT_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 USER_ERROR_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE = 130, 143  # 128 + the signal's number, as shells say it
 INTERRUPTED = "interrupted: run the same command again to continue where it stopped"
-# What disks refuse in any file; a network refuses with the others too, so those count with a file's name only.
+# What disks refuse in any file; networks refuse with the others too, so those count with a file's name alone.
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE}
 OF_A_PATH = {
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
@@ -111,3 +115,29 @@ def what_the_system_refused(error: Exception) -> str | None:
         "limits), or name another place (`runs_dir` and `name` in the recipe), then run the same command again to "
         "continue"
     )
+
+
+def masked(value: Any) -> Any:
+    """A text, or a tree of mappings and lists, without its secrets.
+
+    In a mapping they are left out, since such keys are read from the environment too. In a text they become `***`, and
+    so does what stands before the @ of a URL, unless the environment holds the password (`http://me:$PASSWORD@host`).
+    """
+    if isinstance(value, dict):
+        return {key: masked(inner) for key, inner in value.items() if not _is_secret(str(key), str(inner))}
+    if isinstance(value, list):
+        return [masked(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    text = _PAIR.sub(lambda pair: pair[1] + pair[2] + (MASK if _is_secret(pair[1], pair[3]) else pair[3]), value)
+    return _CREDENTIALS.sub(_masked_credentials, text)
+
+
+def _is_secret(key: str, value: str) -> bool:
+    """Who gives the key itself where the name of a variable is asked for has given it away too."""
+    return re.fullmatch(_SECRET_KEY, key) is not None or (key == "api_key_env" and not value.isidentifier())
+
+
+def _masked_credentials(credentials: re.Match[str]) -> str:
+    password = credentials[0].rpartition(":")[2]
+    return credentials[0] if ENVIRONMENT_VARIABLE.fullmatch(password) else MASK

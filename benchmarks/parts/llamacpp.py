@@ -19,8 +19,8 @@ import torch
 from huggingface_hub import hf_hub_download
 
 from draftsmith.models.weights import sampled_hash
-from draftsmith.recipes.cache import cache_root
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import cache_root
 from draftsmith.recipes.schema import TargetRecipe
 
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")

@@ -29,9 +29,8 @@ from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, sha256_of
+from draftsmith.recipes.run_folder import RunFolder, check_settings, sha256_of, write_settings
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.settings import check_settings, write_settings
 
 HELD_POLL_S = 2.0  # between two looks at conversations that another process works on
 LONGEST_WRITE_INTERVAL_S = 1.0

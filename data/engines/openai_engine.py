@@ -35,8 +35,7 @@ from tqdm import tqdm
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.tokens.answer_spans import PROBE
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.masking import ENVIRONMENT_VARIABLE, MASK
+from draftsmith.recipes.errors import ENVIRONMENT_VARIABLE, MASK, UserError
 from draftsmith.recipes.schema import Section
 
 Api = Literal["completions", "chat"]

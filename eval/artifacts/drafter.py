@@ -25,8 +25,7 @@ from draftsmith.eval.bench.measured_methods import drafter_folder
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.report.summary import OVERALL, summarize_timing
 from draftsmith.models.base.registry import drafter_config
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.masking import masked
+from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.results import portable
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe

@@ -25,10 +25,10 @@ from draftsmith.eval.commands.terminal.arguments import Overrides, RecipePath, i
 from draftsmith.eval.commands.terminal.console import console, heading
 from draftsmith.eval.commands.terminal.options import JsonPlace, Quiet, WithTerminalOptions
 from draftsmith.eval.commands.terminal.output import tell
-from draftsmith.recipes.errors import UserError, did_you_mean, exit_with_one_sentence
+from draftsmith.recipes.errors import UserError, did_you_mean, exit_with_one_sentence, masked
 from draftsmith.recipes.loading import find_recipe, load_recipe
-from draftsmith.recipes.masking import masked
-from draftsmith.recipes.run_folder import RunFolder, versions
+from draftsmith.recipes.provenance import versions
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, check_name
 
 LEVELS = "1,4,16,64"

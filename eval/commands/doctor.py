@@ -30,7 +30,7 @@ from draftsmith.models.formats.exporting import (
 )
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.parity import TOLERANCE, check_parity

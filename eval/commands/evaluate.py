@@ -50,13 +50,10 @@ from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures, 
 from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.result import recorded_served
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.masking import masked
+from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.results import write_result
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
-from draftsmith.recipes.run_lock import alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_atomically, write_settings
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.settings import check_settings, write_settings
 
 
 @alone_in_its_run("eval")

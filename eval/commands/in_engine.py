@@ -48,12 +48,10 @@ from draftsmith.models.target.loading import (
     target_location,
     target_without_weights,
 )
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.loading import explain
-from draftsmith.recipes.masking import masked
 from draftsmith.recipes.results import write_result
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
-from draftsmith.recipes.run_lock import alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
 from draftsmith.recipes.schema import Recipe
 
 OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"

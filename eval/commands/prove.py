@@ -40,8 +40,7 @@ from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
-from draftsmith.recipes.run_lock import alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
 from draftsmith.recipes.schema import Recipe
 
 DEFAULT_TEMPERATURE = 1.0  # where the recipe only decodes greedily

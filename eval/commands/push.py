@@ -34,14 +34,11 @@ from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, loa
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
-from draftsmith.recipes.masking import masked
 from draftsmith.recipes.results import portable
-from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
-from draftsmith.recipes.run_lock import alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_text, read_json, write_atomically
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.units import bytes_text
 from draftsmith.train.drafter.card import CARD_FILE, Publication, public_recipe
 
 STAGED = "hub"

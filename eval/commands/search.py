@@ -31,7 +31,7 @@ from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.train.batches.heldout import split_rows

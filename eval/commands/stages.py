@@ -16,7 +16,7 @@ from rich.prompt import Confirm
 
 from draftsmith.eval.commands.terminal.console import console, heading
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json
 from draftsmith.recipes.schema import Recipe

@@ -42,8 +42,7 @@ from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
-from draftsmith.recipes.run_lock import alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 GREEDY = Sampling()

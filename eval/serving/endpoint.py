@@ -25,8 +25,7 @@ from pydantic import ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions, Refused, ServerFails
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.masking import masked
+from draftsmith.recipes.errors import UserError, masked
 
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
 # What the engine's options are called on the command line.

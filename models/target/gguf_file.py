@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_gguf_available
 
 from draftsmith.models.weights import read_pretrained, sampled_hash
-from draftsmith.recipes.cache import cache_root
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import cache_root
 from draftsmith.recipes.schema import TargetRecipe
 
 

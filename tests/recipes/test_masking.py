@@ -9,8 +9,7 @@ from support.openai_setup import StartServer
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.masking import masked
+from draftsmith.recipes.errors import UserError, masked
 from draftsmith.train.drafter.training_arguments import training_arguments
 
 RUNNER = CliRunner()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.recipes.machine import Machine
+from draftsmith.recipes.provenance import Machine, Provenance
 from draftsmith.recipes.results import RESULT_KEYS, folded_json, portable, write_result
-from draftsmith.recipes.run_folder import Provenance
 
 
 def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_lock import OWNER_FILE, alone_in_its_run, run_lock
+from draftsmith.recipes.run_folder import OWNER_FILE, alone_in_its_run, run_lock
 from draftsmith.recipes.schema import Recipe
 
 HOLDER = """
 import sys
 from pathlib import Path
-from draftsmith.recipes.run_lock import run_lock
+from draftsmith.recipes.run_folder import run_lock
 
 with run_lock(Path(sys.argv[1]), "train"):
     print("held", flush=True)

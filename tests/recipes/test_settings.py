@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.settings import check_settings, write_settings
+from draftsmith.recipes.run_folder import check_settings, write_settings
 
 SETTINGS: dict[str, Any] = {
     "eval": {"max_new_tokens": 10, "stop": [], "methods": [{"name": "a"}]},

@@ -24,7 +24,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from draftsmith.data.sources.records import JSON_SUFFIXES
 from draftsmith.models.base.registry import TRAINING_FILE
-from draftsmith.recipes.masking import masked
+from draftsmith.recipes.errors import masked
 from draftsmith.recipes.results import portable
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import Recipe

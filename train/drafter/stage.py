@@ -21,11 +21,16 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
-from draftsmith.recipes.run_lock import alone_in_its_run
+from draftsmith.recipes.run_folder import (
+    RunFolder,
+    alone_in_its_run,
+    bytes_text,
+    check_settings,
+    free_bytes_at,
+    write_atomically,
+    write_settings,
+)
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.settings import check_settings, write_settings
-from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.batches.collate import PackedRows, check_packing
 from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.card import write_drafter_card

@@ -13,8 +13,8 @@ from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, read_drafter
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.first_stage import first_stage
 from draftsmith.recipes.hub import hub_id
+from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 

@@ -27,9 +27,8 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import weights_hash
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, read_json, refuse_other_settings, write_atomically
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.settings import refuse_other_settings
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 
 INDEX_NAME = "index.json"

@@ -24,10 +24,8 @@ from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.run_lock import alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_text, free_bytes_at
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.features.cache import (
     SHARD_BYTES,
     FeatureIndex,

@@ -15,10 +15,9 @@ import torch
 
 from draftsmith.models.target.loading import target_device
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.machine import Machine
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.provenance import Machine
+from draftsmith.recipes.run_folder import RunFolder, bytes_text
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.units import bytes_text
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import training_data
 from draftsmith.train.plan.plan import Plan, PlanOptions, make_plan, plannable

@@ -17,9 +17,8 @@ from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.packed_linear import packable_bytes
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.units import bytes_text, free_bytes_at
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import Batch, TrainingData, training_data
 from draftsmith.train.plan.data_scaling import stored_fits, what_more_data_is_worth

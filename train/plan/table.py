@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.recipes.units import bytes_text, scaled
+from draftsmith.recipes.run_folder import bytes_text, scaled
 from draftsmith.train.plan.plan import USABLE_FRAC, Line, Plan
 from draftsmith.train.plan.set_ups import SetUp
 

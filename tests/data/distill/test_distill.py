@@ -23,9 +23,8 @@ from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conver
 from draftsmith.eval.commands.stages import local_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, write_settings
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.settings import write_settings
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
 

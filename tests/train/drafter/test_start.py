@@ -14,7 +14,7 @@ from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.first_stage import first_stage
+from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage

