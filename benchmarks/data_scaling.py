@@ -6,8 +6,8 @@
 The first recipe must be distilled (`draftsmith distill`), with its features on disk where `data.features.source` is
 `offline` (all layers that any of the recipes reads). Every recipe is trained on every part of its tokens
 (`data.train_answer_tokens`), as its `train:` says (in epochs: less data are fewer steps; `train.max_steps=N` gives all
-the same), all are measured side by side, and a line over log2 of the tokens is fitted (`train/plan/data_scaling.py`).
-What is trained or measured is not done again by the same command.
+the same), all are measured side by side, and a line over log2 of the tokens is fitted (a power law's third
+parameter is not determined by few sizes). What is trained or measured is not done again by the same command.
 
 Beside it: the tau of a chain that accuracies by depth lead one to expect, 1 + a1 + a1 a2 + ..., against the measured
 one. Accuracies are those on rows kept out of training where `data.eval_rows_frac` asks for such, else on training rows;
@@ -15,11 +15,13 @@ EAGLE trains one depth, which then stands for all. `--store` writes the fits whe
 """
 
 import json
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from parts.timing import benchmark_parser, write_figures
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
@@ -32,9 +34,53 @@ from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.plan.data_scaling import STORED, ScalingFit, as_stored, fit_scaling
+from draftsmith.train.plan.plan import SCALING_FILE
 
 SHAPES = ("chain", "tree")
+REFERENCE_TOKENS = 100_000
+LEAST_SIZES = 3
+
+
+@dataclass(frozen=True)
+class ScalingFit:
+    """tau(n) = tau_at_100k + tau_per_doubling * log2(n / 100,000), n in answer tokens.
+
+    `residual` is that of a point, with the two parameters taken off (n - 2).
+    """
+
+    tau_at_100k: float
+    tau_per_doubling: float
+    tau_per_doubling_error: float
+    residual: float
+    least_tokens: int
+    most_tokens: int
+
+    def tau(self, answer_tokens: float) -> float:
+        return self.tau_at_100k + self.tau_per_doubling * float(np.log2(answer_tokens / REFERENCE_TOKENS))
+
+
+def fit_scaling(answer_tokens: list[int], taus: list[float]) -> ScalingFit:
+    """Fit the line by least squares to the tau of each training, of at least three different sizes.
+
+    Raises:
+        ValueError: Too few sizes.
+    """
+    if len(set(answer_tokens)) < LEAST_SIZES:
+        raise ValueError(f"a line needs {LEAST_SIZES} sizes of data at least, not {sorted(set(answer_tokens))}")
+    doublings = np.log2(np.array(answer_tokens, dtype=np.float64) / REFERENCE_TOKENS)
+    slope, intercept = np.polyfit(doublings, np.array(taus, dtype=np.float64), 1)
+    left = np.array(taus) - intercept - slope * doublings
+    residual = float(np.sqrt((left**2).sum() / (len(taus) - 2)))
+    spread = float(np.sqrt(((doublings - doublings.mean()) ** 2).sum()))
+    return ScalingFit(
+        float(intercept), float(slope), residual / spread, residual, min(answer_tokens), max(answer_tokens)
+    )
+
+
+def as_stored(result: dict[str, Any]) -> dict[str, Any]:
+    """Of a whole result file, what `draftsmith plan` reads: where it comes from, and the fits alone."""
+    figures = result["figures"]
+    return {**result, "figures": {"target": figures["target"], "trees": figures["fits"]["tree"]}}
 
 
 def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
@@ -171,7 +217,7 @@ def main() -> None:
     write_figures(options, {"target": target, "rows": rows, "fits": as_values})
     if options.store:
         result = json.loads(options.json.read_text(encoding="utf-8"))
-        write_atomically(STORED, json.dumps(as_stored(result), indent=2) + "\n")
+        write_atomically(SCALING_FILE, json.dumps(as_stored(result), indent=2) + "\n")
 
 
 if __name__ == "__main__":

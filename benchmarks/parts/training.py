@@ -41,8 +41,8 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.plan.fake_step import FakeTraining, StepCost
 from draftsmith.train.plan.plan import matmul_flops_per_s
-from draftsmith.train.plan.step_cost import FakeTraining, StepCost
 from parts.shapes import SEED, Shape, random_drafter, random_target
 from parts.timing import (
     Suite,

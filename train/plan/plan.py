@@ -1,33 +1,49 @@
 """`draftsmith plan`: what training a recipe will need, from configs alone, before any weights are downloaded.
 
-Memory and FLOPs come from one training step on tensors without values (`step_cost.py`); disk from the number of tokens;
-throughput from the FLOPs and a rate, given or measured. Every line says how it was computed.
+Memory and FLOPs come from one training step on tensors without values (`fake_step.py`); disk from the number of tokens;
+throughput from the FLOPs and a rate, given or measured. Every line says how it was computed. Where a step does not fit,
+lines of the recipe are proposed that make it smaller, each planned as well.
 
 Shapes: B batch, S sequence, F features.
 """
 
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from datasets import Dataset
+from torch import Tensor
 from transformers import TrainingArguments
 
-from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.features import decoder_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.packed_linear import packable_bytes
+from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at
+from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, read_json
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.batches.collate import PackedRows, collate_right_padded
+from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.plan.batches import Batch, TrainingData, training_data
-from draftsmith.train.plan.data_scaling import stored_fits, what_more_data_is_worth
-from draftsmith.train.plan.set_ups import SetUp, set_ups
-from draftsmith.train.plan.step_cost import FakeTraining, StepCost
+from draftsmith.train.plan.fake_step import FakeTraining, Phase, StepCost
+from draftsmith.train.processes.launch import Launch, launch_of
 
 MEASURING_S = 0.5
+FLEX_AS_FOLDED = "flex is planned as folded, which saves the same for the backward pass"
 # Left free: the device's own context, the kernels' workspaces, fragmentation.
 USABLE_FRAC = 0.9
+SCALING_FILE = Path(__file__).with_name("data_scaling.json")  # written by `benchmarks/data_scaling.py`
+SMALLER_VOCABULARY = 32_000
+THE_SAME_TRAINING = {"train.gradient_accumulation_steps", "drafter.options.in_parts"}
+WORTH_FRAC = 0.98  # of the peak: what saves less is not proposed
+PLACEMENTS = ("replicated", "sharded", "int8", "nf4", "offline")
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,17 @@ class Verdict:
     memory_bytes: int
     fits: bool
     sentence: str
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """One way to train; `bytes` of one process at its peak, None if it cannot be done, with the reason."""
+
+    launch: str
+    target: str
+    processes: int
+    bytes: int | None
+    why_not: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,15 +116,11 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.processes < 1:
             raise UserError(f"option --processes must be at least 1, not {self.processes}")
-        for key, value, most in (
-            ("memory-gib", self.memory_gib, None),
-            ("peak-tflops", self.peak_tflops, None),
-            ("utilisation", self.utilisation, 1),
-            ("labelled-share", self.labelled_share, 1),
-        ):
-            if value is not None and not (value > 0 and (most is None or value <= most)):
-                limit = "" if most is None else f" and at most {most}"
-                raise UserError(f"option --{key} must be above 0{limit}, not {value:g}")
+        for key in ("memory_gib", "peak_tflops", "utilisation", "labelled_share"):
+            value, is_share = getattr(self, key), key in ("utilisation", "labelled_share")
+            if value is not None and not (value > 0 and (value <= 1 or not is_share)):
+                limit = " and at most 1" if is_share else ""
+                raise UserError(f"option --{key.replace('_', '-')} must be above 0{limit}, not {value:g}")
 
 
 def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
@@ -107,22 +130,23 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         UserError: The target's config cannot be read, or a key or option is wrong.
     """
     options = options or PlanOptions()
-    run = RunFolder(recipe)
-    device = target_device(recipe.target)
-    args = training_arguments(recipe.train, run.drafter / "checkpoints", recipe.seed, use_cpu=device.type == "cpu")
-    planned, notes = plannable(recipe)
+    device, args = target_device(recipe.target), arguments_of(recipe)
+    planned = _plannable(recipe)
     data = training_data(recipe, args.per_device_train_batch_size, options.labelled_share)
-    notes += _more_data(recipe)
     training = FakeTraining(planned, args)
-    largest = training.step(data.largest.inputs)
-    typical = largest if data.typical is data.largest else training.step(data.typical.inputs)
+    largest = training.step(data.largest)
+    typical = largest if data.typical is data.largest else training.step(data.typical)
+    more_data = what_more_data_is_worth(recipe)
+    notes = [] if more_data is None else [more_data]
+    if planned is not recipe:
+        notes.insert(
+            0, "drafter.options.attention: flex is planned as folded, which saves the same for the backward pass"
+        )
     if args.gradient_accumulation_steps > 1:
         notes.append("gradients stay while the next batch of an accumulated step is computed: counted")
     if device.type == "cpu" and (packable := packable_bytes(training.target)):
-        copies = bytes_text(packable)
-        notes.append(
-            f"distilling and decoding on this CPU may keep packed copies of the target's layers: up to {copies}"
-        )
+        copies = f"packed copies of the target's layers: up to {bytes_text(packable)}"
+        notes.append(f"distilling and decoding on this CPU may keep {copies}")
     notes.append(
         "one process with the target whole; `--processes N` shows what each of several holds under every set-up. A "
         "CUDA context, the kernels' workspaces and fragmentation come on top"
@@ -130,37 +154,118 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     return Plan(
         name=recipe.name,
         parameters=_parameters(recipe, training),
-        batches=[_batch("largest batch", data.largest), _batch("typical batch", data.typical)],
+        batches=[
+            _batch("largest batch", data.largest, data.how[0]),
+            _batch("typical batch", data.typical, data.how[1]),
+        ],
         memory=_memory(training, args, largest),
         peak_bytes=largest.peak[1].peak_bytes,
         phase_peak_bytes={name: phase.peak_bytes for name, phase in largest.phases.items()},
         disk=[_cache(recipe, training, data)],
         flops_per_token=_flops(typical),
         throughput=_throughput(training, args, typical, data, options, device),
-        verdict=_verdict(training, args, largest, data.largest, options.memory_gib),
+        verdict=_verdict(recipe, largest, options),
         notes=notes,
-        set_ups=set_ups(planned, args, data.largest.inputs, options.processes) if options.processes > 1 else [],
+        set_ups=set_ups(planned, args, data.largest, options.processes) if options.processes > 1 else [],
     )
 
 
-def _more_data(recipe: Recipe) -> list[str]:
-    """What was measured elsewhere, beside what there is here."""
-    fits, run = stored_fits(), RunFolder(recipe)
-    if fits is None:
-        return []
-    distilled = (run.data / "tokens").is_dir()
-    answer_tokens = sum(answer_lengths(load_tokens(run, recipe.name))) if distilled else None
-    sentence = what_more_data_is_worth(fits, recipe.drafter.kind, answer_tokens)
-    return [] if sentence is None else [sentence]
+def arguments_of(recipe: Recipe) -> TrainingArguments:
+    """The arguments of the recipe's training on the target's device."""
+    device = target_device(recipe.target)
+    folder = RunFolder(recipe).drafter / "checkpoints"
+    return training_arguments(recipe.train, folder, recipe.seed, use_cpu=device.type == "cpu")
 
 
-def plannable(recipe: Recipe) -> tuple[Recipe, list[str]]:
+def _plannable(recipe: Recipe) -> Recipe:
     """Compiled attention cannot run without values; the kernels of `folded` save the same for the backward pass."""
     if recipe.drafter.options.get("attention") != "flex":
-        return recipe, []
+        return recipe
     changed = recipe.model_copy(deep=True)
     changed.drafter.options["attention"] = "folded"
-    return changed, ["drafter.options.attention: flex is planned as folded, which saves the same for the backward pass"]
+    return changed
+
+
+def what_more_data_is_worth(recipe: Recipe, file: Path = SCALING_FILE) -> str | None:
+    """Say, without a full stop, how tau grew with the data where it was measured; None for a kind that was not.
+
+    The line is tau(n) = a + b log2(n / 100,000): each doubling of the answer tokens adds b. Two parameters, since a
+    power law's third is not determined by few sizes; beyond the largest size nothing is promised.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    run, figures = RunFolder(recipe), read_json(file, dict[str, Any], "install draftsmith again", "figures")
+    fit = figures["trees"].get(recipe.drafter.kind)
+    if fit is None:
+        return None
+    sentence = (
+        f"each doubling of the answer tokens changed the tree's tau by {fit['tau_per_doubling']:+.2f} ± "
+        f"{fit['tau_per_doubling_error']:.2f} between {fit['least_tokens']:,} and {fit['most_tokens']:,} (measured on "
+        f"{figures['target']} with {recipe.drafter.kind}, points {fit['residual']:.2f} off the line; your target may "
+        "differ)"
+    )
+    if not (run.data / "tokens").is_dir():
+        return f"more data: {sentence}"
+    answer_tokens = sum(answer_lengths(load_tokens(run, recipe.name)))
+    beyond = "; that is more than was measured, so what more are worth is not known"
+    beyond = beyond if answer_tokens > fit["most_tokens"] else ""
+    return f"more data: there are {answer_tokens:,} answer tokens; {sentence}{beyond}"
+
+
+# ---- the batches ----
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The largest batch that can come and a typical one, `how` they were chosen, and all tokens (None: unknown)."""
+
+    largest: dict[str, Tensor]
+    typical: dict[str, Tensor]
+    how: tuple[str, str]
+    tokens: int | None
+    tokens_how: str
+
+
+def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None = None) -> TrainingData:
+    """From the distilled tokens if there are any, else from `data.max_length_tokens`."""
+    run, length = RunFolder(recipe), recipe.data.max_length_tokens
+    tokens = load_tokens(run, recipe.name) if (run.data / "tokens").is_dir() else None
+    if tokens is not None and labelled_share is None:
+        return _chosen_batches(recipe, tokens, batch_size)
+    num_prompt = 0 if labelled_share is None else length - round(labelled_share * length)
+    how = "assumed: rows of data.max_length_tokens"
+    if labelled_share is None:
+        how += ", all labelled: the most there can be (--labelled-share)"
+    row = {"input_ids": [0] * length, "loss_mask": [0] * num_prompt + [1] * (length - num_prompt)}
+    batch, limit = collate_right_padded([row] * batch_size), recipe.data.conversations.limit
+    if tokens is not None:
+        total, total_how = sum(row_lengths(tokens)), f"the tokens of {run.data / 'tokens'}"
+    elif limit is None:
+        total, total_how = None, "data.conversations.limit is not set and nothing is distilled yet"
+    else:
+        total = limit * length
+        total_how = "at most: data.conversations.limit x data.max_length_tokens, as nothing is distilled yet"
+    return TrainingData(batch, batch, (how, how), total, total_how)
+
+
+def _chosen_batches(recipe: Recipe, tokens: Dataset, batch_size: int) -> TrainingData:
+    """Of the rows to train on, packed where the recipe packs them."""
+    folder = RunFolder(recipe).data / "tokens"
+    tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
+    lengths, labels = np.array(row_lengths(tokens)), np.array(answer_lengths(tokens))
+    num_tokens = int(lengths.sum())
+    rows: Dataset | PackedRows = tokens
+    if recipe.data.packing:
+        rows = PackedRows(tokens, recipe.data.max_length_tokens)
+        lengths, labels = (np.array([each[row].sum() for row in rows.rows]) for each in (lengths, labels))
+    batch_size, longest = min(batch_size, len(rows)), int(lengths.argmax())
+    others = [int(row) for row in np.argsort(-labels, kind="stable") if row != longest][: batch_size - 1]
+    by_length = np.argsort(lengths, kind="stable")
+    spread = [int(by_length[(2 * i + 1) * len(rows) // (2 * batch_size)]) for i in range(batch_size)]
+    largest, typical = (collate_right_padded([rows[row] for row in chosen]) for chosen in ([longest, *others], spread))
+    how = (f"the longest and the most labelled rows of {folder}", f"rows of all lengths of {folder}")
+    return TrainingData(largest, typical, how, num_tokens, f"the tokens of {folder}")
 
 
 # ---- the lines ----
@@ -168,7 +273,7 @@ def plannable(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def _parameters(recipe: Recipe, training: FakeTraining) -> list[Line]:
     trained = sum(parameter.numel() for parameter in training.trained)
-    lent = {id(parameter) for parameter in training.drafter.parameters()}  # a LoRA lies in both
+    lent = {id(parameter) for parameter in training.drafter.parameters()}  # a LoRA is part of both
     target = sum(parameter.numel() for parameter in training.target.parameters() if id(parameter) not in lent)
     offline = recipe.data.features.source == "offline"
     kept = "; its layers are not held, as data.features.source=offline needs none" if offline else ""
@@ -179,46 +284,60 @@ def _parameters(recipe: Recipe, training: FakeTraining) -> list[Line]:
     ]
 
 
-def _batch(what: str, batch: Batch) -> Line:
-    return Line(what, float(batch.inputs["attention_mask"].sum()), "tokens", batch.describe())
+def _batch(what: str, inputs: dict[str, Tensor], how: str) -> Line:
+    (rows, length), tokens = inputs["input_ids"].shape, float(inputs["attention_mask"].sum())
+    labelled = float(inputs["loss_mask"].sum()) / tokens
+    return Line(what, tokens, "tokens", f"{rows} x {length}, {labelled:.0%} labelled; {how}")
 
 
 def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> list[Line]:
     """Of the instant at which most memory is in use."""
     name, phase = cost.peak
-    at_peak = phase.at_peak_bytes
-    layers = len(training.drafter.feature_layers)
     logits_bytes = max(other.at_peak_bytes["logits"] for other in cost.phases.values())
     explained = {
-        "target": ("target weights", f"{_dtypes(training.target.parameters())}, frozen"),
-        "drafter": ("drafter weights", f"{_dtypes(training.drafter.parameters())}"),
+        "target": ("target weights", f"{_dtypes(training.target)}, frozen"),
+        "drafter": ("drafter weights", _dtypes(training.drafter)),
         "gradients": ("gradients", "that exist at the peak"),
         "optimiser": ("optimiser state", f"what {args.optim.value} makes in its first step"),
-        "features": ("target features", f"{layers} layer{'s' if layers > 1 else ''}, for the whole batch"),
+        "features": ("target features", f"{_layers(training.drafter.feature_layers)}, for the whole batch"),
         "activations": ("activations", "saved for the backward pass, and what the peak works on"),
         "logits": ("loss", f"logits in chunks; {logits_bytes / 2**20:,.0f} MiB while the drafter runs forward"),
     }
-    lines = [Line(what, at_peak[kind], "bytes", how) for kind, (what, how) in explained.items()]
+    lines = [Line(what, phase.at_peak_bytes[kind], "bytes", how) for kind, (what, how) in explained.items()]
     how = f"sum, in the {name} with the largest batch"
     return [*lines, Line("memory of a step", phase.peak_bytes, "bytes", how)]
 
 
+def _dtypes(model: Any) -> str:
+    """`8.03 B in bfloat16`."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    return ", ".join(f"{count:,} in {_name(dtype)}" for dtype, count in counts.items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layers(layers: tuple[int, ...]) -> str:
+    return f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+
+
 def _cache(recipe: Recipe, training: FakeTraining, data: TrainingData) -> Line:
-    chosen, folder = recipe.data.features, RunFolder(recipe).features
-    obstacle = training.drafter.offline_obstacle
+    what, chosen, obstacle = "offline feature cache", recipe.data.features, training.drafter.offline_obstacle
     if obstacle is not None:
-        return Line("offline feature cache", 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
+        return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
     layers, size = training.drafter.layers_read, training.target.config.get_text_config().hidden_size
     number_bytes = getattr(torch, chosen.dtype).itemsize
+    how = f"{_layers(layers).replace('layer', 'feature layer')} x {size} x {number_bytes} bytes ({chosen.dtype})"
     bytes_per_token = len(layers) * size * number_bytes
-    how = (
-        f"{len(layers)} feature layer{'s' if len(layers) > 1 else ''} x {size} x {number_bytes} bytes ({chosen.dtype})"
-    )
     if data.tokens is None:
-        return Line("offline feature cache", bytes_per_token, "bytes a token", f"{how}; how many: {data.tokens_how}")
-    how += f" x {data.tokens:,} tokens ({data.tokens_how}); {bytes_text(free_bytes_at(folder))} are free on that disk"
+        return Line(what, bytes_per_token, "bytes a token", f"{how}; how many: {data.tokens_how}")
+    free = bytes_text(free_bytes_at(RunFolder(recipe).features))
+    how += f" x {data.tokens:,} tokens ({data.tokens_how}); {free} are free on that disk"
     how += "; training online needs none of it" if chosen.source == "online" else ""
-    return Line("offline feature cache", bytes_per_token * data.tokens, "bytes", how)
+    return Line(what, bytes_per_token * data.tokens, "bytes", how)
 
 
 def _flops(cost: StepCost) -> list[Line]:
@@ -256,14 +375,15 @@ def _throughput(
     tokens_per_s = cost.tokens / seconds
     how = f"{source}, x utilisation {options.utilisation:g} (assumed: --utilisation)"
     lines = [Line("throughput", tokens_per_s, "tokens/s", how)]
-    if data.tokens is None and args.max_steps <= 0:
-        return lines
     if args.max_steps > 0:
-        tokens, what = args.max_steps * args.gradient_accumulation_steps * cost.tokens, f"{args.max_steps} steps"
-    else:
-        tokens = round(args.num_train_epochs * (data.tokens or 0))
-        what = f"{args.num_train_epochs:g} epochs of {data.tokens_how}"
-    lines.append(Line("training time", tokens / tokens_per_s, "seconds", f"{what}, one process"))
+        tokens = args.max_steps * args.gradient_accumulation_steps * cost.tokens
+        lines.append(Line("training time", tokens / tokens_per_s, "seconds", f"{args.max_steps} steps, one process"))
+    elif data.tokens is not None:
+        tokens, what = (
+            round(args.num_train_epochs * data.tokens),
+            f"{args.num_train_epochs:g} epochs of {data.tokens_how}",
+        )
+        lines.append(Line("training time", tokens / tokens_per_s, "seconds", f"{what}, one process"))
     return lines
 
 
@@ -281,56 +401,158 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / best_s
 
 
-# ---- the verdict ----
+# ---- what fits ----
 
 
-def _verdict(
-    training: FakeTraining, args: TrainingArguments, cost: StepCost, batch: Batch, memory_gib: float | None
-) -> Verdict | None:
-    if memory_gib is None:
+def _verdict(recipe: Recipe, cost: StepCost, options: PlanOptions) -> Verdict | None:
+    """Whether the step fits, and otherwise the first change by which it does with the usual margin."""
+    if options.memory_gib is None:
         return None
-    memory_bytes = round(memory_gib * 2**30)
-    need_bytes = cost.peak[1].peak_bytes
-    need = f"{need_bytes / 2**30:.3g} of {memory_gib:g} GiB"
+    memory_bytes, need_bytes = round(options.memory_gib * 2**30), cost.peak[1].peak_bytes
+    need = f"{need_bytes / 2**30:.3g} of {options.memory_gib:g} GiB"
     if need_bytes <= USABLE_FRAC * memory_bytes:
         return Verdict(memory_bytes, True, f"fits: {need}")
     fits = need_bytes <= memory_bytes
-    begin = "tight" if fits else "does not fit"
-    return Verdict(memory_bytes, fits, f"{begin}: {need}; {_way_out(training, args, need_bytes, batch, memory_bytes)}")
-
-
-def _way_out(training: FakeTraining, args: TrainingArguments, need_bytes: int, batch: Batch, memory_bytes: int) -> str:
-    """The largest batch with the usual margin: memory grows linearly with the rows."""
-    rows = batch.rows
-    one_bytes = training.step({name: value[:1] for name, value in batch.inputs.items()}).peak[1].peak_bytes
-    room_bytes = USABLE_FRAC * memory_bytes - one_bytes
-    if room_bytes < 0:
-        smaller = "" if training.target.dtype.itemsize <= 2 else "set target.dtype=bfloat16, "
-        config = training.drafter.config
-        could_be = getattr(config, "in_parts", None) is False and config.num_depths > 1
-        parts = "set drafter.options.in_parts=true, " if could_be else ""
-        return (
-            f"one row alone needs {one_bytes / 2**30:.3g} GiB: {smaller}lower data.max_length_tokens, {parts}"
-            "split the target over several processes (data.features.sharded=true; `--processes N` says what each "
-            "holds), or take a smaller target"
-        )
-    fitting = 1 + int(room_bytes / max((need_bytes - one_bytes) / (rows - 1), 1)) if rows > 1 else 1
-    # Keep the product: the same training.
-    fitting = max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
-    accumulation = args.gradient_accumulation_steps * rows // fitting
-    return (
-        f"train.per_device_train_batch_size={fitting} train.gradient_accumulation_steps={accumulation} is the same "
-        "training in less"
+    ways = ways_out(recipe, need_bytes, options.labelled_share)
+    way = next((way for way in ways if way.peak_bytes <= USABLE_FRAC * memory_bytes), None)
+    advice = (
+        "no single change of the recipe is enough: make several, split the target over several processes "
+        "(data.features.sharded=true; `--processes N` says what each holds), or take a smaller target"
     )
+    if way is not None:
+        same = " is the same training in less" if not THE_SAME_TRAINING.isdisjoint(way.lines) else " is less"
+        advice = f"{way}{same}"
+    return Verdict(memory_bytes, fits, f"{'tight' if fits else 'does not fit'}: {need}; {advice}")
 
 
-def _dtypes(parameters: Any) -> str:
-    """`8.03 B in bfloat16`."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in parameters:
-        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return ", ".join(f"{count:,} in {_name(dtype)}" for dtype, count in counts.items())
+@dataclass(frozen=True)
+class WayOut:
+    """Lines of the recipe, by key, and the peak of a step with them."""
+
+    lines: dict[str, Any]
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        texts = {key: str(value).lower() if value is True else value for key, value in self.lines.items()}
+        lines = " ".join(f"{key}={text}" for key, text in texts.items())
+        return f"{lines} ({bytes_text(self.peak_bytes)})"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = None) -> Iterator[WayOut]:
+    """Changes of the recipe by which a step needs less than `need_bytes`, those that train the same first."""
+    for lines in _changes(recipe):
+        values = recipe.model_dump()
+        for key, value in lines.items():
+            *sections, name = key.split(".")
+            section = values
+            for part in sections:
+                section = section[part]
+            section[name] = value
+        try:
+            changed = Recipe.model_validate(values)
+            args = arguments_of(changed)
+            inputs = training_data(changed, args.per_device_train_batch_size, labelled_share).largest
+            # Rows on disk may be those of the recipe as it was.
+            inputs = {name: value[:, : changed.data.max_length_tokens] for name, value in inputs.items()}
+            peak_bytes = FakeTraining(_plannable(changed), args).step(inputs).peak[1].peak_bytes
+        except (ValueError, UserError):  # no recipe, or not for this kind or this target
+            continue
+        if peak_bytes < WORTH_FRAC * need_bytes:
+            yield WayOut(lines, peak_bytes)
+
+
+def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """What could be changed, whether or not this kind of drafter has it."""
+    args = arguments_of(recipe)
+    rows, options = args.per_device_train_batch_size, recipe.drafter.options
+    for fewer in sorted({max(1, rows // 2), max(1, rows // 4), 1} - {rows}, reverse=True):
+        if rows % fewer == 0:
+            accumulation = args.gradient_accumulation_steps * rows // fewer
+            yield {"train.per_device_train_batch_size": fewer, "train.gradient_accumulation_steps": accumulation}
+    if not options.get("in_parts") and options.get("attention") != "flex" and not launch_of(args).splits_weights:
+        yield {"drafter.options.in_parts": True}
+    yield {"data.max_length_tokens": recipe.data.max_length_tokens // 2}
+    if recipe.target.dtype not in ("bfloat16", "float16"):
+        yield {"target.dtype": "bfloat16"}
+    if not (args.bf16 or args.fp16):
+        yield {"train.bf16": True}
+    if recipe.data.features.source == "online":
+        yield {"data.features.source": "offline"}
+    for key, others, value in (
+        ("lm_heads", (None, "separate"), "shared"),
+        ("draft_vocab_size", (None,), SMALLER_VOCABULARY),
+        ("attention", ("dense",), "folded"),
+    ):
+        if options.get(key) in others:
+            yield {f"drafter.options.{key}": value}
+    if args.optim.value.startswith("adamw_torch"):
+        yield {"train.optim": "adafactor"}
+
+
+# ---- several processes ----
+
+
+def set_ups(recipe: Recipe, args: TrainingArguments, batch: dict[str, Tensor], processes: int) -> list[SetUp]:
+    """What each process holds under every launch with every place of the target, for a batch [B, S] of each.
+
+    A step in one process gives the bytes of each kind at every phase's peak. Of N processes:
+
+        drafter      DDP: whole, and a copy of the gradients in buckets. FSDP2: 1/N, whole while it runs, and gradients
+                     whole in the backward. ZeRO-1: the optimiser's 1/N and fp32 copies of 1/N of the weights; -2:
+                     gradients too; -3: weights too, whole while they are used.
+        target       replicated; sharded (FSDP2): embedding, norm and LM head, 1/N of the layers, and one layer whole
+                     while it runs; int8 and nf4 by bitsandbytes; offline: no layers, features from disk.
+
+    Raises:
+        UserError: As `FakeTraining`.
+    """
+    kind = load_drafter_class(recipe.drafter.kind)
+    plain = recipe.model_copy(deep=True)
+    plain.target.quantization, plain.data.features.source = None, "online"
+    training = FakeTraining(plain, args)
+    steps = dict.fromkeys(PLACEMENTS, training.step(batch).phases)
+    layers = [
+        sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in decoder_layers(training.target)
+    ]
+    saved = {
+        name: saved_bytes(plain.target.model_copy(update={"quantization": name}), training.target)
+        for name in ("int8", "nf4")
+    }
+    saved["sharded"] = sum(layers) - sum(layers) // processes
+    del training
+    if kind.offline_obstacle is None:
+        plain.data.features.source = "offline"
+        steps["offline"] = FakeTraining(plain, args).step(batch).phases
+    found = []
+    zero = [Launch("zero", processes, stage) for stage in (1, 2, 3)]
+    for launch in (Launch("ddp", processes), Launch("fsdp", processes, 2), *zero):
+        for place in PLACEMENTS:
+            why_not = kind.split_obstacle(recipe.drafter.options) if launch.splits_weights else None
+            why_not = why_not or (kind.offline_obstacle if place == "offline" else None)
+            why_not = why_not or (kind.whole_target_needed if place in ("sharded", "int8", "nf4") else None)
+            of_phases = [
+                _with_drafter_of(steps[place], name, launch, args.gradient_accumulation_steps)
+                + (max(layers) if place == "sharded" and name == "target forward" else 0)
+                for name in steps[place]
+            ]
+            size = None if why_not else max(of_phases) - saved.get(place, 0)
+            found.append(SetUp(launch.name, place, processes, size, why_not))
+    return found
+
+
+def _with_drafter_of(phases: dict[str, Phase], name: str, launch: Launch, accumulation: int) -> int:
+    """Peak bytes of a phase in one of several processes, with the target whole."""
+    now, parts = phases[name].at_peak_bytes, launch.processes
+    weights, gradients, optimiser = now["drafter"], now["gradients"], now["optimiser"]
+    others = phases[name].peak_bytes - weights - gradients - optimiser
+    trained = max(phase.at_peak_bytes["gradients"] for phase in phases.values())
+    in_use = weights if name in ("drafter forward", "backward") else 0  # split weights are whole then
+    if launch.strategy == "ddp":
+        return others + weights + gradients + trained + optimiser
+    if launch.strategy == "fsdp":
+        # Between the batches of an accumulated step they stay whole.
+        whole = trained if name == "backward" or (accumulation > 1 and name != "optimiser step") else 0
+        return others + weights // parts + in_use + whole + trained // parts + optimiser // parts
+    split_weights = weights // parts + in_use if launch.version == 3 else weights
+    split_gradients = gradients if launch.version < 2 else trained // parts
+    return others + split_weights + split_gradients + trained // parts + optimiser // parts

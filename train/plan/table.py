@@ -5,8 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.recipes.run_folder import bytes_text, scaled
-from draftsmith.train.plan.plan import USABLE_FRAC, Line, Plan
-from draftsmith.train.plan.set_ups import SetUp
+from draftsmith.train.plan.plan import USABLE_FRAC, Line, Plan, SetUp
 
 GROUPS = {
     "parameters": "Parameters",
@@ -41,26 +40,22 @@ def show_plan(plan: Plan, console: Console, memory_gib: float | None = None) -> 
 
 
 def _of_set_ups(set_ups: list[SetUp], memory_gib: float | None) -> Table:
-    """A row for each launch, a column for each place of the target; GiB of one process."""
-    placements = list(dict.fromkeys(each.target for each in set_ups))
-    processes = set_ups[0].processes
-    title = f"Memory of each of {processes} processes, by where the target is"
+    """A row for each launch, a column for each place of the target: bytes, a cross where these do not fit, a dash."""
+    title = f"Memory of each of {set_ups[0].processes} processes, by where the target is"
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=title, title_justify="left")
     table.add_column("")
-    for placement in placements:
+    for placement in dict.fromkeys(each.target for each in set_ups):
         table.add_column(placement, justify="right")
+    room_bytes = float("inf") if memory_gib is None else USABLE_FRAC * memory_gib * 2**30
+    cells = {
+        (each.launch, each.target): "-"
+        if each.bytes is None
+        else bytes_text(each.bytes) + ("" if each.bytes <= room_bytes else " ✗")
+        for each in set_ups
+    }
     for launch in dict.fromkeys(each.launch for each in set_ups):
-        cells = [set_up_cell(each, memory_gib) for each in set_ups if each.launch == launch]
-        table.add_row(f"  {launch}", *cells)
+        table.add_row(f"  {launch}", *(cell for (name, _), cell in cells.items() if name == launch))
     return table
-
-
-def set_up_cell(set_up: SetUp, memory_gib: float | None) -> str:
-    """`17.2 GiB`; with a cross where that does not fit, and a dash where it cannot be done."""
-    if set_up.bytes is None:
-        return "-"
-    fits = memory_gib is None or set_up.bytes <= USABLE_FRAC * memory_gib * 2**30
-    return bytes_text(set_up.bytes) + ("" if fits else " ✗")
 
 
 def amount_of(line: Line) -> str:

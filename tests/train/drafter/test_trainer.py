@@ -23,7 +23,7 @@ from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.batches import training_data
-from draftsmith.train.plan.step_cost import FakeTraining
+from draftsmith.train.plan.fake_step import FakeTraining
 
 
 def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:

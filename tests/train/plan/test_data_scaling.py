@@ -11,24 +11,15 @@ from support.places import ROOT
 from support.tiny_runs import recipe_file, tiny_run
 
 from draftsmith.data.distill.token_dataset import answer_lengths
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.train.plan.data_scaling import (
-    STORED,
-    StoredFits,
-    as_stored,
-    fit_scaling,
-    stored_fits,
-    what_more_data_is_worth,
-)
-from draftsmith.train.plan.plan import make_plan
+from draftsmith.train.plan.plan import SCALING_FILE, what_more_data_is_worth
 
 script = benchmark("data_scaling")
 
 
 def test_the_line_by_hand() -> None:
     """Doublings -1, 0, 1, 2, taus 1.9, 2.1, 2.5, 2.5: slope 1.1 / 5, mean 2.25 at 0.5; left -.02, -.04, .14, -.08."""
-    fit = fit_scaling([50_000, 100_000, 200_000, 400_000], [1.9, 2.1, 2.5, 2.5])
+    fit = script.fit_scaling([50_000, 100_000, 200_000, 400_000], [1.9, 2.1, 2.5, 2.5])
     assert fit.tau_per_doubling == pytest.approx(0.22)
     assert fit.tau_at_100k == pytest.approx(2.25 - 0.5 * 0.22)
     assert fit.residual == pytest.approx(((0.02**2 + 0.04**2 + 0.14**2 + 0.08**2) / 2) ** 0.5)
@@ -36,42 +27,12 @@ def test_the_line_by_hand() -> None:
     assert fit.tau(800_000) == pytest.approx(2.14 + 3 * 0.22)
     assert (fit.least_tokens, fit.most_tokens) == (50_000, 400_000)
     with pytest.raises(ValueError, match="a line needs 3 sizes"):
-        fit_scaling([50_000, 50_000, 100_000], [1.0, 1.0, 1.0])
-
-
-def stored(folder: Path) -> Path:
-    fit = vars(fit_scaling([50_000, 100_000, 200_000], [2.0, 2.1, 2.2]))
-    result = {"date": "2026-01-01", "figures": {"target": "Small", "rows": [], "fits": {"tree": {"parallel": fit}}}}
-    file = folder / "data_scaling.json"
-    file.write_text(json.dumps(as_stored(result)))
-    return file
-
-
-def test_what_is_said(tmp_path: Path) -> None:
-    fits = stored_fits(stored(tmp_path))
-    assert isinstance(fits, StoredFits)
-    sentence = what_more_data_is_worth(fits, "parallel", 120_000)
-    assert sentence is not None
-    assert sentence.startswith("more data: there are 120,000 answer tokens; each doubling")
-    assert (
-        "changed the tree's tau by +0.10 ± 0.00 between 50,000 and 200,000 (measured on Small with parallel" in sentence
-    )
-    assert sentence.endswith("your target may differ)")
-    beyond = what_more_data_is_worth(fits, "parallel", 200_001)
-    assert beyond is not None
-    assert beyond.endswith("so what more are worth is not known")
-    assert what_more_data_is_worth(fits, "eagle", 1) is None
-    assert stored_fits(tmp_path / "none.json") is None
-    (tmp_path / "data_scaling.json").write_text("{}")
-    with pytest.raises(UserError, match="damaged"):
-        stored_fits(tmp_path / "data_scaling.json")
+        script.fit_scaling([50_000, 50_000, 100_000], [1.0, 1.0, 1.0])
 
 
 def test_what_ships_is_what_was_measured() -> None:
-    measured = ROOT / "docs" / "results" / "drafters" / STORED.name
-    if not STORED.is_file() and not measured.is_file():
-        pytest.skip("not measured yet")
-    assert json.loads(STORED.read_text()) == as_stored(json.loads(measured.read_text()))
+    measured = ROOT / "docs" / "results" / "drafters" / SCALING_FILE.name
+    assert json.loads(SCALING_FILE.read_text()) == script.as_stored(json.loads(measured.read_text()))
 
 
 def test_the_tau_that_accuracies_promise() -> None:
@@ -99,7 +60,7 @@ def test_a_whole_run_and_the_plan_that_reads_it(tmp_path: Path, monkeypatch: pyt
         tiny_run(tmp_path, "two", eval=asked, train={"max_steps": 1}, drafter={"kind": "medusa", "options": {}}),
     ]
     shipped = tmp_path / "data_scaling.json"
-    monkeypatch.setattr(script, "STORED", shipped)
+    monkeypatch.setattr(script, "SCALING_FILE", shipped)
     arguments = [
         *map(recipe_file, recipes),
         "--tokens",
@@ -120,8 +81,5 @@ def test_a_whole_run_and_the_plan_that_reads_it(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "runs" / "two-40" / "data" / "tokens").samefile(RunFolder(recipes[0]).data / "tokens")
     assert set(figures["fits"]["tree"]) == {"parallel", "medusa"}
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    fits = stored_fits(shipped)
-    assert fits is not None
-    monkeypatch.setattr("draftsmith.train.plan.plan.stored_fits", lambda: fits)
     answers = sum(answer_lengths(datasets.load_from_disk(str(RunFolder(recipes[0]).data / "tokens"))))
-    assert any(f"there are {answers} answer tokens" in note for note in make_plan(recipes[0]).notes)
+    assert f"there are {answers} answer tokens" in (what_more_data_is_worth(recipes[0], shipped) or "")
