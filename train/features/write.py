@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
@@ -34,7 +35,6 @@ from draftsmith.train.features.cache import (
     refuse_obstacle,
     write_shard,
 )
-from draftsmith.train.plan.fake_step import FakeRun
 
 # Left free on the disk: a share of what is written, and what else a run writes.
 MARGIN_FRAC, MARGIN_BYTES = 0.05, 2 * SHARD_BYTES

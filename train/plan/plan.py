@@ -22,6 +22,7 @@ from transformers import TrainingArguments
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.fake_run import Phase
 from draftsmith.models.target.features import decoder_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.packed_linear import packable_bytes
@@ -32,7 +33,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import PackedRows, collate_right_padded
 from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.plan.fake_step import FakeTraining, Phase, StepCost
+from draftsmith.train.plan.fake_step import FakeTraining, StepCost
 from draftsmith.train.processes.launch import Launch, launch_of
 
 MEASURING_S = 0.5

@@ -22,8 +22,8 @@ from draftsmith.train.drafter.checkpoints import newest_checkpoint
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.plan.batches import training_data
 from draftsmith.train.plan.fake_step import FakeTraining
+from draftsmith.train.plan.plan import training_data
 
 
 def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
@@ -153,11 +153,11 @@ def test_the_plan_is_made_with_packed_rows(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "planned")
     assert training_data(recipe, 2).largest.inputs["input_ids"].shape == (2, 14)
     data = training_data(with_packing(recipe), 2)
-    assert data.largest.inputs["position_ids"].shape == (2, 40)
+    assert data.largest["position_ids"].shape == (2, 40)
     assert data.tokens == training_data(recipe, 2).tokens
     args = training_arguments(recipe.train, target_folder, seed=0, use_cpu=True)
-    cost = FakeTraining(recipe, args).step(data.largest.inputs)
-    assert cost.tokens == int(data.largest.inputs["attention_mask"].sum())
+    cost = FakeTraining(recipe, args).step(data.largest)
+    assert cost.tokens == int(data.largest["attention_mask"].sum())
 
 
 def test_training_that_fails_gives_ctrl_c_back(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

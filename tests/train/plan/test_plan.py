@@ -19,6 +19,7 @@ from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.stages import run_train
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.errors import UserError
@@ -30,7 +31,7 @@ from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
-from draftsmith.train.plan.fake_step import FakeRun, FakeTraining, StepCost
+from draftsmith.train.plan.fake_step import FakeTraining, StepCost
 from draftsmith.train.plan.out_of_memory import is_out_of_memory, out_of_memory_explained
 from draftsmith.train.plan.plan import (
     SCALING_FILE,
