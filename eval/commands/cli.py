@@ -13,6 +13,8 @@ from typing import Annotated
 import typer
 
 from draftsmith.eval.commands import export_commands
+from draftsmith.eval.commands.console import console, heading
+from draftsmith.eval.commands.options import JsonPlace, Overrides, Quiet, RecipePath, WithTerminalOptions, tell
 from draftsmith.eval.commands.stages import (
     make_drafter,
     measured_result,
@@ -21,10 +23,6 @@ from draftsmith.eval.commands.stages import (
     run_features,
     run_train,
 )
-from draftsmith.eval.commands.terminal.arguments import Overrides, RecipePath, is_run
-from draftsmith.eval.commands.terminal.console import console, heading
-from draftsmith.eval.commands.terminal.options import JsonPlace, Quiet, WithTerminalOptions
-from draftsmith.eval.commands.terminal.output import tell
 from draftsmith.recipes.errors import UserError, did_you_mean, exit_with_one_sentence, masked
 from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.provenance import versions
@@ -279,21 +277,19 @@ def compare(
     ] = 1,
 ) -> None:
     """Train several drafters on the same data and measure them side by side; or compare what was measured before."""
-    if any(map(is_run, recipes)):
-        if vary is not None or seeds != 1 or not all(map(is_run, recipes)):
+    runs = [Path(place) for place in recipes if (Path(place) / "eval" / "records.jsonl").is_file()]
+    if runs:
+        if vary is not None or seeds != 1 or len(runs) < len(recipes):
             raise UserError("compare takes recipes, which it measures, or folders of measured runs, and nothing else")
-        from draftsmith.eval.commands.compare_runs import compare_runs, show_runs
+        from draftsmith.eval.commands.compare import compare_runs, show_runs
 
-        found = compare_runs([Path(folder) for folder in recipes])
+        found = compare_runs(runs)
         tell(found)
         show_runs(found, console)
         return
-    files = [argument for argument in recipes if "=" not in argument]
-    overrides = [argument for argument in recipes if "=" in argument]
+    files, overrides = _recipes_and_overrides(recipes, "compare embedded-medusa embedded-eagle")
     if vary is not None and len(files) != 1:
         raise UserError(f"--vary needs exactly one recipe, not {len(files)}")
-    if not files:
-        raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
     try:
         check_name(name)
     except ValueError as error:
@@ -304,11 +300,10 @@ def compare(
 
     if vary is not None:
         loaded = expand_variants(files[0], overrides, vary)
-    loaded = with_seeds(loaded, seeds)
     words = ["draftsmith", "compare", *recipes, "--name", name]
     words += [] if vary is None else ["--vary", vary]
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
-    rows, measured = measure_together(loaded, name, masked(shlex.join(words)), named)
+    rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
     tell(rows)
     _where_to_go_next(*measured)
 
@@ -325,10 +320,7 @@ def search(
     rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that a trial is scored on.")] = 32,
 ) -> None:
     """Tune loss weights and learning rate of each recipe on the same small budget; nothing finished is run again."""
-    files = [argument for argument in recipes if "=" not in argument]
-    overrides = [argument for argument in recipes if "=" in argument]
-    if not files:
-        raise UserError("search needs recipes: for example `draftsmith search embedded-parallel embedded-eagle`")
+    files, overrides = _recipes_and_overrides(recipes, "search embedded-parallel embedded-eagle")
     loaded = [load_recipe(file, overrides) for file in files]
     from draftsmith.eval.commands.search import SearchBudget, search_recipe, show_search
 
@@ -338,6 +330,14 @@ def search(
         found.append(search_recipe(recipe, SearchBudget(trials, steps, rows), loaded))
         tell([asdict(each) for each in found])
         show_search(found[-1], console)
+
+
+def _recipes_and_overrides(arguments: list[str], example: str) -> tuple[list[str], list[str]]:
+    """Tell recipes from `section.key=value`."""
+    files = [argument for argument in arguments if "=" not in argument]
+    if not files:
+        raise UserError(f"{example.split()[0]} needs recipes: for example `draftsmith {example}`")
+    return files, [argument for argument in arguments if "=" in argument]
 
 
 def _where_to_go_next(*measured: Recipe) -> None:

@@ -1,8 +1,12 @@
-"""Several recipes side by side: train what is not trained, then measure every drafter in one process.
+"""`draftsmith compare`: several recipes trained and measured side by side, or runs that are measured already.
 
-Each recipe keeps its own run folder. Conversations are distilled once for all recipes that ask for the same. The table
-lies under the comparison's own name: same target, questions, machine and minute for every row, and one baseline.
-A drafter that changes its target (Medusa-2) is measured against the changed target, in a run of its own.
+Recipes: train what is not trained, then measure every drafter in one process. Each recipe keeps its own run folder;
+conversations are distilled once for all that ask for the same. The table is under the comparison's own name: same
+target, questions, machine and minute for every row, and one baseline. A drafter that changes its target (Medusa-2) is
+measured against the changed target, in a run of its own.
+
+Measured runs: each has its own baseline in its own process, so speeds are compared as speedups over it. Every method is
+set against the first run's fastest; what the difference may be by chance of the questions is a paired bootstrap.
 """
 
 from __future__ import annotations
@@ -13,9 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from draftsmith.eval.artifacts.measurement import RECORDS
+from draftsmith.eval.bench.records import SETTINGS, QuestionRecord, RecordLog, check_fair_clock
+from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_eval
-from draftsmith.eval.commands.terminal.console import console
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.report import bootstrap
+from draftsmith.eval.report.summary import question_sums
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
@@ -31,7 +43,7 @@ SHARED_EVAL_KEYS = (
 
 
 def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list[Recipe]:
-    """One recipe for each value of one key: `drafter.options.num_masks=1,2,3` makes three, named after the value.
+    """Make a recipe for each value of one key: `drafter.options.num_masks=1,2,3` makes three, named after the value.
 
     Raises:
         UserError: `vary` is not `section.key=value,value,...`.
@@ -49,25 +61,20 @@ def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list
 
 
 def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
-    """Each recipe as often as there are seeds: other initial weights and another order of the same rows.
+    """Repeat each recipe for every seed: other initial weights and another order of the same rows.
 
     The first is the recipe itself. What needs no training is measured with that one only.
     """
-    return [
-        recipe
-        if number == 0
-        else recipe.model_copy(
-            update={
-                "name": f"{recipe.name}{SEED_SUFFIX}{number}",
-                "train": {**recipe.train, "seed": recipe.train.get("seed", recipe.seed) + number},
-                "eval": recipe.eval.model_copy(
-                    update={"methods": [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND]}
-                ),
-            }
-        )
-        for recipe in recipes
-        for number in range(seeds)
-    ]
+    repeated = []
+    for recipe in recipes:
+        trained = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
+        evaluation = recipe.eval.model_copy(update={"methods": trained})
+        repeated.append(recipe)
+        for number in range(1, seeds):
+            train = {**recipe.train, "seed": recipe.train.get("seed", recipe.seed) + number}
+            values = {"name": f"{recipe.name}{SEED_SUFFIX}{number}", "train": train, "eval": evaluation}
+            repeated.append(recipe.model_copy(update=values))
+    return repeated
 
 
 def compare(
@@ -87,7 +94,8 @@ def compare(
         UserError: The recipes differ in target or questions, or two of them have one name.
     """
     _check_comparable(recipes, name)
-    together = [recipe for recipe in recipes if not _changes_target(recipe)]
+    kinds = {recipe.name: load_drafter_class(recipe.drafter.kind) for recipe in recipes}
+    together = [each for each in recipes if kinds[each.name].target_change is Drafter.target_change]
     measured = [joint_recipe(together, name)] if together else []
     for recipe in recipes:
         reuse_data(recipe, [*recipes, *distilled])
@@ -102,7 +110,7 @@ def compare(
 
 
 def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
-    """The first recipe's questions, asked of every method of every recipe."""
+    """Make a recipe that asks the first one's questions of every method of every recipe."""
     own_names = [method.name for recipe in recipes for method in recipe.eval.methods]
     unique = len(set(own_names)) == len(own_names)
     methods: list[MethodRecipe] = []
@@ -142,6 +150,118 @@ def _check_comparable(recipes: list[Recipe], table_name: str) -> None:
             )
 
 
-def _changes_target(recipe: Recipe) -> bool:
-    """Whether the recipe's kind of drafter has something to say about it."""
-    return load_drafter_class(recipe.drafter.kind).target_change is not Drafter.target_change
+def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
+    """Return a row for each method of each run; the first run's fastest of its temperature is first, the reference.
+
+    Raises:
+        UserError: There is only one run, or two cannot be compared: names what differs.
+    """
+    if len(folders) < 2:
+        raise UserError(f"one run cannot be compared: name a second one beside {folders[0]}")
+    runs = {folder: list(RecordLog(folder / "eval" / RECORDS)) for folder in folders}
+    for folder, records in runs.items():
+        try:
+            check_fair_clock(records)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
+    first = runs[folders[0]]
+    for folder in folders[1:]:
+        _check_alike(f"{folders[0]} and {folder} cannot be compared", first, runs[folder])
+    order = {question: place for place, question in enumerate(_questions(first))}
+    for records in runs.values():
+        records.sort(key=lambda record: (record.run, order[record.question_id]))
+    return [row for temperature in _temperatures(first) for row in _rows(runs, temperature)]
+
+
+def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[dict[str, Any]]:
+    methods = [
+        (folder, key, question_sums(records, key))
+        for folder, records in runs.items()
+        for key, answer in records[0].answers.items()
+        if answer.method != AUTOREGRESSIVE and answer.temperature == temperature
+    ]
+    first = next(iter(runs))
+    ours = [method for method in methods if method[0] == first]
+    if not ours:
+        return []
+    every = bootstrap.every_question(len(_questions(runs[first])))
+    reference = max(ours, key=lambda method: float(bootstrap.speedup(method[2], every)[0]))
+    rows = []
+    for method in [reference, *(method for method in methods if method is not reference)]:
+        folder, key, sums = method
+        row: dict[str, Any] = {"run": str(folder), "method": key.rpartition("@")[0], "temperature": temperature}
+        for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
+            value, of_reference = (float(figure(each, every)[0]) for each in (sums, reference[2]))
+            row |= {name: value, f"{name}_interval": bootstrap.interval(figure, sums)}
+            row[f"{name}_ratio"] = value / of_reference
+            row[f"{name}_ratio_interval"] = bootstrap.paired_ratio(figure, sums, reference[2])
+        rows.append({**row, "reference": method is reference})
+    return rows
+
+
+def _questions(records: list[QuestionRecord]) -> list[int | str]:
+    return list(dict.fromkeys(record.question_id for record in records))
+
+
+def _temperatures(records: list[QuestionRecord]) -> list[float]:
+    return list(dict.fromkeys(answer.temperature for answer in records[0].answers.values()))
+
+
+def _check_alike(both: str, first: list[QuestionRecord], other: list[QuestionRecord]) -> None:
+    """Refuse runs that did not ask the same questions of the same target with the same settings."""
+    differing = set(_questions(first)) ^ set(_questions(other))
+    if differing:
+        example = sorted(map(str, differing))[0]
+        raise UserError(
+            f"{both}: {len(differing)} question(s) were asked in one of them only, {example} for example: measure both "
+            "with the same eval.questions, limit_per_category and max_new_tokens"
+        )
+    if not set(_temperatures(first)) & set(_temperatures(other)):
+        raise UserError(f"{both}: they have no temperature in common: measure both with the same eval.temperatures")
+    settings = {
+        (record.question_id, key): answer.settings
+        for record in other
+        for key, answer in record.answers.items()
+        if answer.method == AUTOREGRESSIVE
+    }
+    for record in first:
+        for key, answer in record.answers.items():
+            theirs = settings.get((record.question_id, key), answer.settings)
+            different = [SETTINGS[name] for name in SETTINGS if answer.settings[name] != theirs[name]]
+            if answer.method == AUTOREGRESSIVE and different:
+                raise UserError(
+                    f"{both}: question {record.question_id} was answered with other {', '.join(different)}: measure "
+                    "both with the same settings"
+                )
+
+
+def show_runs(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the rows as tables, one for each temperature."""
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        table = Table(title=f"T = {temperature:g}, intervals of 95 % over questions", title_justify="left", box=None)
+        for heading in ("run", "method", "tau", "speedup", "speed against the first", ""):
+            table.add_column(heading, overflow="fold")
+        for row in (row for row in rows if row["temperature"] == temperature):
+            cells = [f"{row[name]:.2f}{_ends(row[f'{name}_interval'])}" for name in ("tau", "speedup")]
+            ratio = "" if row["reference"] else f"{row['speedup_ratio']:.2f}x{_ends(row['speedup_ratio_interval'])}"
+            table.add_row(escape(row["run"]), escape(row["method"]), *cells, ratio, verdict(row))
+        console.print(table)
+    console.print(
+        "speedup: each over its own run's baseline, in that run's process; a machine that was busier in one of them "
+        "shows in both and mostly cancels",
+        style="italic",
+    )
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Say what the questions show of a method against the reference."""
+    ends = row["speedup_ratio_interval"]
+    if row["reference"]:
+        return "the reference"
+    if ends is None:
+        return "too few questions"
+    return "faster" if ends[0] > 1 else "slower" if ends[1] < 1 else "no difference shown"
+
+
+def _ends(ends: list[float] | None) -> str:
+    return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"

@@ -42,7 +42,7 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.bench.theory import measure_untimed
 from draftsmith.eval.bench.traced import best_of_each_kind, trace_answers
-from draftsmith.eval.commands.terminal.console import PlainConsole
+from draftsmith.eval.commands.console import PlainConsole
 from draftsmith.eval.report.charts import draw_charts, draw_theory
 from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.report import print_table

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.eval.commands.terminal.arguments import Overrides, RecipePath
-from draftsmith.eval.commands.terminal.console import console, heading
-from draftsmith.eval.commands.terminal.output import tell
+from draftsmith.eval.commands.console import console, heading
+from draftsmith.eval.commands.options import Overrides, RecipePath, tell
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder

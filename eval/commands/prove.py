@@ -60,15 +60,21 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     """
     left_out = [method.name for method in recipe.eval.methods if method.lenience < 1]
     weights = drafter_weights(recipe)
-    recipe = _lossless_only(with_tuned_trees(recipe))
+    lossless = [method for method in with_tuned_trees(recipe).eval.methods if method.lenience == 1]
+    if left_out and not lossless:
+        raise UserError(
+            "every method of eval.methods has a lenience below 1, which is not lossless, so there is nothing to prove: "
+            "add a method without lenience"
+        )
+    temperatures = [t for t in recipe.eval.temperatures if t > 0] or [DEFAULT_TEMPERATURE]
+    evaluation = recipe.eval.model_copy(update={"methods": lossless, "temperatures": [0.0, *temperatures]})
+    recipe = recipe.model_copy(update={"eval": evaluation})
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
     asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(len(ids) for _, ids in asked) + new_tokens
-    temperatures = [t for t in recipe.eval.temperatures if t > 0] or [DEFAULT_TEMPERATURE]
-    evaluation = recipe.eval.model_copy(update={"temperatures": [0.0, *temperatures]})
-    methods = measured_methods(recipe.model_copy(update={"eval": evaluation}), drafters, target, tokenizer, length)
+    methods = measured_methods(recipe, drafters, target, tokenizer, length)
     greedy: list[GreedyProof] = []
     distribution: list[DistributionProof] = []
     reference: dict[int | str, list[int]] = {}
@@ -80,41 +86,26 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
         for measured in methods:
             session.read_layers(measured.feature_layers)
             measured.generator.manual_seed(recipe.seed)
-            if measured.sampling.greedy:
-                answers = {q: _answer(session, measured, ids, new_tokens, end_ids) for q, ids in asked}
-                if measured.method.name == AUTOREGRESSIVE:
-                    reference = answers
-                else:
-                    greedy.append(compare_answers(target, session, measured.method.name, asked, reference, answers))
-            else:
-                drawn = (
-                    (ids, _answer(session, measured, ids, new_tokens, end_ids))
-                    for _, ids in asked
-                    for _ in range(samples)
-                )
+            name, sampling = measured.method.name, measured.sampling
+
+            def answer(prompt: list[int], measured: MeasuredMethod = measured) -> list[int]:
+                how = (measured.sampling, new_tokens, end_ids, measured.generator)
+                return generate(session, measured.method, prompt, *how).ids
+
+            if not sampling.greedy:
+                drawn = ((ids, answer(ids)) for _, ids in asked for _ in range(samples))
                 distribution.append(_test(target, measured, drawn))
+            elif name == AUTOREGRESSIVE:
+                reference = {question: answer(ids) for question, ids in asked}
+            else:
+                answers = {question: answer(ids) for question, ids in asked}
+                greedy.append(compare_answers(target, session, name, asked, reference, answers))
             progress.update()
     samplings = [Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p) for temperature in temperatures]
     proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), weights, left_out)
     write_atomically(RunFolder(recipe).eval / PROOF, json.dumps(proof.as_json(), indent=2) + "\n")
     update_card(recipe)
     return proof
-
-
-def _lossless_only(recipe: Recipe) -> Recipe:
-    methods = [method for method in recipe.eval.methods if method.lenience == 1]
-    if recipe.eval.methods and not methods:
-        raise UserError(
-            "every method of eval.methods has a lenience below 1, which is not lossless, so there is nothing to prove: "
-            "add a method without lenience"
-        )
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
-
-
-def _answer(
-    session: TargetSession, measured: MeasuredMethod, prompt: list[int], new_tokens: int, end_ids: frozenset[int]
-) -> list[int]:
-    return generate(session, measured.method, prompt, measured.sampling, new_tokens, end_ids, measured.generator).ids
 
 
 def compare_answers(
@@ -125,10 +116,10 @@ def compare_answers(
     reference: dict[int | str, list[int]],
     answers: dict[int | str, list[int]],
 ) -> GreedyProof:
-    """Where answers to the same prompts first differ, and by how little the target decided there.
+    """Find where answers to the same prompts first differ, and by how little the target decided there.
 
     Args:
-        session: Long enough for the longest of `reference` behind its prompt.
+        session: Long enough for the longest of `reference` after its prompt.
         asked: Keys of both, with their prompts.
     """
     proof = GreedyProof(method, len(asked), sum(map(len, answers.values())))
@@ -162,7 +153,7 @@ def _test(
 
 
 def rosenblatt(p: Tensor, tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Uniform numbers, if tokens [n] were drawn from the rows of p [n, V]; and how many had no probability.
+    """Return uniform numbers, if tokens [n] were drawn from the rows of p [n, V]; and how many had no probability.
 
     Args:
         generator: Breaks up the step that each token's own probability makes.
@@ -178,7 +169,7 @@ def rosenblatt(p: Tensor, tokens: Tensor, generator: torch.Generator) -> tuple[T
 
 
 def chi_square_uniform(u: Tensor) -> tuple[float, float]:
-    """The statistic of u [n] in [0, 1] over `BINS` equal bins, and its p-value."""
+    """Return the statistic of u [n] in [0, 1] over `BINS` equal bins, and its p-value."""
     counts = torch.histc(u.clamp(0, 1), bins=BINS, min=0, max=1)
     expected = len(u) / BINS
     statistic = float(((counts - expected) ** 2).sum() / expected) if expected else 0.0

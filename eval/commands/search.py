@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_distill
-from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
@@ -50,7 +49,7 @@ EVAL_ROWS_FRAC = 0.05  # where the recipe keeps none out
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """trials of each recipe, optimiser steps of each trial, rows that it is scored on."""
+    """Hold the trials of each recipe, the optimiser steps of each trial, and the rows that it is scored on."""
 
     trials: int
     steps: int
@@ -59,7 +58,7 @@ class SearchBudget:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was tried, and what came of it: tau by method, and their mean."""
+    """Hold what was tried, and what came of it: tau by method, and their mean."""
 
     number: int
     values: dict[str, float | str]
@@ -72,7 +71,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """The trials of one recipe; `chosen` are the values of the best one, as recipe keys."""
+    """Hold the trials of one recipe; `chosen` are the values of the best one, as recipe keys."""
 
     recipe: str
     kind: str
@@ -119,11 +118,13 @@ def search_recipe(recipe: Recipe, budget: SearchBudget, others: Sequence[Recipe]
 
 
 def trial_values(recipe: Recipe, number: int) -> dict[str, float | str]:
-    """Of the keys that are tuned, by recipe key; none for the recipe itself, number 0."""
+    """Draw values of the keys that are tuned, by recipe key; none for the recipe itself, number 0."""
     if number == 0:
         return {}
     low, high = LEARNING_RATE_RANGE
-    place = _van_der_corput(number)
+    # Van der Corput's sequence in (0, 1): 1/2, 1/4, 3/4, 1/8, 5/8, ...
+    digits = f"{number:b}"
+    place = int(digits[::-1], 2) / 2 ** len(digits)
     learning_rate = recipe.train.get("learning_rate", 5e-5) * low ** (1 - place) * high**place
     values: dict[str, float | str] = {"train.learning_rate": float(f"{learning_rate:.3g}")}
     generator = random.Random(number)
@@ -136,28 +137,22 @@ def trial_values(recipe: Recipe, number: int) -> dict[str, float | str]:
 
 
 def trial_recipe(recipe: Recipe, number: int, values: dict[str, float | str], steps: int) -> Recipe:
-    """The recipe of a trial: other values, fewer steps, rows kept out, a folder of its own."""
-    options, train = dict(recipe.drafter.options), {**recipe.train, "max_steps": steps}
+    """Make the recipe of a trial: other values, fewer steps, rows kept out, a folder of its own."""
+    trial = recipe.model_dump()
+    trial["name"] = f"{recipe.name}-trial-{number}-of-{steps}-steps"
+    trial["train"]["max_steps"] = steps
+    trial["data"]["eval_rows_frac"] = recipe.data.eval_rows_frac or EVAL_ROWS_FRAC
     for key, value in values.items():
-        section = train if key.startswith("train.") else options
+        section = trial["train"] if key.startswith("train.") else trial["drafter"]["options"]
         section[key.rpartition(".")[2]] = value
-    return Recipe.model_validate(
-        {
-            **recipe.model_dump(),
-            "name": f"{recipe.name}-trial-{number}-of-{steps}-steps",
-            "drafter": {**recipe.drafter.model_dump(), "options": options},
-            "train": train,
-            "data": {**recipe.data.model_dump(), "eval_rows_frac": recipe.data.eval_rows_frac or EVAL_ROWS_FRAC},
-        }
-    )
+    return Recipe.model_validate(trial)
 
 
 def score(trial: Recipe, target: PreTrainedModel, rows: int) -> dict[str, float]:
-    """tau of each of the recipe's trees with the trial's drafter, on rows kept out of its training."""
+    """Return the tau of each of the recipe's trees with the trial's drafter, on rows kept out of its training."""
     drafter = load_drafter(RunFolder(trial).drafter, target)
     _, kept_out = split_rows(load_tokens(RunFolder(trial), trial.name), trial.data.eval_rows_frac)
-    if kept_out is None:
-        raise ValueError("a trial keeps rows out of its training")
+    assert kept_out is not None  # by `trial_recipe`
     parts = kept_out.select(range(min(rows, len(kept_out)))).with_format("torch", columns=["input_ids", "loss_mask"])
     read = []
     for row in parts:
@@ -167,8 +162,7 @@ def score(trial: Recipe, target: PreTrainedModel, rows: int) -> dict[str, float]
     decoder = drafter.decoder(max(len(ids_s) for ids_s, _, _ in read) + drafter.config.num_depths + 1)
     taus = {}
     for method in _scored_methods(trial):
-        drafting: Method = drafter_method(method, decoder, Sampling())
-        tau = replay(drafting, read).tau
+        tau = replay(drafter_method(method, decoder, Sampling()), read).tau
         if tau is None:
             raise UserError("the rows kept out of training hold no answer: raise data.eval_rows_frac")
         taus[method.name] = tau
@@ -176,41 +170,22 @@ def score(trial: Recipe, target: PreTrainedModel, rows: int) -> dict[str, float]
 
 
 def show_search(search: Search, console: Console) -> None:
-    """A table, best first."""
+    """Print a table, best first."""
     table = Table("trial", "values", "tau", "accuracy, kept out", "loss", "s", box=None)
     for trial in sorted(search.trials, key=lambda trial: -trial.score):
         accuracy = ", ".join(f"{share:.0%}" for share in trial.accuracy)
-        values = _text(trial.values) or "the recipe's own"
-        table.add_row(
-            str(trial.number),
-            values,
-            f"{trial.score:.3f}",
-            accuracy,
-            f"{trial.last_loss:.3f}",
-            f"{trial.wall_time_s:.0f}",
-        )
+        cells = (trial.number, _text(trial.values) or "the recipe's own", f"{trial.score:.3f}", accuracy)
+        table.add_row(*map(str, cells), f"{trial.last_loss:.3f}", f"{trial.wall_time_s:.0f}")
     console.print(table)
-    console.print(
-        f"{search.recipe}: best with {_text(search.chosen) or 'the values of the recipe itself'}", markup=False
-    )
+    best = _text(search.chosen) or "the values of the recipe itself"
+    console.print(f"{search.recipe}: best with {best}", markup=False)
 
 
 def _scored_methods(recipe: Recipe) -> list[Any]:
-    """The trees that the drafter alone decides."""
+    """Return the methods with trees that the drafter alone decides."""
     own = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.drafter is None)
     return [method for method in own if method.tree != "tuned" and not method.lookup]
 
 
-def _van_der_corput(number: int) -> float:
-    """In (0, 1): 1/2, 1/4, 3/4, 1/8, 5/8, ..."""
-    place, digit = 0.0, 0.5
-    while number:
-        place += digit * (number & 1)
-        number, digit = number >> 1, digit / 2
-    return place
-
-
 def _text(values: dict[str, float | str]) -> str:
-    return " ".join(
-        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
-    )
+    return " ".join(f"{key}={value if isinstance(value, str) else f'{value:g}'}" for key, value in values.items())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.prompt import Confirm
 
-from draftsmith.eval.commands.terminal.console import console, heading
+from draftsmith.eval.commands.console import console, heading
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.progress import is_quiet

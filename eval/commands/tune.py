@@ -19,6 +19,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
+from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.round_costs import Curve, on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.published import is_published
@@ -56,7 +57,7 @@ Trace = list[list[int]]  # of every round, the accepted path: each node's place 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree, with what the trace and the clock promise of it. Times in seconds per round."""
+    """Hold a tree, with what the trace and the clock promise of it. Times are in seconds per round."""
 
     method: MethodRecipe
     tau: float
@@ -69,7 +70,7 @@ class Candidate:
 
 
 def traced_path(round_: Round) -> list[int]:
-    """The accepted nodes, root left out, as places in the order of confidence; in a chain, in that of depth."""
+    """Return the accepted nodes, root left out, as places in the order of confidence; in a chain, in that of depth."""
     tree = round_.tree
     order = list(range(1, len(tree)))
     if tree.log_confidence is not None:
@@ -78,14 +79,9 @@ def traced_path(round_: Round) -> list[int]:
 
 
 def expected_tau(trace: Trace, depth: int, nodes: int) -> float:
-    """Tokens per round that a smaller tree, or shorter chain, than the traced one would have kept."""
-    kept = 0
-    for path in trace:
-        for rank in path[:depth]:
-            if rank >= nodes:
-                break
-            kept += 1
-    return 1 + kept / len(trace)
+    """Return the tokens per round that a smaller tree, or shorter chain, than the traced one would have kept."""
+    kept = (len(list(takewhile(lambda rank: rank < nodes, path[:depth]))) for path in trace)
+    return 1 + sum(kept) / len(trace)
 
 
 def candidates(
@@ -96,7 +92,7 @@ def candidates(
     verify_curve: Curve,
     draft_s: dict[int, float],
 ) -> list[Candidate]:
-    """Every shape, the most promising first.
+    """Return every shape, the most promising first.
 
     Args:
         depths: Of the drafter, ascending; the last one is its deepest.
@@ -125,9 +121,10 @@ def candidates(
 
 @dataclass
 class Tuned:
-    """What was found.
+    """Hold what was found.
 
-    measured: tokens per second of each finalist and of the default, medians over turns; kept: in the drafter's config.
+    measured: tokens per second of each finalist and of the default, medians over turns; kept: written to the drafter's
+    config.
     """
 
     default: MethodRecipe
@@ -203,10 +200,19 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         session.read_layers(drafter.feature_layers)
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
-        trace, chain_trace, lookup_trace = (
-            _trace(session, drafter_method(traced, decoder, GREEDY), prompts, new_tokens, end_ids)
-            for traced in (large, MethodRecipe(name="chain"), looking)
-        )
+
+        def traced(method: MethodRecipe) -> Trace:
+            drafting, trace = drafter_method(method, decoder, GREEDY), []
+            with progress_bar(len(prompts), f"trace {method.name}", "question") as progress:
+                for prompt in prompts:
+                    generate(
+                        session, drafting, prompt, GREEDY, new_tokens, end_ids,
+                        on_round=lambda done: trace.append(traced_path(done)),
+                    )  # fmt: skip
+                    progress.update()
+            return trace
+
+        trace, chain_trace, lookup_trace = map(traced, (large, MethodRecipe(name="chain"), looking))
         if not any(trace):
             raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
@@ -233,25 +239,6 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     return tuned
 
 
-def _trace(
-    session: TargetSession,
-    method: DrafterMethod,
-    prompts: list[list[int]],
-    new_tokens: int,
-    end_ids: frozenset[int],
-) -> Trace:
-    trace: Trace = []
-
-    def note(done: Round) -> None:
-        trace.append(traced_path(done))
-
-    with progress_bar(len(prompts), f"trace {method.name}", "question") as progress:
-        for prompt in prompts:
-            generate(session, method, prompt, GREEDY, new_tokens, end_ids, on_round=note)
-            progress.update()
-    return trace
-
-
 def _measure(
     session: TargetSession,
     decoder: SequenceDecoder,
@@ -262,7 +249,7 @@ def _measure(
     turns: int,
     costs: MeasuredCosts,
 ) -> list[tuple[MethodRecipe, float]]:
-    """Median tokens per second of each, question by question in turns, the prefill left out."""
+    """Return the median tokens per second of each, question by question in turns, the prefill left out."""
     methods = [drafter_method(finalist, decoder, GREEDY) for finalist in finalists]
     for method in methods:
         costs.give(method)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftsmith.eval.artifacts.drafter import write_tuned
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.commands.terminal.console import console
+from draftsmith.eval.commands.console import console
 from draftsmith.recipes.schema import MethodRecipe
 
 LONGEST_S = 30.0  # of a command; a run here takes a second or two

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.eval.commands import in_engine
 from draftsmith.eval.commands.cli import app
+from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.in_engine import cpu_cache_bytes, measured_arguments, read_engine_options
-from draftsmith.eval.commands.terminal.console import console
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder

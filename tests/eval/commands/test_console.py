@@ -6,12 +6,12 @@ import pytest
 from rich.table import Table
 from support.terminal import in_terminal
 
-from draftsmith.eval.commands.terminal.console import PlainConsole, heading
+from draftsmith.eval.commands.console import PlainConsole, heading
 
 NAME = "a-method-whose-name-is-longer-than-a-terminal-is-wide-" + "with-many-options-" * 5
 PRINT_IT = f"""
 from rich.table import Table
-from draftsmith.eval.commands.terminal.console import PlainConsole
+from draftsmith.eval.commands.console import PlainConsole
 table = Table("method", "tau", show_header=False)
 table.add_row({NAME!r}, "3.21")
 PlainConsole(soft_wrap=False).print(table)
