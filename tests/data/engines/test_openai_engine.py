@@ -1,13 +1,9 @@
 """What the openai engine sends, what it makes of the answers, and what becomes of requests while servers fail."""
 
-import gc
-import os
-import signal
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -347,34 +343,4 @@ def test_closing_in_the_middle_is_quick_and_quiet(
         engine.close()
         engine.close()
     assert time.monotonic() - began < 5
-    assert capsys.readouterr().err == ""
-
-
-@pytest.fixture
-def _interrupts_raise() -> Iterator[None]:
-    """What starts a process in the background, as shells do, leaves SIGINT ignored in it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_interrupts_raise")
-def test_an_interrupt_while_connecting_leaves_nothing_behind(
-    start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = start_server()
-    server.check_fault = Fault(delay_s=20)
-
-    def interrupt() -> None:
-        """To the process, as Ctrl-C: it comes to the main thread, which waits for the server."""
-        eventually(lambda: server.checks > 0)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(KeyboardInterrupt):
-            start_engine(server)
-        gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name == "openai-engine"]
     assert capsys.readouterr().err == ""

@@ -125,18 +125,6 @@ def test_thoughts_that_the_template_throws_away_are_kept_where_their_ids_are_kno
     assert tokenized.answers() == [ids]
 
 
-def test_shortening_keeps_the_ids_of_the_turns_that_stay() -> None:
-    tokenizer = FAMILIES["Llama 2"].tokenizer()
-    ids = talk_ids(tokenizer, "Llama 2")
-    whole = tokenize_conversation(tokenizer, TALK, ids)
-    result = tokenize_shortened(tokenizer, TALK, len(whole.input_ids) - 1, ids)
-    assert result is not None
-    cut, dropped = result
-    assert dropped == 2
-    assert cut.answers() == ids[:2]
-    assert cut.input_ids == whole.input_ids[: len(cut.input_ids)]
-
-
 def test_ids_of_another_conversation_are_refused() -> None:
     tokenizer = FAMILIES["ChatML"].tokenizer()
     for ids, message in (([[5]], "3 assistant turns, and its answer_ids are 1, 0"), ([[5], [], [5]], "3, 1 of them")):

@@ -150,10 +150,10 @@ def work_of(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversation: Conve
     return characters
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", ["ChatML", "Llama 2", "Qwen3", "NO_END_TOKEN"])
 def test_the_work_grows_with_the_length_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TOKENIZERS[name]
-    cut = [work_of(monkeypatch, tokenizer, exchanges(count), 1000) for count in (100, 200, 1000)]
+    cut = [work_of(monkeypatch, tokenizer, exchanges(count), 1000) for count in (100, 200, 400)]
     assert cut[0] == cut[1] == cut[2]  # what is beyond is not looked at
     whole = [work_of(monkeypatch, tokenizer, exchanges(count), 10**9) for count in (100, 200)]
     assert whole[1] < 2.3 * whole[0]
