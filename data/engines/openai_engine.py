@@ -158,15 +158,15 @@ class OpenAIEngine:
 
     def collect(self) -> list[tuple[str, Outcome]]:
         assert self._in_flight, "nothing was submitted"
-        finished = [self._finished.get()]
-        while not self._finished.empty():
-            finished.append(self._finished.get())
-        outcomes = [item for item in finished if not isinstance(item, BaseException)]
-        problem = next((item for item in finished if isinstance(item, BaseException)), None)
-        if problem is not None and not outcomes:
-            raise problem
-        if problem is not None:  # the outcomes are handed over first
-            self._finished.put(problem)
+        outcomes: list[tuple[str, Outcome]] = []
+        while not outcomes or not self._finished.empty():
+            item = self._finished.get()
+            if isinstance(item, BaseException):
+                if not outcomes:
+                    raise item
+                self._finished.put(item)  # the outcomes are handed over first
+                break
+            outcomes.append(item)
         self._in_flight -= len(outcomes)
         return outcomes
 
@@ -200,7 +200,10 @@ class OpenAIEngine:
 
     async def _start(self) -> None:
         """Check every server, then start the workers."""
-        problems = await asyncio.gather(*(self._first_problem(server) for server in self._servers))
+        problems = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
+        for problem in problems:
+            if problem is not None and not isinstance(problem, ServerFails):
+                raise problem
         if all(problems):
             reasons = ", ".join(f"{server.url}: {p}" for server, p in zip(self._servers, problems, strict=True))
             raise UserError(
@@ -211,18 +214,9 @@ class OpenAIEngine:
             server.usable.set()
         for server, problem in zip(self._servers, problems, strict=True):
             if problem:
-                self._leave_out(server, problem)
-            for _ in range(self.options.concurrency_per_server):
-                self._tasks.append(self._loop.create_task(self._work(server)))
-
-    async def _first_problem(self, server: Server) -> str:
-        try:
-            longest = await self._check(server)
-        except ServerFails as problem:
-            return str(problem)
-        if longest is not None:
-            self.max_length_tokens = min(longest, self.max_length_tokens or longest)
-        return ""
+                self._leave_out(server, str(problem))
+            workers = range(self.options.concurrency_per_server)
+            self._tasks += [self._loop.create_task(self._work(server)) for _ in workers]
 
     async def _work(self, server: Server) -> None:
         """Take requests from the queue while the server can be used."""
@@ -286,19 +280,21 @@ class OpenAIEngine:
     def _problems(self) -> str:
         return ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
 
-    async def _check(self, server: Server) -> int | None:
-        """Whether the server offers the model and answers a request of one token; its longest length, if it says so.
+    async def _check(self, server: Server) -> None:
+        """Ask whether the server offers the model, and for an answer of one token.
 
         Raises:
-            ServerFails: It does not now.
-            UserError: It will not: another model, a shorter context, a refusal.
+            ServerFails: It gives none now.
+            UserError: It never will: another model, a shorter context, a refusal.
         """
         try:
-            response = await self.response(server, server.client.models.with_raw_response.list())
+            page = await self.response(server, server.client.models.list())
+            offered = {card.id: (card.model_extra or {}).get("max_model_len") for card in page.data}
         except Refused as refusal:
             raise UserError(f"{server.url}/models says {refusal}") from None
-        offered = read_models(response.content)
-        names = ", ".join(offered) or "no model"
+        except (AttributeError, TypeError, ValueError):
+            raise ServerFails("malformed list of models") from None
+        names = ", ".join(map(str, offered)) or "no model"
         if self._model is None and len(offered) == 1:
             self._model = next(iter(offered))
         if self._model is None:
@@ -317,9 +313,10 @@ class OpenAIEngine:
                 f"vLLM's fields set {self.option('extensions')}: false, for one that takes no token ids api: chat"
             )
         longest, bound = offered[self._model], self.max_length_tokens
-        if self._tasks and longest is not None and bound is not None and longest < bound:
-            raise UserError(f"{server.url} takes {longest} tokens, the other servers {bound}")
-        return longest
+        if isinstance(longest, int) and (bound is None or longest < bound):
+            if self._tasks and bound is not None:
+                raise UserError(f"{server.url} takes {longest} tokens, the other servers {bound}")
+            self.max_length_tokens = longest
 
     async def complete(self, server: Server, request: Request) -> Outcome:
         """
@@ -379,12 +376,12 @@ class OpenAIEngine:
 
     def _read_api_key(self, variable: str) -> str:
         key = self._from_environment(variable, "api_key_env").strip()
-        if not key.isascii() or not key.isprintable():
-            raise UserError(
-                f"{self.option('api_key_env')}: {variable} holds line breaks or other characters "
-                "that no HTTP header takes: set it to the key alone"
-            )
-        return key
+        if key.isascii() and key.isprintable():
+            return key
+        raise UserError(
+            f"{self.option('api_key_env')}: {variable} holds line breaks or other characters that no HTTP header "
+            "takes: set it to the key alone"
+        )
 
     def _from_environment(self, name: str, option: str) -> str:
         """The variable's value. A name that is none is taken for the secret itself, and not shown."""
@@ -415,17 +412,6 @@ class Refused(Exception):
     """The server will never answer this request."""
 
 
-class _ModelCard(BaseModel):
-    """An entry of /v1/models. max_model_len: tokens of prompt and answer together, where the server says so."""
-
-    id: str
-    max_model_len: int | None = None
-
-
-class _ModelList(BaseModel):
-    data: list[_ModelCard]
-
-
 class _Message(BaseModel):
     content: str | None = None
 
@@ -443,18 +429,6 @@ class _Choice(BaseModel):
 class _Answer(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
     prompt_token_ids: list[int] | None = None
-
-
-def read_models(content: bytes) -> dict[str, int | None]:
-    """The models that a server offers, each with its longest length.
-
-    Raises:
-        ServerFails: The body is no list of models.
-    """
-    try:
-        return {card.id: card.max_model_len for card in _ModelList.model_validate_json(content).data}
-    except ValidationError:
-        raise ServerFails("malformed list of models") from None
 
 
 def read_answer(content: bytes, request: Request, api: Api, end_ids: tuple[int, ...], vocabulary_size: int) -> Outcome:

@@ -104,7 +104,7 @@ class TransformersEngine:
         with self._cache.one_row(self._rows.index(row), start):
             positions = [*range(start, len(request.prompt_ids))]
             logits = self._forward([request.prompt_ids[start:]], [positions], None, **self._last_logits)
-        self._take(row, logits[0, -1])
+        self._take(row, logits[0, -1], int(logits[0, -1].max(-1).indices))
 
     def _advance(self) -> list[tuple[str, Outcome]]:
         """Run a forward of all rows, or none if an answer has ended with its first token; the answers that have ended.
@@ -140,11 +140,9 @@ class TransformersEngine:
         ).logits
         return logits
 
-    def _take(self, row: _Row, logits_v: Tensor, greedy_id: int | None = None) -> None:
+    def _take(self, row: _Row, logits_v: Tensor, greedy_id: int) -> None:
         settings = row.request.settings
-        if settings.temperature > 0 or greedy_id is None:
-            greedy_id = self._draw(logits_v, settings, row.generator)
-        row.ids.append(greedy_id)
+        row.ids.append(self._draw(logits_v, settings, row.generator) if settings.temperature > 0 else greedy_id)
 
     def _has_ended(self, row: _Row) -> bool:
         return row.ids[-1] in self._end_ids or len(row.ids) == row.request.settings.max_new_tokens

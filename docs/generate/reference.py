@@ -1,8 +1,9 @@
-"""mkdocs hook: the reference pages that are made from the code when the site is built (`make docs`).
+"""mkdocs hook: the tables of the reference pages are made from the code when the site is built (`make docs`).
 
-`reference/recipes.md` and `options.md` from the schema and the `Options` classes, `commands.md` from the command line
-(typer's own documentation), `formats.md` from the rules of the export formats. None of them is committed. A recipe key
-without a description is an error.
+`docs/reference/` says in `recipes.md`, `options.md`, `commands.md` and `formats.md` where they stand, by marks such as
+`<!-- made: recipes -->`: of the schema, the `Options` classes, the command line (typer's own documentation) and the
+exporters. A recipe key without a description is an error. mkdocs loads its hooks before it knows whether it will build
+anything, so functions import what they need.
 """
 
 from __future__ import annotations
@@ -12,90 +13,27 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
-
+MARK = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
-RECIPES_HEAD = """# Every key of a recipe
-
-To look up a key: what it means, what it may be, and what it is if you leave it out.
-
-A key that does not exist is refused, with the nearest that does. On the command line a key is written with dots,
-`data.distill.max_new_tokens=256`, its value in YAML; `key=@FILE` takes the value from a YAML file. Texts that begin
-with `~/` begin at your home. What drafters, methods and engines have as `options` is on
-[a page of its own](options.md). [`quickstart.yaml`](../../recipes/quickstart.yaml) is a commented example.
-"""
-OPTIONS_HEAD = """# Options of drafters, methods and engines
-
-To look up what goes under an `options` key of a recipe, by what it is for. The other keys: [recipes](recipes.md).
-"""
-COMMANDS_HEAD = """# Every command
-
-To look up a command: what it does, what it takes, and what its options are. `draftsmith COMMAND --help` says the same.
-
-RECIPE is a YAML file, or the name of a shipped recipe (`quickstart`); after it any key may be given another value, as
-`train.learning_rate=1e-4` ([every key](recipes.md)). All commands may be interrupted and continue where they stopped.
-The exit code is 0 if all went well, 2 for a mistake in what was asked, which is told in one sentence.
-
-Training over several processes is `accelerate launch train/train_parallel.py RECIPE [section.key=value ...]`:
-[scaling](../guides/scaling.md).
-
-"""
-
-FORMATS_HEAD = """# Where a drafter can go
-
-Which engine or other code loads which kind of drafter, how that was verified, or why not and what to train instead.
-
-Made by `make docs` from the rules that `draftsmith export` and `draftsmith doctor` apply.
-
-    draftsmith doctor mine.yaml --serve vllm                 # before training: can it be served, how, or why not
-    draftsmith export mine.yaml --to vllm                    # after it: the folder, and the command that serves it
-    draftsmith import mine.yaml --from user/repo             # a published checkpoint as this run's drafter
-
-Every export is compared with its reader's rules (names, shapes, config; read from the reader's source, which the rules
-name), its config against the target's, and its values, read back, against the drafter's. *Real vLLM* means more: vLLM
-0.32 loads the folder, no greedy token changes, and at every position it accepts as often as our decoder's chain
-(`tests/models/formats/test_vllm_serves.py`: on a CPU, for the embedded target, a Llama, with `first_token: false` where
-a drafter has that option; with a row for the first token, which engines have not, a few drafts differ). Of DFlash that
-holds for layers that share a norm of keys: on a CPU vLLM norms those of all layers with the first layer's weight.
-DSpark needs vLLM's newer runner, so a GPU. Qwen's classes in vLLM, vLLM 0.33 and SGLang were not run. The way to a
-running server, and what goes wrong: [serving.md](../guides/serving.md).
-"""
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages to the site."""
-    from mkdocs.structure.files import File
-
-    for uri, text in pages().items():
-        files.append(File.generated(config, uri, content=text))
-    return files
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put what is made in place of the marks."""
+    return MARK.sub(lambda mark: "\n".join(MADE[mark[1]]()), markdown)
 
 
-def pages() -> dict[str, str]:
-    """The text of each page by its place in the site."""
-    return {
-        "reference/recipes.md": recipes_page(),
-        "reference/options.md": options_page(),
-        "reference/commands.md": commands_page(),
-        "reference/formats.md": formats_page(),
-    }
-
-
-def formats_page() -> str:
+def formats() -> list[str]:
     """Where every kind can go, how it is served there, or why not."""
-    # Imported in functions: mkdocs loads its hooks before it knows whether it will build anything.
     from draftsmith.models.base.registry import drafter_kinds
     from draftsmith.models.formats.exporting import EXPORTERS, FORMATS, no_place
 
     columns = " | ".join(f"`--to {to}` ({what})" for to, what in FORMATS.items())
-    lines = [FORMATS_HEAD, f"| kind | {columns} |", "|---|" + "---|" * len(FORMATS)]
+    lines = [f"| kind | {columns} |", "|---|" + "---|" * len(FORMATS)]
     conditions: dict[tuple[str, str, str], list[str]] = {}
     for kind in drafter_kinds():
         cells = []
@@ -116,7 +54,7 @@ def formats_page() -> str:
     lines += ["| kind | with | `--to` | refused, and what to train with |", "|---|---|---|---|"]
     for (kind, drafters, why), formats in conditions.items():
         lines.append(f"| `{kind}` | {drafters} | {', '.join(formats)} | {why} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def in_real_vllm(kind: str, to: str) -> bool:
@@ -124,7 +62,7 @@ def in_real_vllm(kind: str, to: str) -> bool:
     return to in ("vllm", "speculators") and kind != "dspark"
 
 
-def commands_page() -> str:
+def commands() -> list[str]:
     """What typer says of every command, with their names as the headings."""
     import typer
     from typer.cli import get_docs_for_click
@@ -133,32 +71,40 @@ def commands_page() -> str:
 
     command: Any = typer.main.get_command(app)
     docs = get_docs_for_click(obj=command, ctx=typer.Context(command), name="draftsmith")
-    return COMMANDS_HEAD + re.sub(r"^#", "##", docs, count=1).replace("```console\n", "```text\n")
+    return [re.sub(r"^#", "##", docs, count=1).replace("```console\n", "```text\n")]
 
 
-def recipes_page() -> str:
+def recipes() -> list[str]:
     """Every section of a recipe."""
-    lines = [RECIPES_HEAD]
+    lines: list[str] = []
     for key, model in sections():
         lines += [f"## `{key}`\n" if key else "## The recipe itself\n", *_section(model)]
-    return "\n".join(lines)
+    return lines
 
 
-def options_page() -> str:
-    """The `options` of every drafter, method and engine."""
-    from draftsmith.eval.methods.registry import method_kinds
+def drafters() -> list[str]:
+    """The options of every kind of drafter."""
     from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 
-    lines = [OPTIONS_HEAD, "## `drafter.options`\n\nBy kind; [what each kind is](../concepts/drafters.md).\n"]
-    for kind in drafter_kinds():
-        lines += [f"### Drafter `{kind}`\n", *_table(load_drafter_class(kind).config_class.Options)]
-    lines.append("## `eval.methods[].options`\n\nOf methods that need no training, by kind.\n")
-    for kind in method_kinds():
-        lines += [f"### Method `{kind}`\n", *_table(_options(f"eval.methods.{kind}", "METHOD"))]
-    lines.append("## `data.distill.options`\n\nBy engine; [who answers](../guides/data.md#who-answers).\n")
-    for engine in ENGINES:
-        lines += [f"### Engine `{engine}`\n", *_table(_options(f"data.engines.{engine}_engine", "ENGINE"))]
-    return "\n".join(lines)
+    return _options_of("Drafter", {kind: load_drafter_class(kind).config_class.Options for kind in drafter_kinds()})
+
+
+def methods() -> list[str]:
+    """The options of every method that needs no training."""
+    from draftsmith.eval.methods.registry import method_kinds
+
+    found = {kind: importlib.import_module(f"draftsmith.eval.methods.{kind}").METHOD.Options for kind in method_kinds()}
+    return _options_of("Method", found)
+
+
+def engines() -> list[str]:
+    """The options of every engine that answers prompts."""
+    found = {name: importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE.Options for name in ENGINES}
+    return _options_of("Engine", found)
+
+
+def _options_of(what: str, options: dict[str, type[BaseModel]]) -> list[str]:
+    return [line for name, model in options.items() for line in (f"### {what} `{name}`\n", *_table(model))]
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
@@ -178,11 +124,6 @@ def cell(text: str) -> str:
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))  # code is at the odd places
     plain = [part if number % 2 else re.sub(r"([*<_\[\]])", r"\\\1", part) for number, part in enumerate(parts)]
     return "".join(plain).replace("|", "\\|")
-
-
-def _options(module: str, attribute: str) -> type[BaseModel]:
-    options: type[BaseModel] = getattr(importlib.import_module(f"draftsmith.{module}"), attribute).Options
-    return options
 
 
 def _own_fields(model: type[BaseModel]) -> list[tuple[str, Any]]:
@@ -253,3 +194,6 @@ def _meaning(name: str, field: Any) -> str:
     if not words:
         raise ValueError(f"recipe key `{name}` has no description")
     return cell(words)
+
+
+MADE = {made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats)}

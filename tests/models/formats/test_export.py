@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from generate.reference import formats_page, in_real_vllm
+from generate.reference import formats, in_real_vllm
 from safetensors.torch import load_file, save_file
 from support.served_drafters import SERVED
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
@@ -319,7 +319,7 @@ def test_a_server_loads_the_target_as_the_recipe_does() -> None:
 
 def test_the_page_of_formats() -> None:
     """Every pair has a cell, every refusal a row, and what is said of real vLLM is what real vLLM is asked."""
-    page = formats_page()
+    page = "\n".join(formats())
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     cells = {row[0].strip("| `"): row[1:] for row in rows if len(row) == 1 + len(FORMATS)}
     assert set(cells) == set(drafter_kinds())
