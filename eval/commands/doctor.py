@@ -1,22 +1,41 @@
 """`draftsmith doctor`: everything about a recipe that can be found out before hours of training, in one checklist.
 
-The data (`doctor_data`), the target (can it run draft trees?) and the drafter (is it trained on what it is asked for
-while decoding? `draftsmith.train.drafter.parity`).
+The data: before distillation a sample of the source's conversations is tokenised as training would; afterwards every
+row of `data/tokens` is looked at too. The target: can it run draft trees? The drafter: is it trained on what it is
+asked for while decoding (`draftsmith.train.drafter.parity`)? It only reads: a distillation that is running is not
+disturbed.
+
+Shapes: S tokens of a row.
 """
 
-from dataclasses import asdict, dataclass
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from draftsmith.data.distill.distill import CUT_SHORT
+from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, LedgerView
 from draftsmith.data.distill.token_dataset import load_tokens
-from draftsmith.data.tokens.chat_tokens import TokenizedConversation
-from draftsmith.eval.commands.doctor_data import Checked, Expected, Finding, check_source, check_token_rows
+from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
+from draftsmith.data.tokens.answer_spans import PROBE, TemplateProblem, TemplateRefusal
+from draftsmith.data.tokens.chat_tokens import (
+    TokenizedConversation,
+    answer_end_ids,
+    special_ids,
+    tokenize_conversation,
+    tokenize_shortened,
+)
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
@@ -37,9 +56,36 @@ from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import training_arguments
 
+Severity = Literal["ok", "warning", "defect"]
 STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}
 PREVIEW_TOKENS = 400
 LARGE_BYTES = 2**27  # of weights, of which a step takes as long as reading them does
+SAMPLE_CONVERSATIONS = 256
+EXAMPLE_ROWS = 64
+MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
+LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the work is for nothing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the checklist: what was looked at, what was found with the way out, and the same as numbers.
+
+    A defect would waste the training; a warning may be meant.
+    """
+
+    check: str
+    severity: Severity
+    sentence: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Checked:
+    """Findings under one heading, and rows to show and to try the drafter on."""
+
+    heading: str
+    findings: list[Finding]
+    rows: list[TokenizedConversation] = field(default_factory=list)
 
 
 @dataclass
@@ -63,7 +109,9 @@ class Diagnosis:
         """The preview, then the checklist, so that the result is what stands last."""
         rows = rows_of(self.parts)[:preview_rows]
         if rows:
-            console.print(_legend(console))
+            colours = ("Carries loss: ", ("supervised", "bold green"), ", does not: ", ("context", "dim"))
+            marks = "What carries loss stands between « and »."
+            console.print(marks if console.color_system is None else Text.assemble(*colours))
         for number, row in enumerate(rows, start=1):
             console.print(f"\nRow {number}: {len(row.input_ids)} tokens, {sum(row.loss_mask)} of them carry loss")
             console.print(preview(self.tokenizer, row, marks=console.color_system is None))
@@ -96,14 +144,9 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
         check_format(serve)
     target, tokenizer = load_target(recipe.target)
     parts = _data(recipe, target, tokenizer)
-    rows = rows_of(parts)
-    parts.append(Checked("target", [_draft_trees(target), *_dtype(target)]))
-    parts.append(
-        Checked(
-            f"drafter ({recipe.drafter.kind})",
-            [_training_arguments(recipe), *_start(recipe, target), _drafter(recipe, target, rows)],
-        )
-    )
+    parts.append(Checked("target", [*_draft_trees(target), *_dtype(target)]))
+    drafter = [*_training_arguments(recipe), *_start(recipe, target), _drafter(recipe, target, rows_of(parts))]
+    parts.append(Checked(f"drafter ({recipe.drafter.kind})", drafter))
     if serve is not None:
         parts.append(Checked(f"served by {serve}", _served(recipe, target, serve)))
     return Diagnosis(recipe.name, parts, tokenizer)
@@ -127,87 +170,289 @@ def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> 
     return text
 
 
-def _legend(console: Console) -> Text:
-    if console.color_system is None:
-        return Text("What carries loss stands between « and ».")
-    return Text.assemble("Carries loss: ", ("supervised", "bold green"), ", does not: ", ("context", "dim"))
+# ---- the data ----
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What rows are held against: the target's sizes and the tokenizer's tokens. ends: any of them ends an answer."""
+
+    tokenizer: Any
+    vocabulary_size: int
+    max_positions: int | None
+    special: frozenset[int]
+    ends: frozenset[int]
+
+    def name_of(self, token_id: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _data(recipe: Recipe, target: PreTrainedModel, tokenizer: Any) -> list[Checked]:
+    special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
+    max_positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     try:
-        expected = Expected.of(target, tokenizer)
+        # Some templates (Harmony) end an answer of the history with another token than the last one.
+        answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()
+        ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | (special & {a[-1] for a in answers})
     except UserError as error:
         return [Checked("data", [Finding("chat template", "defect", str(error))])]
-    parts = [check_source(recipe, expected)]
-    run = RunFolder(recipe)
+    expected = Expected(tokenizer, vocabulary_size, max_positions, special, ends)
+    parts, run = [_source(recipe, expected)], RunFolder(recipe)
     if (run.data / "tokens").is_dir():
         try:
-            dataset = load_tokens(run, recipe.name)
+            parts.append(_token_rows(load_tokens(run, recipe.name), run.data, expected))
         except UserError as error:
             parts.append(Checked("tokens to train on", [Finding("tokens", "defect", str(error))]))
-        else:
-            parts.append(check_token_rows(dataset, run.data, expected))
     return parts
 
 
-def _draft_trees(target: PreTrainedModel) -> Finding:
+def _source(recipe: Recipe, expected: Expected) -> Checked:
+    """The recipe's conversations: all are read, a sample is tokenised."""
+    counts, chosen = SourceCounts(), recipe.data.conversations
+    data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
+    found: list[Conversation] = []
+    unreadable = None
+    try:
+        found = list(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
+    except UserError as error:
+        unreadable = Finding("source", "defect", str(error))
+    findings = []
+    if invalid := counts.total.invalid:
+        figures = {"count": invalid.total(), "reasons": dict(invalid), "valid": len(found)}
+        counted = f"{counted_reasons(invalid)} beside {len(found)} valid ones"
+        way_out = "at which distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
+        way_out = "which are skipped: correct the source to use them" if chosen.skip_invalid else way_out
+        severity: Severity = "warning" if chosen.skip_invalid else "defect"
+        findings.append(Finding("invalid conversations", severity, f"{counted}, {way_out}", figures))
+    if unreadable is not None:
+        return Checked("source conversations", [*findings, unreadable])
+    for name, tally in counts.by_source.items():
+        lost = tally.contaminated.total() + tally.filtered.total()
+        severity = "warning" if lost > MANY_LOST_FRAC * tally.read else "ok"
+        findings.append(Finding(f"source {name}", severity, tally.sentence(), tally.as_json()))
+    if not question_sources(recipe):
+        sentence = "not looked for: data.conversations.decontaminate is empty"
+        findings.append(Finding("evaluation questions", "warning", sentence))
+
+    sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
+    rows: list[TokenizedConversation] = []
+    problems: list[TemplateProblem] = []
+    shortened = too_long = 0
+    for conversation in sample:
+        whole = conversation
+        if not conversation.is_answered:  # with stand-ins prompts show whether they fit and go through the template
+            turns = [turn if turn.content else PROBE[1] for turn in conversation.turns]
+            ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
+            whole = Conversation(conversation.id, (*turns, *ending))
+        try:
+            result = tokenize_shortened(expected.tokenizer, whole, recipe.data.max_length_tokens)
+        except TemplateProblem as problem:
+            problems.append(problem)
+            continue
+        too_long += result is None
+        shortened += result is not None and result[1] > 0
+        if result is not None and conversation.is_answered:
+            rows.append(result[0])
+
+    severity, sentence = "ok", f"takes all {len(sample)} conversations"
+    if problems:
+        asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
+        stops = asks and any(isinstance(problem, TemplateRefusal) for problem in problems)
+        severity = "defect" if stops or len(problems) == len(sample) else "warning"
+        sentence = f"{len(problems)} of {len(sample)} do not go through: {problems[0]}"
+    findings.append(Finding("chat template", severity, sentence, {"refused": len(problems), "sampled": len(sample)}))
+    severity, sentence = (
+        "ok",
+        (
+            f"of {len(sample)} conversations {shortened} are shortened by whole turns to {recipe.data.max_length_tokens} "
+            f"tokens, {too_long} are too long altogether"
+        ),
+    )
+    if shortened + too_long > MANY_LOST_FRAC * len(sample):
+        severity = "defect" if too_long == len(sample) else "warning"
+        sentence += ", so nothing is left" if severity == "defect" else ""
+        sentence += ": raise data.max_length_tokens or take shorter conversations"
+    figures = {"shortened": shortened, "too_long": too_long, "conversations": len(sample)}
+    findings.append(Finding("over-long", severity, sentence, figures))
+    findings += check_rows(rows, expected, "set target.chat_template to a template without this fault")
+    if unanswered := sum(not conversation.is_answered for conversation in found):
+        sentence = f"{unanswered} of {len(found)} conversations, which the target answers: not looked at yet"
+        findings.append(Finding("without answers", "ok", sentence, {"unanswered": unanswered}))
+    return Checked(f"source conversations ({len(found)} found, {len(sample)} of them tokenised)", findings, rows)
+
+
+def _token_rows(dataset: Any, folder: Path, expected: Expected) -> Checked:
+    """Every row of the dataset that distillation wrote to `folder`/tokens."""
+    findings = []
+    if (folder / SHARDS).exists():
+        # Answers that hit max_new_tokens are never kept as if they were whole, and what would follow is lost.
+        states = LedgerView(folder).counts()
+        ended = [states.get(state, Counter()) for state in (DONE, SHORTENED, FAILED)]
+        cut_short, total = sum(counts[CUT_SHORT] for counts in ended), sum(counts.total() for counts in ended)
+        sentence = f"{cut_short} of {total} conversations ended, or were dropped, at an answer that hit max_new_tokens"
+        severity: Severity = "warning" if cut_short > MANY_LOST_FRAC * total else "ok"
+        way_out = ": raise data.distill.max_new_tokens and distil under another name" if severity == "warning" else ""
+        figures = {"cut_short": cut_short, "conversations": total}
+        findings.append(Finding("answers cut short", severity, sentence + way_out, figures))
+    batches = dataset.with_format("numpy").iter(batch_size=1024)
+    pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
+    remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
+    findings += check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy)
+    examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
+    rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples]
+    return Checked(f"tokens to train on ({len(dataset)} rows)", findings, rows)
+
+
+def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy: str) -> Iterator[Finding]:
+    """Share of loss, end tokens, double BOS, vocabulary, positions.
+
+    Args:
+        rows: Read once; may be a generator over more than memory holds.
+        expected: What they are held against.
+        remedy: The way out where the rows themselves are wrong.
+    """
+    sums: Counter[str] = Counter()
+    double_starts, silent_ends, outside = Counter[int](), Counter[int](), Counter[int]()
+    longest = 0
+    for row in rows:
+        ids_s, mask_s = np.asarray(row.input_ids), np.asarray(row.loss_mask)
+        sums.update(rows=1, tokens=len(ids_s), loss=int((mask_s != 0).sum()), rows_without_loss=int(not mask_s.any()))
+        longest = max(longest, len(ids_s))
+        outside.update(ids_s[(ids_s < 0) | (ids_s >= expected.vocabulary_size)].tolist())
+        if len(ids_s) > 1 and ids_s[0] == ids_s[1] and int(ids_s[0]) in expected.special:
+            double_starts[int(ids_s[0])] += 1
+        border_s = np.diff(np.concatenate([[0], mask_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
+        for begin, end in zip(np.flatnonzero(border_s == 1), np.flatnonzero(border_s == -1), strict=True):
+            sums["answers"] += 1
+            if int(ids_s[end - 1]) in expected.ends:
+                continue
+            if expected.ends.intersection(ids_s[begin:end].tolist()):
+                sums["overrun"] += 1
+            elif end < len(ids_s) and int(ids_s[end]) in expected.ends:
+                silent_ends[int(ids_s[end])] += 1
+            else:
+                sums["endless"] += 1
+    if not sums["rows"]:
+        return
+    yield _loss_share(sums, remedy)
+
+    ends = " or ".join(expected.name_of(token_id) for token_id in sorted(expected.ends))
+    faults = {
+        f"do not end with {ends}": sums["endless"],
+        "end with a token that carries no loss": silent_ends.total(),
+        "go on carrying loss after their end token": sums["overrun"],
+    }
+    severity: Severity = "ok"
+    sentence = f"all {sums['answers']} answers end with {ends}, which carries loss"
+    if any(faults.values()):
+        pad, severity = expected.tokenizer.pad_token_id, "defect"
+        is_pad = f" ({expected.name_of(pad)} is the pad token too, and must keep its loss)" if silent_ends[pad] else ""
+        counted = ", ".join(f"{number} {what}" for what, number in faults.items() if number)
+        sentence = f"of {sums['answers']} answers {counted}{is_pad}, so the drafter would not learn to stop: {remedy}"
+    keys = ("without_end_token", "end_token_without_loss", "loss_after_end_token")
+    figures = {"answers": sums["answers"], **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends}
+    yield Finding("end tokens", severity, sentence, figures)
+
+    if double_starts:
+        name, count = expected.name_of(double_starts.most_common(1)[0][0]), double_starts.total()
+        sentence = f"{count} of {sums['rows']} rows start with {name} twice: {remedy}, it is written once"
+        yield Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count})
+
+    known, size = len(expected.tokenizer), expected.vocabulary_size
+    figures = {"tokens_outside": outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known}
+    way_out = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
+    severity, sentence = "ok", f"all ids are among the target's {size:,}"
+    if outside:
+        ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
+        severity = "defect"
+        sentence = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}: {way_out}"
+    elif known > size:
+        severity = "warning"
+        sentence = f"the tokenizer knows {known:,} tokens, the target {size:,}; no row has the others yet: {way_out}"
+    yield Finding("vocabulary", severity, sentence, figures)
+
+    limit = expected.max_positions
+    severity, sentence = "ok", f"the longest row has {longest:,} tokens"
+    if limit is not None and longest > limit:
+        severity = "defect"
+        sentence += f", the target only {limit:,} positions: set data.max_length_tokens to {limit} at most"
+    elif limit is not None:
+        sentence += f", the target {limit:,} positions"
+    yield Finding("positions", severity, sentence, {"longest_row_tokens": longest, "target_positions": limit})
+
+
+def _loss_share(sums: Counter[str], remedy: str) -> Finding:
+    tokens, loss = sums["tokens"], sums["loss"]
+    frac = loss / max(1, tokens)
+    severity: Severity = "defect"
+    if loss == 0:
+        sentence = f"none of {tokens:,} tokens carries loss, so nothing would be learned: {remedy}"
+    elif loss == tokens:
+        sentence = f"all {tokens:,} tokens carry loss, the user's too: {remedy}"
+    elif sums["rows_without_loss"]:
+        sentence = f"{sums['rows_without_loss']} of {sums['rows']} rows hold no answer: {remedy}"
+    else:
+        severity, sentence = "ok", f"{frac:.1%} of {tokens:,} tokens carry loss"
+        if frac < LOW_LOSS_FRAC:
+            severity = "warning"
+            sentence = f"only {sentence}: set data.conversations.source to conversations with longer answers"
+    return Finding("supervised tokens", severity, sentence, {"tokens": tokens, "loss_tokens": loss, "loss_frac": frac})
+
+
+# ---- the target and the drafter ----
+
+
+def _draft_trees(target: PreTrainedModel) -> Iterator[Finding]:
     """The session's probe: does the target take a 4-D mask and position ids?"""
     try:
         TargetSession(target, max_length_tokens=8).close()
+        yield Finding("draft trees", "ok", "the target obeys 4-D attention masks and position ids")
     except UserError as error:
-        return Finding("draft trees", "defect", str(error))
-    return Finding("draft trees", "ok", "the target obeys 4-D attention masks and position ids")
+        yield Finding("draft trees", "defect", str(error))
 
 
-def _dtype(target: PreTrainedModel) -> list[Finding]:
+def _dtype(target: PreTrainedModel) -> Iterator[Finding]:
     """On a CPU, whether another dtype would be faster.
 
     A step takes as long as reading the weights does: bf16, whose kernels sum in fp32, has half the bytes.
     """
     if target.device.type != "cpu":
-        return []
-    weights_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
-    if target.dtype == torch.float32 and weights_bytes > LARGE_BYTES and has_kernels():
-        sentence = (
-            "float32; in bfloat16 a step reads half as much, and sums are of float32 in both "
-            "(target.dtype=bfloat16, for decoding at least)"
-        )
-        return [Finding("dtype", "ok", sentence)]
+        return
+    is_large = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES
+    if target.dtype == torch.float32 and is_large and has_kernels():
+        way = "(target.dtype=bfloat16, for decoding at least)"
+        sentence = f"float32; in bfloat16 a step reads half as much, and sums are of float32 in both {way}"
+        yield Finding("dtype", "ok", sentence)
     if target.dtype == torch.float16:
         better = "bfloat16" if has_kernels() else "float32"
-        return [Finding("dtype", "warning", f"CPUs are slow in float16: set target.dtype={better}")]
+        yield Finding("dtype", "warning", f"CPUs are slow in float16: set target.dtype={better}")
     if target.dtype == torch.bfloat16 and not has_kernels():
-        sentence = (
-            "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16: "
-            "install g++ or clang++, or set target.dtype=float32"
-        )
-        return [Finding("dtype", "warning", sentence)]
-    return []
+        sentence = "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16"
+        way_out = "install g++ or clang++, or set target.dtype=float32"
+        yield Finding("dtype", "warning", f"{sentence}: {way_out}")
 
 
-def _training_arguments(recipe: Recipe) -> Finding:
+def _training_arguments(recipe: Recipe) -> Iterator[Finding]:
     folder = RunFolder(recipe).drafter / "checkpoints"
     try:
         training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
+        yield Finding("train section", "ok", "transformers.TrainingArguments takes it")
     except UserError as error:
-        return Finding("train section", "defect", str(error))
-    return Finding("train section", "ok", "transformers.TrainingArguments takes it")
+        yield Finding("train section", "defect", str(error))
 
 
-def _start(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
+def _start(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
     """Whether the drafter that training starts from is there and fits, if it is to start from one."""
     check, init = "drafter.init", str(recipe.drafter.init)
     try:
         first = first_stage(recipe)
         if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
-            return [Finding(check, "ok", f"`draftsmith run` trains the drafter of {init} first")]
-        folder = start_folder(recipe)
-        if folder is None:
-            return []
-        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-        return [Finding(check, "ok", start_sentence(start_from(drafter, folder, init)))]
+            yield Finding(check, "ok", f"`draftsmith run` trains the drafter of {init} first")
+        elif (folder := start_folder(recipe)) is not None:
+            drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+            yield Finding(check, "ok", start_sentence(start_from(drafter, folder, init)))
     except UserError as error:
-        return [Finding(check, "defect", str(error))]
+        yield Finding(check, "defect", str(error))
 
 
 def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
@@ -219,9 +464,9 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     refused, warned = refusal(config, to), caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{kind_of(config)}: {refused}")]
-    target_is = target_location(recipe.target)
-    command = serving_command(config, to, target_is, "FOLDER", loading_words(recipe.target))
     found = [Finding("export", "ok", f"`draftsmith export --to {to}` can write it")]
+    where, words = target_location(recipe.target), loading_words(recipe.target)
+    command = serving_command(config, to, where, "FOLDER", words)
     found += [] if command is None else [Finding("command", "ok", command)]
     return found if warned is None else [*found, Finding("first token", "warning", warned)]
 
