@@ -7,7 +7,6 @@ What `draftsmith export` wrote into the run's `export/` goes with it, and so doe
 """
 
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -15,15 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    ModelCard,
-    constants,
-    get_token,
-    hf_hub_download,
-)
+from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from rich.console import Console
 
@@ -41,11 +32,10 @@ from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_tex
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import CARD_FILE, Publication, public_recipe
 
-STAGED = "hub"
 YOU = "YOU"  # in a name, before anybody asked the Hub who that is
 LONGEST_NAME = 96  # of a repository
 TEXTS = {".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".jinja"}
-# Of an earlier push, what is in this one no more: a shard too many would be weights that nobody trained.
+# What of an earlier push is deleted if this one has it not: a shard too many would be weights that nobody trained.
 OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|export)/.*")
 DOWNLOADED = "drafter"  # where the card's commands put an export: no name that vLLM takes for a method
 LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -53,8 +43,15 @@ LICENSE_KEYS = ("license", "license_name", "license_link")
 
 @dataclass(frozen=True)
 class PushOptions:
-    """repo: `name` or `user/name`; base_model: the target's id on the Hub, where the recipe names its folder; license:
-    as the Hub spells it, by default the target's; exports: formats to make."""
+    """What the command line asks for.
+
+    Args:
+        repo: `name` or `user/name`.
+        revision: A branch.
+        base_model: The target's id on the Hub, where the recipe names its folder.
+        license: As the Hub spells it; by default the target's.
+        exports: Formats to export to first.
+    """
 
     repo: str | None = None
     revision: str | None = None
@@ -67,7 +64,7 @@ class PushOptions:
 
 @dataclass
 class Pushed:
-    """address: of the commit; None if nothing was sent. files_bytes: by their names in the repository."""
+    """What was pushed: the commit's address, None if nothing was sent, and sizes of files by their names there."""
 
     repo: str
     address: str | None
@@ -95,25 +92,26 @@ def push(recipe: Recipe, options: PushOptions, console: Console) -> Pushed:
         raise UserError(f"option --repo: {repo} is no name of a repository: give name or user/name")
     for to in options.exports:
         console.print(export_run(recipe, to, None).lines()[0], markup=False)
-    card = Publication(RunFolder(recipe).root / STAGED, repo, options.base_model, license_of(recipe, options))
+    card = Publication(RunFolder(recipe).root / "hub", repo, options.base_model, license_of(recipe, options))
     if not card.license:
         console.print("The card names no licence, as the target's tells none: --license gives one", markup=False)
     files = stage(recipe, card)
-    console.print(f"{repo}: {len(files)} files, {bytes_text(sum(map(_size, files.values())))}", markup=False)
-    for name, file in files.items():
-        console.print(f"  {bytes_text(_size(file)):>10}  {name}", markup=False)
+    sizes = {name: file.stat().st_size for name, file in files.items()}
+    console.print(f"{repo}: {len(files)} files, {bytes_text(sum(sizes.values()))}", markup=False)
+    for name, size in sizes.items():
+        console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
     if options.dry_run:
-        console.print(f"Nothing was sent; it lies in {RunFolder(recipe).root / STAGED}", markup=False)
-        return Pushed(repo, None, {name: _size(file) for name, file in files.items()})
-    address = _send(api, repo, files, options)
+        console.print(f"Nothing was sent; it is in {card.folder}", markup=False)
+        return Pushed(repo, None, sizes)
+    address = _send(api, card, list(files), options)
     console.print(f"\nPushed    {address}", markup=False)
     at = "" if options.revision is None else f"@{options.revision}"
     console.print(f"Use it    {{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods", markup=False)
-    return Pushed(repo, address, {name: _size(file) for name, file in files.items()})
+    return Pushed(repo, address, sizes)
 
 
 def default_name(recipe: Recipe, base_model: str | None = None) -> str:
-    """`{target}-{method}`, the method spelled as engines detect it."""
+    """Name a repository `{target}-{method}`, the method spelled as engines detect it."""
     target = (base_model or recipe.target.gguf_file or recipe.target.model).rstrip("/").rpartition("/")[2]
     kind = recipe.drafter.kind
     method = load_drafter_class(kind).published_as or kind.replace("_", "-")
@@ -130,8 +128,7 @@ def stage(recipe: Recipe, card: Publication) -> dict[str, Path]:
     Raises:
         UserError: Something of this machine would go up.
     """
-    run = RunFolder(recipe)
-    folder = card.folder
+    run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in sorted(run.drafter.glob("*.safetensors*")):
@@ -147,44 +144,42 @@ def stage(recipe: Recipe, card: Publication) -> dict[str, Path]:
             _link(file, folder / "eval" / file.name)
             card.pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
-        write_atomically(folder / "eval" / "proof.json", json.dumps(masked(portable(proof)), indent=2) + "\n")
-    card.exports = _stage_exports(recipe, card)
+        _write_json(folder / "eval" / "proof.json", proof)
+    for noted in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
+        card.exports[f"export/{noted.parent.name}"] = _stage_export(recipe, card, noted)
     update_card(recipe, card)
     files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
     _refuse_private(recipe, files)
     return files
 
 
-def _stage_exports(recipe: Recipe, card: Publication) -> dict[str, str | None]:
-    """Those of these weights. Returns the command that serves each after a download, by its folder.
+def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
+    """Put an export beside the drafter. Returns the command that serves it after a download.
 
     Raises:
-        UserError: One is of other weights.
+        UserError: It is of other weights.
     """
-    run, commands = RunFolder(recipe), {}
-    folder, target = card.folder, card.base_model or public_recipe(recipe)["target"]["model"]
-    for noted in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
-        export, name = noted.parent, f"export/{noted.parent.name}"
-        made = read_json(noted, Export, f"delete {export}, and export again")
-        if made.drafter_sha256 != weights_sha256(run.drafter):
-            again = f"`draftsmith export --to {made.to}` makes it anew"
-            raise UserError(f"nothing was pushed: {export} was made of other weights: delete it, or {again}")
-        places = ((str(export.absolute()), f"{DOWNLOADED}/{name}"), (made.target, target))
-        for here, there in places if made.command else ():
-            made.command = str(made.command).replace(here, there)
-        made.target = target
-        for file in sorted(export.glob("*")):
-            if file.suffix == ".json" and file.name != EXPORT_FILE:
-                _write_public(file, folder / name / file.name, f"delete {export}, and export again")
-            elif file.is_file() and file.name != EXPORT_FILE:
-                _link(file, folder / name / file.name)
-        write_atomically(folder / name / EXPORT_FILE, json.dumps(portable(asdict(made)), indent=2) + "\n")
-        commands[name] = made.command
-    return commands
+    export, place = noted.parent, card.folder / "export" / noted.parent.name
+    made = read_json(noted, Export, f"delete {export}, and export again")
+    if made.drafter_sha256 != weights_sha256(RunFolder(recipe).drafter):
+        again = f"`draftsmith export --to {made.to}` makes it anew"
+        raise UserError(f"nothing was pushed: {export} was made of other weights: delete it, or {again}")
+    target = card.base_model or public_recipe(recipe)["target"]["model"]
+    if made.command is not None:
+        made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
+        made.command = made.command.replace(made.target, target)
+    made.target = target
+    for file in sorted(set(export.iterdir()) - {noted}):
+        if file.suffix == ".json":
+            _write_public(file, place / file.name, f"delete {export}, and export again")
+        elif file.is_file():
+            _link(file, place / file.name)
+    write_atomically(place / EXPORT_FILE, json.dumps(portable(asdict(made)), indent=2) + "\n")
+    return made.command
 
 
 def license_of(recipe: Recipe, options: PushOptions) -> dict[str, str]:
-    """The one that was asked for, else the target's own; nothing where its card tells none."""
+    """Return the licence that was asked for, else the target's own; nothing if its card tells none."""
     if options.license is not None:
         return {"license": options.license}
     model = options.base_model or recipe.target.model
@@ -204,7 +199,10 @@ def license_of(recipe: Recipe, options: PushOptions) -> dict[str, str]:
 
 
 def _check_trained(recipe: Recipe) -> None:
-    """Whether the drafter is finished, as it was trained, and of this recipe."""
+    """
+    Raises:
+        UserError: The drafter is not finished, not as it was trained, or of another recipe.
+    """
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
         raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with this recipe first")
@@ -216,21 +214,24 @@ def _check_trained(recipe: Recipe) -> None:
 
 
 def _write_public(source: Path, copy: Path, way_out: str) -> None:
-    values = read_json(source, dict[str, Any], way_out)
-    write_atomically(copy, json.dumps(masked(portable(values)), indent=2) + "\n")
+    _write_json(copy, read_json(source, dict[str, Any], way_out))
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    """Write it without secrets and folders of this machine."""
+    write_atomically(file, json.dumps(masked(portable(values)), indent=2) + "\n")
 
 
 def _link(source: Path, place: Path) -> None:
-    """A second name where the disk allows it, which takes no room; else a copy."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), place)
-    except OSError:
-        shutil.copyfile(source, place)
+    place.symlink_to(source.resolve())
 
 
 def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
-    """Whatever was written there, by us or by hand: no folder and no token of this machine."""
+    """
+    Raises:
+        UserError: A text, written by us or by hand, names a folder or the token of this machine.
+    """
     folders = {str(Path.home()), str(Path.cwd()), str(RunFolder(recipe).root.absolute())}
     private = {f"{folder.rstrip('/')}/": "a folder of this machine" for folder in folders if folder != "/"}
     if token := get_token():
@@ -244,8 +245,9 @@ def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
             raise UserError(f"nothing was pushed: {name} names {found}; take it out of {file} where it comes from")
 
 
-def _send(api: HfApi, repo: str, files: dict[str, Path], options: PushOptions) -> str:
-    """One commit in the repository, which is made if it is not there. Returns the commit's address."""
+def _send(api: HfApi, card: Publication, files: list[str], options: PushOptions) -> str:
+    """Make one commit in the repository, which is made if it is not there. Returns the commit's address."""
+    repo = card.repo
     with told_in_one_sentence("nothing was pushed", repo):
         there = _existing(api, repo, options)
         if not there:
@@ -253,11 +255,13 @@ def _send(api: HfApi, repo: str, files: dict[str, Path], options: PushOptions) -
         if options.revision is not None:
             api.create_branch(repo, branch=options.revision, exist_ok=True)
         old = api.list_repo_files(repo, revision=options.revision)
-        stale = [name for name in old if OURS.fullmatch(name) and name not in files]
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [CommitOperationDelete(name) for name in stale]
-        operations += [CommitOperationAdd(name, file) for name, file in files.items()]
-        message = "Update the drafter" if there else "Add the drafter"
-        done = api.create_commit(repo, operations, commit_message=message, revision=options.revision)
+        done = api.upload_folder(
+            repo_id=repo,
+            folder_path=card.folder,
+            commit_message="Update the drafter" if there else "Add the drafter",
+            revision=options.revision,
+            delete_patterns=[name for name in old if OURS.fullmatch(name) and name not in files],
+        )
     return str(done.commit_url)
 
 
@@ -275,21 +279,13 @@ def _existing(api: HfApi, repo: str, options: PushOptions) -> bool:
         state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
         raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
     others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]
-    if others and not _is_drafter(repo):
+    try:
+        config = json.loads(Path(hf_hub_download(repo, "config.json")).read_text(encoding="utf-8")) if others else {}
+    except (EntryNotFoundError, ValueError):
+        config = {}
+    if others and not str(config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
         raise UserError(
             f"nothing was pushed: {repo} is there and is no drafter of draftsmith ({', '.join(others[:3])}): name "
             "another with --repo"
         )
     return True
-
-
-def _is_drafter(repo: str) -> bool:
-    try:
-        config = json.loads(Path(hf_hub_download(repo, "config.json")).read_text(encoding="utf-8"))
-    except (EntryNotFoundError, ValueError):
-        return False
-    return str(config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size

@@ -1,0 +1,158 @@
+"""The Hub at the level of huggingface_hub's calls: repositories in memory, and refusals as it raises them."""
+
+import fnmatch
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from draftsmith.eval.commands import push
+from draftsmith.models.base import published
+
+TOKEN, USER, URL = "hf_secretOfThisTest", "tester", "https://hub.test"
+
+
+def refused(status: int, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHubHTTPError:
+    """What huggingface_hub raises for this status."""
+    return kind(f"{status} for {URL}", response=httpx2.Response(status, request=httpx2.Request("POST", URL)))
+
+
+@dataclass
+class Repo:
+    """Branches of commits (contents by path), the oldest first."""
+
+    private: bool
+    branches: dict[str, list[dict[str, bytes]]] = field(default_factory=lambda: {"main": [{}]})
+
+    def commit(self, files: dict[str, bytes], branch: str = "main") -> None:
+        self.branches[branch].append(files)
+
+    def at(self, revision: str | None) -> dict[str, bytes]:
+        commits = {commit_id(files): files for history in self.branches.values() for files in history}
+        found = self.branches[revision or "main"][-1] if (revision or "main") in self.branches else None
+        found = commits.get(str(revision)) if found is None else found
+        if found is None:
+            raise refused(404, RevisionNotFoundError)
+        return found
+
+
+def commit_id(files: dict[str, bytes]) -> str:
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+class FakeHub:
+    """Stands for `HfApi()` and for the functions that download.
+
+    calls: How often each was called. faults: What each raises instead, by its name. read_only: Owners of repositories
+    that the token may not write to.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.repos: dict[str, Repo] = {}
+        self.calls: Counter[str] = Counter()
+        self.faults: dict[str, Exception] = {}
+        self.read_only: set[str] = set()
+
+    def files(self, repo: str, revision: str | None = None) -> dict[str, bytes]:
+        return self.repos[repo].at(revision)
+
+    def whoami(self) -> dict[str, str]:
+        self._called("whoami")
+        return {"name": USER}
+
+    def model_info(self, repo: str) -> Any:
+        files = self._repo("model_info", repo).at(None)
+        siblings = [SimpleNamespace(rfilename=name) for name in (".gitattributes", *files)]
+        return SimpleNamespace(private=self.repos[repo].private, siblings=siblings)
+
+    def create_repo(self, repo: str, private: bool, exist_ok: bool) -> None:
+        self._called("create_repo")
+        if repo.split("/")[0] in self.read_only:
+            raise refused(403)
+        self.repos.setdefault(repo, Repo(private))
+
+    def create_branch(self, repo: str, branch: str, exist_ok: bool) -> None:
+        found = self._repo("create_branch", repo)
+        found.branches.setdefault(branch, list(found.branches["main"]))
+
+    def list_repo_files(self, repo: str, revision: str | None) -> list[str]:
+        return [".gitattributes", *self._repo("list_repo_files", repo).at(revision)]
+
+    def upload_folder(
+        self,
+        repo_id: str,
+        folder_path: Path,
+        commit_message: str,
+        revision: str | None,
+        delete_patterns: list[str],
+    ) -> Any:
+        repo = self._repo("upload_folder", repo_id)
+        new = {p.relative_to(folder_path).as_posix(): p.read_bytes() for p in folder_path.rglob("*") if p.is_file()}
+        patterns = delete_patterns
+        left = {n: d for n, d in repo.at(revision).items() if not any(fnmatch.fnmatch(n, p) for p in patterns)}
+        if left | new != repo.at(revision):  # an empty commit is not made
+            repo.commit(left | new, revision or "main")
+        return SimpleNamespace(commit_url=f"{URL}/{repo_id}/commit/{commit_id(repo.at(revision))}")
+
+    def hf_hub_download(self, repo: str, name: str, local_files_only: bool = False) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        files = self._repo("hf_hub_download", repo).at(None)
+        if name not in files:
+            raise EntryNotFoundError(f"no {name}")
+        return str(self._fetched({name: files[name]}) / name)
+
+    def snapshot_download(
+        self, repo: str, revision: str | None, allow_patterns: list[str], ignore_patterns: tuple[str, ...] = ()
+    ) -> str:
+        def matches(name: str, patterns: Any) -> bool:
+            return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+        files = self._repo("snapshot_download", repo).at(revision)
+        asked = {n: d for n, d in files.items() if matches(n, allow_patterns) and not matches(n, ignore_patterns)}
+        return str(self._fetched(asked))
+
+    def _called(self, name: str) -> None:
+        self.calls[name] += 1
+        if name in self.faults:
+            raise self.faults[name]
+
+    def _repo(self, name: str, repo: str) -> Repo:
+        self._called(name)
+        if repo not in self.repos:
+            raise refused(404, RepositoryNotFoundError)
+        return self.repos[repo]
+
+    def _fetched(self, files: dict[str, bytes]) -> Path:
+        folder = self.cache / commit_id(files)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """The Hub of this process, with its token in the environment and an empty cache."""
+    fake = FakeHub(tmp_path / "hub-cache")
+    monkeypatch.setattr(push, "HfApi", lambda: fake)
+    monkeypatch.setattr(push, "hf_hub_download", fake.hf_hub_download)
+    monkeypatch.setattr(published, "snapshot_download", fake.snapshot_download)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    published._fetched.cache_clear()
+    yield fake
+    published._fetched.cache_clear()
