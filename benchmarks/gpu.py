@@ -65,7 +65,6 @@ PARTS: dict[str, Callable[[Suite], None]] = {
     "tests": lambda suite: suite.measure("pytest", run_tests),
     "attention": training.attention,
     "trees": decoding.trees,
-    "training": training.training,
     "drafts": decoding.drafts,
     "step_bound": training.step_bound,
     "compiled_trees": decoding.compiled_trees,

@@ -32,7 +32,7 @@ class Shape:
     Args:
         dtype: Of the target, and of drafters while decoding; they are trained in fp32, under autocast if this is half.
         num_masks: K.
-        length: S, tokens of a row in training; rows: of the larger batch.
+        length: S, tokens of a row in training.
         prompt, answer: tokens, in decoding.
         tree_nodes: root included, the most important first; the last of them is also what drafters draft.
         repeats: of what takes about a step.
@@ -47,13 +47,11 @@ class Shape:
     vocabulary: int
     dtype: str
     length: int
-    rows: int
     prompt: int
     answer: int
     tree_nodes: tuple[int, ...]
     drafted_nodes: int
     repeats: int
-    training_steps: int
     num_masks: int = 4
 
     @property
@@ -85,8 +83,7 @@ class Shape:
 
 TREES = (1, 48, 64, 32, 16, 8, 4, 2)
 GPU: dict[str, Any] = {
-    "length": 2048, "rows": 4, "prompt": 512, "answer": 96, "tree_nodes": TREES, "drafted_nodes": 48, "repeats": 20,
-    "training_steps": 8,
+    "length": 2048, "prompt": 512, "answer": 96, "tree_nodes": TREES, "drafted_nodes": 48, "repeats": 20,
 }  # fmt: skip
 SHAPES = {
     # Llama 3.1 8B's and Llama 3.2 1B's sizes.
@@ -95,17 +92,17 @@ SHAPES = {
     # SmolLM2-135M's sizes: on a CPU.
     "135m": Shape(
         "135m", 576, 1536, 30, 9, 3, 49_152, "float32",
-        length=256, rows=2, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=5, training_steps=3,
+        length=256, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=5,
     ),
     # The embedded target's, on a CPU: where what our own code adds weighs most.
     "embedded": Shape(
         "embedded", 192, 512, 8, 3, 1, 4096, "float32",
-        length=512, rows=4, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=20, training_steps=8,
+        length=512, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=20,
     ),
     # To see that everything runs, anywhere.
     "tiny": Shape(
         "tiny", 64, 96, 2, 4, 2, 331, "float32",
-        length=32, rows=2, prompt=12, answer=20, tree_nodes=(1, 5, 3), drafted_nodes=5, repeats=2, training_steps=2,
+        length=32, prompt=12, answer=20, tree_nodes=(1, 5, 3), drafted_nodes=5, repeats=2,
     ),
 }  # fmt: skip
 

@@ -11,13 +11,13 @@ from draftsmith.recipes.results import RESULT_KEYS, folded_json, portable, write
 
 
 def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "/some/where/benchmarks/loop_efficiency.py"
+    script = "/some/where/benchmarks/step_price.py"
     monkeypatch.setattr("sys.argv", [script, "mine.yaml", "target.model=/a/b/weights"])
     write_result(tmp_path / "deep" / "a.json", {"tau": 2.5, "folder": "/a/b/drafter"})
     result = json.loads((tmp_path / "deep" / "a.json").read_text())
     assert tuple(result) == RESULT_KEYS
     assert result["figures"] == {"tau": 2.5, "folder": ".../drafter"}
-    assert result["command"] == "python benchmarks/loop_efficiency.py mine.yaml target.model=.../weights"
+    assert result["command"] == "python benchmarks/step_price.py mine.yaml target.model=.../weights"
     assert result["machine"]["cpu_count"] == os.cpu_count()
     assert result["machine"]["memory_bytes"] > 2**28
     assert {"python", "torch"} <= result["versions"].keys()
