@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sized
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -25,11 +25,6 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodName
-
-T = TypeVar("T")
-
-# What earlier versions did not measure of a turn and a report can do without.
-NEWER: dict[str, Any] = {"outside_tokens": None, "ended_outside": None, "phases_s": []}
 
 # Keys of `MethodRecord.settings`, and how an error calls them.
 SETTINGS = {
@@ -102,36 +97,33 @@ class QuestionRecord:
             UserError: An earlier version of draftsmith measured less than this one needs.
             ValueError, TypeError, KeyError, AttributeError: These are no records.
         """
-        record = _FORMS[QuestionRecord].validate_python({**values, "answers": {}})
-        for key, answer in values["answers"].items():
-            of_turns = answer["turns"] if all(isinstance(turn, dict) for turn in answer["turns"]) else [{}]
-            turns = [_complete(AnswerRecord, {**NEWER, **turn}, record.where) for turn in of_turns]
-            found = record.answers[key] = _complete(MethodRecord, {**answer, "turns": turns}, record.where)
-            if (
-                not turns
-                or key != f"{found.method}@{found.temperature:g}"
-                or not SETTINGS.keys() <= found.settings.keys()
-            ):
+        missing: set[str] = set()
+        for answer in values["answers"].values():
+            missing |= _OF_METHODS - answer.keys()
+            for turn in answer.get("turns", []):
+                missing |= _OF_TURNS - set(turn)
+        if missing:
+            raise UserError(
+                f"run {values['run']} of question {values['question_id']} in records.jsonl was measured by an earlier "
+                f"version of draftsmith (no {', '.join(sorted(missing))}): delete the eval folder and run `draftsmith "
+                "eval` again"
+            )
+        record: QuestionRecord = _FORM.validate_python(values)
+        for key, found in record.answers.items():
+            is_key = key == f"{found.method}@{found.temperature:g}"
+            if not (found.turns and is_key and SETTINGS.keys() <= found.settings.keys()):
                 raise ValueError(key)
-            for turn in turns:
-                per_round: list[Sized] = [turn.draft_lengths, turn.draft_depths, turn.round_s]
-                if any(len(part) != turn.rounds for part in per_round) or turn.wall_time_s <= 0:
+            for each in found.turns:
+                per_round: list[Sized] = [each.draft_lengths, each.draft_depths, each.round_s]
+                if any(len(part) != each.rounds for part in per_round) or each.wall_time_s <= 0:
                     raise ValueError(key)
         return record
 
 
-_FORMS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (AnswerRecord, MethodRecord, QuestionRecord)}
-
-
-def _complete(kind: type[T], values: dict[str, Any], where: str) -> T:
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise UserError(
-            f"{where} in records.jsonl was measured by an earlier version of draftsmith (no {', '.join(missing)}): "
-            "delete the eval folder and run `draftsmith eval` again"
-        )
-    return _FORMS[kind].validate_python({name: values[name] for name in names})
+_FORM = TypeAdapter(QuestionRecord)
+_OF_METHODS = {each.name for each in fields(MethodRecord)}
+# Earlier versions did not measure the others, without which a report can do.
+_OF_TURNS = {each.name for each in fields(AnswerRecord)} - {"outside_tokens", "ended_outside", "phases_s"}
 
 
 class RecordLog:

@@ -70,10 +70,9 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def walltime_factor(alpha: float, gamma: int, c: float, parallel: bool = False) -> float:
-    """Theorem 3.8: the expected speedup, E[tokens] / (gamma c + 1), or over (c + 1) for a parallel drafter."""
-    cost = (c if gamma else 0.0) if parallel else gamma * c
-    return expected_tokens(alpha, gamma) / (cost + 1)
+def walltime_factor(alpha: float, gamma: int, c: float) -> float:
+    """Theorem 3.8: the expected speedup, E[tokens] / (gamma c + 1)."""
+    return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
 def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
@@ -85,18 +84,18 @@ def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
     return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
 
 
-def best_gamma(alpha: float, c: float, parallel: bool = False, at_most: int = MOST_TOKENS) -> int:
+def best_gamma(alpha: float, c: float, at_most: int = MOST_TOKENS) -> int:
     """Section 3.5: the gamma of the largest speedup; 0 where drafting does not pay."""
-    return max(range(at_most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c, parallel))
+    return max(range(at_most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c))
 
 
-def sufficient_gamma(alpha: float, share: float = 0.99, at_most: int = MOST_TOKENS) -> int:
-    """For a drafter whose cost does not grow with gamma: the least gamma with `share` of what endless drafts give.
+def sufficient_gamma(alpha: float) -> int:
+    """For a drafter whose cost does not grow with gamma: the least gamma with 99 % of what endless drafts give.
 
     They give 1 / (1 - alpha) tokens a round, of which gamma drafted tokens give a share of 1 - alpha^(gamma+1).
     """
     _check(alpha, 0)
-    return next((gamma for gamma in range(at_most) if 1 - alpha ** (gamma + 1) >= share), at_most)
+    return next((gamma for gamma in range(MOST_TOKENS) if 1 - alpha ** (gamma + 1) >= 0.99), MOST_TOKENS)
 
 
 def _check(alpha: float, gamma: int) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.report.page.rounds import shown_answers
-from draftsmith.eval.report.papers.answer import draw_answer
 from draftsmith.eval.report.papers.page import ANSWER, PICTURES, write_page
+from draftsmith.eval.report.papers.pictures import draw_answer
 from draftsmith.recipes.run_folder import read_json
 
 if __name__ == "__main__":

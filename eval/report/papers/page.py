@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from draftsmith.eval.report.charts import draw_theory
-from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram_alphas, operations_and_speed
-from draftsmith.eval.report.papers.parallel_spec import EMBEDDED, SMOLLM2, main_table, number_of_masks
 from draftsmith.eval.report.papers.pictures import draw_rounds
-from draftsmith.eval.report.papers.quoted import Place, place, ratio, told
+from draftsmith.eval.report.papers.tables import (
+    EMBEDDED,
+    SMOLLM2,
+    Place,
+    expected_and_measured,
+    main_table,
+    ngram_alphas,
+    number_of_masks,
+    operations_and_speed,
+    place,
+    ratio,
+)
 from draftsmith.recipes.run_folder import write_atomically
 
 PICTURES = "pictures"  # beside the page
@@ -58,7 +66,8 @@ def write_page(results: Path, page: Path) -> Path:
     """
     folder = page.parent / PICTURES
     draw_rounds({name: _of_smollm2(results, name) for name in ROUNDS}, folder / "paper_round.svg")
-    points = _points(results)
+    chains = [(name, place(results, file, method, temperature).row) for name, file, method, temperature in EXPECTED]
+    points = [{**row["timing"], "method": name} for name, row in chains if row and "timing" in row]
     if points:
         draw_theory(points, folder)
     write_atomically(page, page_text(results))
@@ -80,7 +89,7 @@ def page_text(results: Path) -> str:
         return _of_smollm2(results, name).quoted(path, form)
 
     def over(above: str, below: str, path: str) -> str:
-        return told(ratio(_of_smollm2(results, above), _of_smollm2(results, below), path), "{:.2f}".format)
+        return ratio(_of_smollm2(results, above), _of_smollm2(results, below), path, "{:.2f}")
 
     return environment.get_template("paper.md.j2").render(
         tables={
@@ -104,13 +113,3 @@ def page_text(results: Path) -> str:
 def _of_smollm2(results: Path, name: str) -> Place:
     """A row of the picture of a round, by its name there."""
     return place(results, SMOLLM2.file, ROUNDS[name], 0.0)
-
-
-def _points(results: Path) -> list[dict[str, Any]]:
-    """The rows that stand in the figures of theory: the chains that were timed."""
-    found = []
-    for name, file, method, temperature in EXPECTED:
-        row = place(results, file, method, temperature).row
-        if row and "timing" in row:
-            found.append({**row["timing"], "method": name})
-    return found

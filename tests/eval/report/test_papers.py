@@ -9,12 +9,21 @@ import pytest
 from support.places import ROOT
 
 from draftsmith.eval.report.page.rounds import ShownAnswer, ShownQuestion, ShownRound
-from draftsmith.eval.report.papers.answer import DRAFTED, draw_answer, pieces
-from draftsmith.eval.report.papers.leviathan import expected_and_measured, ngram_alphas, operations_and_speed
 from draftsmith.eval.report.papers.page import page_text, write_page
-from draftsmith.eval.report.papers.parallel_spec import EMBEDDED, SMOLLM2, main_table, number_of_masks
-from draftsmith.eval.report.papers.pictures import draw_rounds, steps
-from draftsmith.eval.report.papers.quoted import Place, place, ratio, table
+from draftsmith.eval.report.papers.pictures import DRAFTED, draw_answer, draw_rounds, pieces, steps
+from draftsmith.eval.report.papers.tables import (
+    EMBEDDED,
+    SMOLLM2,
+    Place,
+    expected_and_measured,
+    main_table,
+    ngram_alphas,
+    number_of_masks,
+    operations_and_speed,
+    place,
+    ratio,
+    table,
+)
 
 
 def row(speedup: float, tau: float, **timing: Any) -> dict[str, Any]:
@@ -58,12 +67,12 @@ def test_a_figure_is_quoted_with_its_place(tmp_path: Path) -> None:
 def test_a_ratio_is_of_one_measurement(tmp_path: Path) -> None:
     folder = results(tmp_path, a={"p@0": row(3.0, 2.0), "q@0": row(2.0, 1.0)}, b={"q@0": row(1.0, 1.0)})
     above = Place(folder, "a", "p@0")
-    assert ratio(above, Place(folder, "a", "q@0"), "speedup_mean") == 1.5
-    assert ratio(above, Place(folder, "b", "q@0"), "speedup_mean") is None
-    assert ratio(above, Place(folder, "a", "r@0"), "speedup_mean") is None
+    assert ratio(above, Place(folder, "a", "q@0"), "speedup_mean") == "1.50x"
+    assert ratio(above, Place(folder, "b", "q@0"), "speedup_mean") == "-"
+    assert ratio(above, Place(folder, "a", "r@0"), "speedup_mean") == "-"
 
 
-def test_a_table_may_have_several_sittings(tmp_path: Path) -> None:
+def test_a_table_may_have_several_runs(tmp_path: Path) -> None:
     folder = results(tmp_path, t={"p@0": row(3, 2)}, t_b={"p@0": row(2, 2), "p@1": row(2, 1)}, tea={"p@2": row(1, 1)})
     assert place(folder, "t", "p", 0.0).file == "t"
     assert place(folder, "t", "p", 1.0).quoted("tau") == "[1.00](results/t_b.json#figures.rows.p@1.tau)"
@@ -130,8 +139,8 @@ def test_masks_and_ngrams_and_expectations(tmp_path: Path) -> None:
     assert cells(ngram_alphas(folder, [("us", "table", "", 1.0), ("us", "table", "", 0.0)]))[2:] == [
         ["us", "1", "-", "0.20", "-"]
     ]
-    arms = [("EAGLE", "table", "eagle-chain", 0.0), ("EAGLE", "table", "eagle-chain", 1.0)]
-    assert cells(expected_and_measured(folder, arms))[2:] == [["EAGLE", "0", "5", "0.50", "0.10", "1.31x", "1.21x"]]
+    rows = [("EAGLE", "table", "eagle-chain", 0.0), ("EAGLE", "table", "eagle-chain", 1.0)]
+    assert cells(expected_and_measured(folder, rows))[2:] == [["EAGLE", "0", "5", "0.50", "0.10", "1.31x", "1.21x"]]
 
 
 def test_leviathans_table_1() -> None:

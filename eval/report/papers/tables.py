@@ -1,0 +1,223 @@
+"""The papers' tables, made of result files (`recipes/results.py`): each figure is a link to where it was measured.
+
+ParallelSpec's (arXiv 2410.05589) flavours beside what they replace and its number of masks; Leviathan et al.'s (arXiv
+2211.17192) tables from the formulas, of n-gram drafters, expected and measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.bench.theory import expected_tokens, operations_factor
+from draftsmith.recipes.schema import SEED_SUFFIX
+
+NOT_MEASURED = "-"
+TIMES = "{:.2f}x"
+# Spec-Bench's tasks in the paper's order; the first is the eight MT-bench categories together.
+TASKS = {
+    "mt_bench": "MT-bench",
+    "translation": "translation",
+    "summarization": "summary",
+    "qa": "QA",
+    "math_reasoning": "maths",
+    "rag": "RAG",
+}
+# Table 1's alphas and gammas.
+TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
+NGRAMS = ("unigram", "bigram", "trigram")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One row of one result file: a method at a temperature on a target."""
+
+    folder: Path
+    file: str  # without its suffix
+    key: str  # `method@temperature`
+
+    @cached_property
+    def row(self) -> dict[str, Any] | None:
+        """Its figures; None where it was not measured."""
+        file = self.folder / f"{self.file}.json"
+        return _rows(file, file.stat().st_mtime_ns).get(self.key) if file.exists() else None
+
+    def value(self, path: str) -> float | None:
+        """A figure of the row, down through its mappings and lists; None where it was not measured."""
+        found: Any = self.row
+        for key in path.split("."):
+            if isinstance(found, list):
+                found = found[int(key)] if int(key) < len(found) else None
+            elif isinstance(found, dict):
+                found = found.get(key)
+        return found if isinstance(found, int | float) else None
+
+    def quoted(self, path: str, form: str = "{:.2f}") -> str:
+        """`[2.78](results/name.json#figures.rows.key.path)`, or a dash."""
+        value = self.value(path)
+        if value is None:
+            return NOT_MEASURED
+        return f"[{form.format(value)}]({self.folder.name}/{self.file}.json#figures.rows.{self.key}.{path})"
+
+
+def place(results: Path, file: str, method: str, temperature: float) -> Place:
+    """Find a method's row at a temperature: in `file`, or in `file_*`, where a table has several runs."""
+    key = f"{method}@{temperature:g}"
+    runs = [file, *sorted(found.stem for found in results.glob(f"{file}_*.json"))]
+    places = [Place(results, run, key) for run in runs]
+    return next((found for found in places if found.row), places[0])
+
+
+@lru_cache(maxsize=16)
+def _rows(file: Path, _written_ns: int) -> dict[str, Any]:
+    """A page asks for a hundred figures of one file."""
+    rows: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"]["rows"]
+    return rows
+
+
+def ratio(above: Place, below: Place, path: str, form: str = TIMES) -> str:
+    """One figure over another of the same measurement; a dash where either was not measured."""
+    top, bottom = above.value(path), below.value(path)
+    return form.format(top / bottom) if above.file == below.file and top is not None and bottom else NOT_MEASURED
+
+
+def table(heads: Sequence[str], rows: list[list[str]], labels: int = 1) -> str:
+    """In Markdown; a row of which nothing was measured is left out, and of a table without rows a sentence is left.
+
+    Args:
+        labels: The first columns, which say what a row is of.
+    """
+    measured = [row for row in rows if any(cell not in ("", NOT_MEASURED) for cell in row[labels:])]
+    if not measured:
+        return "*Not measured yet.*"
+    lines = [heads, ["---"] * len(heads), *measured]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---- ParallelSpec ----
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target's table.
+
+    pairs: a drafter and the flavour of ParallelSpec that replaces it, each as what the page calls it and the method in
+    the result file; tasks: whether the questions are Spec-Bench's.
+    """
+
+    name: str
+    file: str
+    pairs: tuple[tuple[tuple[str, str], tuple[str, str]], ...]
+    tasks: bool
+
+
+SMOLLM2 = Target(
+    "SmolLM2-135M-Instruct",
+    "smollm2_table",
+    (
+        (
+            ("Medusa", "smollm2-135m-medusa/medusa-tree"),
+            ("Medusa-ParallelSpec, inner features", "smollm2-135m/smollm2-tree"),
+        ),
+        (
+            ("EAGLE", "smollm2-135m-eagle/eagle-tree"),
+            ("EAGLE-ParallelSpec, two stages", "smollm2-135m-two_stage/two-stage-tree"),
+        ),
+    ),
+    tasks=True,
+)
+EMBEDDED = Target(
+    "the embedded target",
+    "table",
+    (
+        (("Medusa", "medusa-tree"), ("Medusa-ParallelSpec, final features", "parallel-final-tree")),
+        (("Medusa", "medusa-tree"), ("Medusa-ParallelSpec, inner features", "parallel-tree")),
+        (("EAGLE", "eagle-tree"), ("EAGLE-ParallelSpec", "eagle-parallel-tree")),
+    ),
+    tasks=False,
+)
+
+
+def main_table(results: Path, target: Target, temperature: float) -> str:
+    """The papers' main table: speedup by task and over all questions, tau, and each flavour over what it replaces."""
+    tasks = [f"by_category.{task}.speedup_mean" for task in TASKS] if target.tasks else []
+
+    def figures(found: Place) -> list[str]:
+        low, high = (found.row or {}).get("speedup_interval") or (None, None)
+        return [
+            *(found.quoted(path, TIMES) for path in (*tasks, "speedup_mean")),
+            found.quoted("tau"),
+            found.quoted("timing.cost_ratio"),
+            NOT_MEASURED if low is None else f"{low:.2f} to {high:.2f}",
+        ]
+
+    rows: list[list[str]] = []
+    for pair in target.pairs:
+        places = [place(results, target.file, method, temperature) for _, method in pair]
+        for (name, method), found in zip(pair, places, strict=True):
+            rows.append([name, *figures(found)])
+            if "/" in method:  # a comparison of several seeds has the recipe's name before the method's
+                again = place(results, target.file, method.replace("/", f"{SEED_SUFFIX}1/"), temperature)
+                rows.append([f"{name}, second seed", *figures(again)])
+        base, flavour = places
+        over = (ratio(flavour, base, path) for path in (*tasks, "speedup_mean", "tau"))
+        rows.append(["*flavour over base*", *over, "", ""])
+    unique = [row for number, row in enumerate(rows) if row not in rows[:number]]
+    names = TASKS.values() if target.tasks else ()
+    return table(["drafter, tree of 12", *names, "overall", "tau", "draft / step", "95 %"], unique)
+
+
+def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:
+    """The ablation of K: chain and tree of the quickstart's drafter, trained with each number of masks."""
+    rows = []
+    for count in counts:
+        names = ("parallel-chain", "parallel-tree")
+        chain, tree = (Place(results, file, f"quickstart-num_masks-{count}/{method}@0") for method in names)
+        figures = [cell for each in (chain, tree) for cell in (each.quoted("tau"), each.quoted("speedup_mean", TIMES))]
+        rows.append([str(count), *figures, chain.quoted("timing.cost_ratio")])
+    return table(["K", "tau, chain", "speedup, chain", "tau, tree", "speedup, tree", "draft / step"], rows)
+
+
+# ---- Leviathan et al. ----
+
+
+def operations_and_speed() -> str:
+    """Table 1: arithmetic and speed of a drafter that costs nothing, from theorems 3.8 and 3.11."""
+    rows = []
+    for alpha, gamma in TABLE_1:
+        operations, speed = operations_factor(alpha, gamma, 0.0), expected_tokens(alpha, gamma)
+        rows.append([f"{alpha}", str(gamma), TIMES.format(operations), TIMES.format(speed)])
+    return table(["alpha", "gamma", "operations", "speed"], rows)
+
+
+def ngram_alphas(results: Path, rows_of: list[tuple[str, str, str, float]]) -> str:
+    """Table 3's last rows: alpha of n-grams that are counted in the target's own answers.
+
+    Args:
+        rows_of: What the page calls the target, result file, what stands before a method's name there, temperature.
+    """
+    rows = []
+    for target, file, before, temperature in rows_of:
+        alphas = (place(results, file, before + name, temperature).quoted("timing.alpha") for name in NGRAMS)
+        rows.append([target, f"{temperature:g}", *alphas])
+    return table(["target", "T", *NGRAMS], rows, labels=2)
+
+
+def expected_and_measured(results: Path, rows_of: list[tuple[str, str, str, float]]) -> str:
+    """Table 4: theorem 3.8 with the measured alpha and c, beside the measured speedup of decoding.
+
+    Args:
+        rows_of: What the page calls it, result file, method, temperature.
+    """
+    columns = {"gamma": "{:d}", "alpha": "{:.2f}", "c": "{:.2f}"}
+    columns |= {"speedup_predicted_iid": TIMES, "speedup_decoding": TIMES}
+    rows = []
+    for name, file, method, temperature in rows_of:
+        found = place(results, file, method, temperature)
+        figures = (found.quoted(f"timing.{key}", form) for key, form in columns.items())
+        rows.append([name, f"{temperature:g}", *figures])
+    return table(["drafter", "T", "gamma", "alpha", "c", "expected", "measured"], rows, labels=2)
