@@ -232,14 +232,14 @@ MUTANTS = (
         "eval/bench/records.py",
         'self.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]',
         'self.answers[f"{AUTOREGRESSIVE}@0"]',
-        "tests/eval/bench/test_spec_bench.py tests/eval/report",
+        "tests/eval/report/test_summary.py",
     ),
     Mutant(
         "tau without the bonus token counts it",
         "eval/report/summary.py",
         "sum(turn.accepted_drafts for turn in turns) / rounds",
         "sum(sum(turn.accept_lengths) for turn in turns) / rounds",
-        "tests/eval/bench/test_spec_bench.py tests/eval/report",
+        "tests/eval/report/test_summary.py",
     ),
     Mutant(
         "a bootstrap that pairs nothing",

@@ -1,8 +1,8 @@
-"""What the records in `runs/<name>/eval/` were made with, and what was measured beside them."""
+"""What is in `runs/<name>/eval/`: records, what they were made with, what was measured beside them, and its origins."""
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ DIVERGENCES = "divergences.json"
 TRACED = "traced.json"
 # Of the recipe's eval section: may differ from what the records were made with.
 FREE_KEYS = {"runs", "untimed_questions"}
+EVAL_AGAIN = "delete it and run `draftsmith eval` again"
 
 
 @dataclass
@@ -57,43 +58,18 @@ class Notes:
 
 
 @dataclass
-class UntimedFigures:
-    """Of one method at one temperature, see `OverlapMeter.figures`."""
-
-    positions: int
-    alpha_overlap: FiniteFloat | None
-    alpha_drafter: FiniteFloat | None
-    operations_ratio: FiniteFloat | None
-    operations_per_token: FiniteFloat | None
-
-
-@dataclass
 class Untimed:
-    """`untimed.json`."""
+    """`untimed.json`: by `method@temperature`, see `OverlapMeter.figures`."""
 
     questions: int
-    arms: dict[str, UntimedFigures]
-
-
-@dataclass
-class Divergences:
-    """`divergences.json`: of greedy answers that differ from the target's, the place."""
-
-    answers: list[RecordedDivergence]
-
-
-@dataclass
-class Traced:
-    """`traced.json`."""
-
-    answers: list[TracedAnswer]
+    arms: dict[str, dict[str, FiniteFloat | None]]
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
     """What a measurement depends on.
 
-    Options of methods are written out, so that a default that changes is noticed, and so are the weights that lie in
-    folders which they name.
+    Options of methods are written out, so that a default that changes is noticed, and so are the weights in folders
+    which they name.
 
     Raises:
         UserError: A method's kind or options are wrong.
@@ -120,9 +96,10 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def recorded_settings(recipe: Recipe) -> Measurement:
-    """
+    """Read what the records were made with.
+
     Raises:
-        UserError: They are damaged, or what no recipe may say any more.
+        UserError: It is damaged, or what no recipe may say any more.
     """
     folder = RunFolder(recipe).eval
     return read_json(folder / SETTINGS, Measurement, f"delete the folder {folder} to measure again")
@@ -136,9 +113,9 @@ def as_measured(recipe: Recipe) -> Recipe:
 
 
 def recorded_notes(recipe: Recipe) -> Notes:
-    """With what earlier versions did not note."""
+    """The notes, with what earlier versions did not note."""
     folder = RunFolder(recipe)
-    notes = read_json(folder.eval / NOTES, Notes, "delete it and run `draftsmith eval` again")
+    notes = read_json(folder.eval / NOTES, Notes, EVAL_AGAIN)
     notes.drafter_kinds = notes.drafter_kinds or [recipe.drafter.kind]
     notes.command = notes.command or f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}"
     return notes
@@ -166,13 +143,13 @@ def measured_summary(
 def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
     """What is known of greedy answers that differ from the target's."""
     file = RunFolder(recipe).eval / DIVERGENCES
-    return read_json(file, Divergences, "delete it and run `draftsmith eval` again").answers if file.is_file() else []
+    return read_json(file, list[RecordedDivergence], EVAL_AGAIN, "answers") if file.is_file() else []
 
 
 def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
     """A few answers round by round; None: of a version that traced none."""
     file = RunFolder(recipe).eval / TRACED
-    return read_json(file, Traced, "delete it and run `draftsmith eval` again").answers if file.is_file() else None
+    return read_json(file, list[TracedAnswer], EVAL_AGAIN, "answers") if file.is_file() else None
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:
@@ -184,16 +161,12 @@ def drafter_weights(recipe: Recipe) -> list[str | None]:
 def untimed_figures(recipe: Recipe) -> dict[str, Any] | None:
     """By `method@temperature`, what was measured off the clock with as many questions as the recipe asks for."""
     file = RunFolder(recipe).eval / UNTIMED
-    if not file.is_file():
-        return None
-    untimed = read_json(file, Untimed, "delete it and run `draftsmith eval` again")
-    if untimed.questions != recipe.eval.untimed_questions:
-        return None
-    return {key: asdict(figures) for key, figures in untimed.arms.items()}
+    untimed = read_json(file, Untimed, EVAL_AGAIN) if file.is_file() else None
+    return untimed.arms if untimed is not None and untimed.questions == recipe.eval.untimed_questions else None
 
 
 def recorded_trainings(recipe: Recipe) -> dict[str, Training]:
-    """Of the measured drafters that lie here with their log, by the name of their run.
+    """The training logs of the measured drafters that are here with one, by the name of their run.
 
     Raises:
         UserError: A log is damaged.

@@ -14,7 +14,6 @@ from support.fake_llama_server import fake_llama
 from support.finished_run import write_lines
 from support.tiny_runs import recipe_file, recipe_in, save_target, tiny_run
 
-from draftsmith.eval.bench.costs import asking
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
@@ -39,8 +38,11 @@ SIDES = {
 }
 
 
-def test_our_best_over_their_best_speculation_by_hand() -> None:
-    """`generate` is no speculation, our loop without a draft no drafter; ratios run by run: 30/10, 40/16, 50/25."""
+def test_conclusions_by_hand() -> None:
+    """`generate` is no speculation, our loop without a draft no drafter; ratios run by run: 30/10, 40/16, 50/25.
+
+    Over llama.cpp in the same dtype 99/33, 99/20, 99/25 without a draft, and 30/33, 40/20, 50/25.
+    """
     found = script.conclusions(SIDES, ["ours: prompt lookup", "ours: tree"], None)
     best = found["best"]
     assert (best["ours"], best["theirs"]) == ("ours: tree", "transformers: prompt lookup")
@@ -49,21 +51,10 @@ def test_our_best_over_their_best_speculation_by_hand() -> None:
         ("ours: autoregressive", "transformers: generate"),
         ("ours: prompt lookup", "transformers: prompt lookup"),
     ]
-    assert found["same_draft"][1]["ratios"] == [2.0, 0.5, 2.0]
     assert found["llama_cpp"] == []  # in no dtype of it has the target's weights
-
-
-def test_over_llama_cpp_in_the_same_dtype_by_hand() -> None:
-    """99/33, 99/20, 99/25 without a draft, and 30/33, 40/20, 50/25."""
     plain, best = script.conclusions(SIDES, ["ours: prompt lookup", "ours: tree"], "BF16")["llama_cpp"]
-    assert [(pair["ours"], pair["theirs"]) for pair in (plain, best)] == [
-        ("ours: autoregressive", "llama.cpp: BF16"),
-        ("ours: tree", "llama.cpp: BF16"),
-    ]
     assert plain["ratios"] == pytest.approx([3.0, 4.95, 3.96])
     assert best["ratios"] == pytest.approx([30 / 33, 2.0, 2.0])
-    without = {name: each for name, each in SIDES.items() if not name.startswith("llama.cpp")}
-    assert script.conclusions(without, ["ours: tree"], "BF16")["llama_cpp"] == []
 
 
 def questions_in(folder: Path) -> str:
@@ -81,14 +72,6 @@ def test_all_sides_give_the_same_answers(
     trees = [{"name": "chain"}, {"name": "tree", "tree": "best_first", "nodes": 4, "branch": 2}]
     trees.append({"name": "adaptive", "tree": "adaptive", "nodes": 4, "branch": 2})
     monkeypatch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)  # no time is asserted
-    told: dict[str, bool] = {}
-    our_side = script.our_side
-
-    def noted_side(session: Any, measured: Any, *rest: Any) -> Any:
-        told[measured.method.name] = asking(measured.method) is None
-        return our_side(session, measured, *rest)
-
-    monkeypatch.setattr(script, "our_side", noted_side)
     draft = tiny_run(tmp_path, "draft", drafter={"kind": "draft_model", "options": {"num_layers": 1}}, eval=asked)
     ours = tiny_run(tmp_path, "ours", eval={**asked, "methods": trees})
     for recipe in (draft, ours):
@@ -105,7 +88,6 @@ def test_all_sides_give_the_same_answers(
     ]  # fmt: skip
     assert {side["different_answers"] for side in figures["sides"].values()} == {0}
     assert figures["sides"]["ours: tree"]["tau"] >= 1
-    assert told["adaptive"]  # knows what its rounds cost before it is timed
     assert figures["best"]["ours"] in ("ours: chain", "ours: tree", "ours: adaptive")
     assert len(figures["same_draft"]) == 3
     assert figures["llama_cpp"] == []
@@ -123,7 +105,7 @@ def gguf_target(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 
 
 def test_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe whose drafter was not trained; no `--ours`. The server says 4 ms for each token behind the first."""
+    """A recipe whose drafter was not trained; no `--ours`. The server says 4 ms for each token after the first."""
     target = gguf_target(tmp_path, monkeypatch)
     recipe = recipe_in(tmp_path, "plain", target=target, eval={"questions": questions_in(tmp_path)})
     server = fake_llama(tmp_path / "bin")
@@ -155,24 +137,15 @@ def test_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert said.count("3 different answers, another implementation's rounding") == 2
 
     started, asked = calls(server)
-    files = sorted((tmp_path / "cache" / "llamacpp").iterdir())
-    assert [file.read_text() for file in files] == ["GGUF"] * 4
-    assert [words[2] for words in started] == [
-        str(file) for dtype in ("F32", "BF16", "Q8_0", "Q4_0") for file in files if file.stem.endswith(f"-{dtype}")
-    ]
-    threads = str(torch.get_num_threads())
+    assert [words[2].rpartition("-")[2] for words in started] == ["F32.gguf", "BF16.gguf", "Q8_0.gguf", "Q4_0.gguf"]
     for words in started:
-        assert words[3:10] == ["-t", threads, "-c", "2048", "-np", "1", "--port"]
+        assert words[3:10] == ["-t", str(torch.get_num_threads()), "-c", "2048", "-np", "1", "--port"]
         with pytest.raises(ProcessLookupError):  # it was ended and waited for
             os.kill(words[0], 0)
     assert len(asked) == 4 * 3 * 3  # dtypes, prompts, runs and the one that warms up
-    assert [each["prompt"] for each in asked[:12:4]] == [each["prompt"] for each in asked[12:24:4]]
     assert len({tuple(each["prompt"]) for each in asked}) == 3
     assert all(len({str(each) for each in asked[first : first + 4]}) == 1 for first in range(0, 36, 4))  # in turns
-    assert {key: value for key, value in asked[0].items() if key != "prompt"} == {
-        "n_predict": 8, "temperature": 0, "cache_prompt": False, "n_probs": 0, "return_tokens": True,
-        "ignore_eos": False,
-    }  # fmt: skip
+    assert (asked[0]["n_predict"], asked[0]["temperature"], asked[0]["cache_prompt"]) == (8, 0, False)
 
 
 def calls(server: Path) -> tuple[list[Any], list[Any]]:
@@ -205,22 +178,22 @@ def test_where_a_server_is_found(
     named, on_path, built = (fake_llama(tmp_path / name) for name in ("named", "path", "built"))
     monkeypatch.setenv("PATH", str(on_path.parent))
     monkeypatch.setattr(llamacpp, "BUILT", built.parent)
-    assert llamacpp.find_server(named) == named
-    assert llamacpp.find_server(None) == on_path
+    assert (llamacpp.find_server(named), llamacpp.find_server(None)) == (named, on_path)
     on_path.unlink()
     assert llamacpp.find_server(None) == built
     built.unlink()
     recipe = TargetRecipe(model=str(tmp_path), gguf_file="tiny.gguf")
     assert llamacpp.programs_and_files(recipe, torch.device("cpu"), None)[1] == {}
-    assert "there is no llama-server, which `make llamacpp-env` builds" in capsys.readouterr().out
     assert llamacpp.programs_and_files(recipe, torch.device("cuda"), named)[1] == {}
-    assert "it runs on the CPU, the target on cuda" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "there is no llama-server, which `make llamacpp-env` builds" in said
+    assert "it runs on the CPU, the target on cuda" in said
     with pytest.raises(UserError, match=r"option --llama-server: .* is no program"):
         llamacpp.find_server(tmp_path)
 
 
 def test_a_wrong_answer_is_counted_by_hand() -> None:
-    """The other sides give another token in one of two prompts, and two tokens in half a second each. Behind the first
+    """The other sides give another token in one of two prompts, and two tokens in half a second each. After the first
     there is one token an answer, in a quarter of a second: 4 tokens/s."""
 
     def right(prompt: list[int]) -> Any:

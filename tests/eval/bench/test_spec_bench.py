@@ -2,14 +2,12 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.places import MATERIAL
-from support.records import made_up
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,13 +15,12 @@ from draftsmith.data.sources.questions import Question, load_questions, task_of
 from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
-from draftsmith.eval.bench.spec_bench import SpecBench, request_seed, write_answers
-from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.report.summary import acceptance_by_depth, latency_percentiles, summarize, summarize_timing
+from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.decoding.token_columns import ALL_TOKENS
@@ -126,7 +123,9 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
     assert widths == {"deep": {3 * 16}, "plain": {16}}
 
 
-def test_the_whole_harness(bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path) -> None:
+def test_the_whole_harness(
+    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
     bench.run(methods, log, runs=2, warmup_questions=1)
     records = list(log)
@@ -145,20 +144,14 @@ def test_the_whole_harness(bench: SpecBench, methods: list[MeasuredMethod], tmp_
         greedy_identical different_answers numerical_ties"""
     for row in summary:
         assert list(row) == keys.split()
-        assert row["lossless"]
+        assert (row["lossless"], row["runs"]) == (True, 2)
         assert 0 < row["latency_p50_s"] <= row["latency_p90_s"]
-        assert row["first_token_s"] > 0
-        assert row["runs"] == 2
         assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
         assert row["different_answers"] == row["numerical_ties"] == (0 if row["temperature"] == 0 else None)
         assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
         if row["method"] == "autoregressive":
             assert (row["tau"], row["speedup_mean"], row["speedup_std"]) == (1, 1, 0)
-            assert (row["tau_by_question"], row["speedup_by_question_mean"], row["speedup_by_question_std"]) == (
-                1,
-                1,
-                0,
-            )
+            assert (row["tau_by_question"], row["speedup_by_question_mean"]) == (1, 1)
     timing = summarize_timing(records)
     assert [row["method"] for row in timing] == ["autoregressive", "chain", "tree"] * 2
     assert all(0 < row["loop_efficiency"] < 2 for row in timing)
@@ -170,23 +163,20 @@ def test_the_whole_harness(bench: SpecBench, methods: list[MeasuredMethod], tmp_
             assert turn.first_token_s <= turn.prefill_s
         assert answer.settings["dtype"] == "float32"
         assert answer.sequential is False
-
-
-def test_finished_questions_are_not_asked_again(
-    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
-) -> None:
-    """Interrupted after two of three questions; the resumed run asks the third only, and its samples are the same."""
-    whole = RecordLog(tmp_path / "whole.jsonl")
-    bench.run(methods, whole, runs=1, warmup_questions=0)
-    lines = whole.file.read_text().splitlines(keepends=True)
-    cut = tmp_path / "cut.jsonl"
-    cut.write_text("".join(lines[:2]) + lines[2][:40])
-    log = RecordLog(cut)
+    # Which method goes first rotates. Interrupted in the third question, only that is asked again, and sampled alike.
+    lines = log.file.read_text().splitlines(keepends=True)
+    log.file.write_text("".join(lines[:2]) + lines[2][:40])
+    log = RecordLog(log.file)
+    asked: list[str] = []
+    answer_of = bench.answer
+    monkeypatch.setattr(bench, "answer", lambda one, *rest: asked.append(one.key) or answer_of(one, *rest))
     bench.run(methods, log, runs=1, warmup_questions=0)
-    assert cut.read_text().splitlines(keepends=True)[:2] == lines[:2]
-    for before, after in zip(whole, log, strict=True):
-        for key, answer in before.answers.items():
-            assert answer.ids == after.answers[key].ids
+    assert asked == [measured.key for measured in (*methods[2:], *methods[:2])]
+    assert log.file.read_text().splitlines(keepends=True)[:2] == lines[:2]
+    for before, after in zip(records[:3], log, strict=True):
+        assert {key: answer.ids for key, answer in before.answers.items()} == {
+            key: answer.ids for key, answer in after.answers.items()
+        }
 
 
 def test_a_sampled_answer_depends_on_no_other_question(
@@ -205,13 +195,6 @@ def test_a_sampled_answer_depends_on_no_other_question(
         for record in log:
             for key, answer in record.answers.items():
                 assert answer.ids == wanted[record.run, record.question_id][key].ids, key
-
-
-def test_every_request_has_a_seed_of_its_own() -> None:
-    requests = [(0, 1, 0, "a@1"), (1, 1, 0, "a@1"), (0, 2, 0, "a@1"), (0, 1, 1, "a@1"), (0, 1, 0, "b@1")]
-    seeds = [request_seed(seed, *request) for seed in (0, 1) for request in requests]
-    assert len(set(seeds)) == len(seeds)
-    assert seeds[0] == request_seed(0, 0, 1, 0, "a@1")
 
 
 def test_stop_strings_end_answers_and_are_no_part_of_them(
@@ -246,21 +229,6 @@ def test_lenience_reaches_the_loop_and_the_table(
     assert (row["method"], row["lossless"], row["greedy_identical"]) == ("chain", False, None)
     assert [timing["lossless"] for timing in summarize_timing(list(log))] == [True, False]
     assert row["tau"] > 2.5
-
-
-def test_methods_take_turns_in_going_first(
-    bench: SpecBench, methods: list[MeasuredMethod], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[str] = []
-    answer = bench.answer
-
-    def note(measured: MeasuredMethod, *rest: Any) -> Any:
-        asked.append(measured.key)
-        return answer(measured, *rest)
-
-    monkeypatch.setattr(bench, "answer", note)
-    bench.run(methods, RecordLog(tmp_path / "records.jsonl"), runs=1, warmup_questions=0)
-    assert asked[::6] == ["autoregressive@0", "chain@0", "tree@0"]
 
 
 def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path) -> None:
@@ -304,90 +272,6 @@ def test_questions_that_do_not_fit_are_counted(
     assert (len(answer.turns), answer.turns_left_out) == (1, 1)
 
 
-def test_speedup_by_hand() -> None:
-    """Run 0: 4 s / 2 s = 2; run 1: 6 s / 2 s = 3; mean 2.5, standard deviation sqrt(0.5)."""
-    rows = summarize([made_up(0, 2.0, 4.0), made_up(1, 2.0, 6.0, same=False)])
-    row = next(row for row in rows if (row["method"], row["category"]) == ("chain", "overall"))
-    assert row["speedup_mean"] == pytest.approx(2.5)
-    assert row["speedup_std"] == pytest.approx(0.5**0.5)
-    assert (row["tau"], row["tau_without_bonus"], row["tokens"], row["runs"]) == (3, 2, 20, 2)
-    assert (row["greedy_identical"], row["different_answers"], row["numerical_ties"]) == (False, 1, 0)
-    assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
-
-
-def a_question(number: int, category: str, seconds: float, baseline_seconds: float, rounds: int) -> QuestionRecord:
-    """10 tokens, the last 9 of them in as many rounds as the drafter takes."""
-    record = replace(made_up(0, seconds, baseline_seconds), question_id=number, category=category)
-    (answer,) = record.answers["chain@0"].turns
-    answer.accept_lengths, answer.draft_lengths = [9 // rounds] * rounds, [9 // rounds - 1] * rounds
-    answer.round_s, answer.draft_depths = [0.1] * rounds, [2] * rounds
-    return record
-
-
-def test_a_draft_vocabulary_by_hand() -> None:
-    """Three rounds of three tokens; two of these are outside, one where two of four drafted tokens were kept."""
-    record = made_up(0, 2.0, 4.0)
-    (turn,) = record.answers["chain@0"].turns
-    turn.draft_depths, turn.outside_tokens, turn.ended_outside = [4, 4, 4], 2, [1]
-    baseline, chain = (summarize([record])[index] for index in (1, -1))
-    assert chain["decoded_coverage"] == pytest.approx(7 / 9)
-    assert chain["rounds_ended_outside"] == pytest.approx(1 / 3)
-    assert chain["tau_lost_at_most"] == pytest.approx(2 / 3)
-    assert baseline["method"] == "autoregressive"
-    assert baseline["decoded_coverage"] is None
-
-
-def test_pooled_and_by_question_by_hand() -> None:
-    """5 and 10 tokens/s against 2.5 and 10: 20 tokens in 3 s against 5 s is 5/3; the means 7.5 against 6.25 are 1.2.
-
-    The drafter's tau is 3 in 3 rounds and 9 in 1: 18 tokens in 4 rounds, or 6 by question.
-    """
-    records = [a_question(1, "qa", 2.0, 4.0, rounds=3), a_question(2, "qa", 1.0, 1.0, rounds=1)]
-    row = summarize(records)[-1]
-    assert (row["method"], row["category"], row["task"]) == ("chain", "overall", None)
-    assert (row["speedup_mean"], row["speedup_by_question_mean"]) == (pytest.approx(5 / 3), pytest.approx(1.2))
-    assert (row["tau"], row["tau_by_question"]) == (4.5, 6)
-    assert row["speedup_by_question_std"] is None
-    again = [replace(record, run=1) for record in (a_question(1, "qa", 1.0, 4.0, 3), a_question(2, "qa", 1.0, 1.0, 1))]
-    row = summarize([*records, *again])[-1]
-    assert row["speedup_by_question_mean"] == pytest.approx(1.4)  # 1.2 and 1.6
-    assert row["speedup_by_question_std"] == pytest.approx(0.2 * 2**0.5)
-
-
-def test_the_eight_categories_of_mt_bench_are_one_task() -> None:
-    """As in Spec-Bench's evaluation/speed.py. A row of its own, where it is not everything, nor one category alone."""
-    names = ["writing", "math", "qa"]
-    records = [a_question(number, name, 2.0, 4.0 * number, 3) for number, name in enumerate(names, 1)]
-    rows = {row["category"]: row for row in summarize(records) if row["method"] == "chain"}
-    assert list(rows) == [*names, "mt_bench", "overall"]
-    assert [row["task"] for row in rows.values()] == ["mt_bench", "mt_bench", "qa", "mt_bench", None]
-    assert rows["mt_bench"]["speedup_mean"] == pytest.approx(3.0)
-    assert (rows["mt_bench"]["tokens"], rows["overall"]["tokens"]) == (20, 30)
-    for some in ([0, 1], [0, 2]):
-        assert "mt_bench" not in {row["category"] for row in summarize([records[index] for index in some])}
-
-
-def test_timing_by_hand() -> None:
-    """t_target 0.2, t_draft 0.1, t_verify 0.2, tau 3: predicted 3 * 0.2 / 0.3 = 2; measured 4.5 / 2.5 = 1.8."""
-    row = summarize_timing([made_up(0, 2.5, 4.5)])[-1]
-    assert row["speedup_predicted"] == pytest.approx(2.0)
-    assert row["speedup_decoding"] == pytest.approx(1.8)
-    assert row["loop_efficiency"] == pytest.approx(0.9)
-    assert row["cost_ratio"] == pytest.approx(0.5)
-    assert (row["t_choose_s"], row["t_commit_s"]) == (pytest.approx(0.03), pytest.approx(0.04))
-    assert acceptance_by_depth([0, 1, 2, 2]) == [0.75, pytest.approx(2 / 3)]
-
-
-def test_the_clock_by_hand() -> None:
-    """Rounds of .4 s for 4 tokens, .3 s for 1, .1 s for 1: latencies .1 x 5 and .3, whose median is .1, p90 .2."""
-    answer = AnswerRecord(round_s=[0.4, 0.3, 0.1], accept_lengths=[4, 1, 1])
-    assert latency_percentiles([answer], 50, 90) == [pytest.approx(0.1), pytest.approx(0.2)]
-    assert latency_percentiles([AnswerRecord()], 50, 90) == [None, None]
-    row = summarize([made_up(0, 2.0, 4.0)])[-1]
-    assert (row["tokens_per_s"], row["first_token_s"]) == (5.0, 0.05)
-    assert row["latency_p50_s"] == pytest.approx(0.37 / 3)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -396,19 +280,12 @@ def test_the_clock_by_hand() -> None:
         ("[]", "line 1 is not a JSON object"),
         ('{"question_id": 1, "turns": ["a"]}', "line 1 has no `category`"),
         ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
-        ('{"question_id": 1.5, "category": "a", "turns": ["a"]}', "question_id must be a number or text"),
-        (
-            f'{{"question_id": {"9" * 5000}, "category": "a", "turns": ["a"]}}',
-            "question_id must be a number .* not inf",
-        ),
-        ('{"question_id": "\\ud800", "category": "a", "turns": ["a"]}', "question_id must be a number or text"),
-        ('{"question_id": 1, "category": "a\\nb", "turns": ["a"]}', "category must be text other than .* of one line"),
+        (f'{{"question_id": {"9" * 5000}, "category": "a", "turns": ["a"]}}', "must be a number .* not inf"),
         ('{"question_id": 1, "category": "\\ud800", "turns": ["a"]}', "category must be text"),
         ('{"question_id": 1, "category": "' + "a\\n" * 5000 + '", "turns": ["a"]}', r"category must be .{0,160}$"),
         ("[" * 100_000, "line 1 is nested too deeply: Spec-Bench lines look like"),
         ("\xe4".encode("latin-1"), r"line 1 is not UTF-8 text \(byte 0xe4 at position 1\)"),
         ('{"question_id": 1, "category": "a", "turns": []}', "turns must be a list of one or more non-empty texts"),
-        ('{"question_id": 1, "category": "a", "turns": "abc"}', "turns must be a list"),
         (
             '{"question_id": 1, "category": "a", "turns": ["b"]}\n' * 2,
             "line 2: question_id 1 is already used on line 1",
@@ -422,32 +299,20 @@ def test_bad_questions(tmp_path: Path, text: str | bytes, message: str) -> None:
         load_questions(str(file))
 
 
-def test_a_lone_surrogate_in_a_question_is_replaced(tmp_path: Path) -> None:
+def test_questions(tmp_path: Path) -> None:
     file = tmp_path / "question.jsonl"
     file.write_text('{"question_id": 1, "category": "a", "turns": ["a\\ud800b"]}')
     assert load_questions(str(file))[0].turns == ("a?b",)
-
-
-def test_missing_questions() -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl does not exist: set eval.questions"):
         load_questions("nowhere.jsonl")
-
-
-def test_embedded_questions() -> None:
     questions = load_questions("embedded")
+    categories = {question.category for question in questions}
     assert len(questions) >= 80
-    assert len({question.category for question in questions}) >= 5
-    few = load_questions("embedded", limit_per_category=2)
-    assert len(few) == 2 * len({question.category for question in questions})
-
-
-def test_spec_bench_questions() -> None:
-    if not SPEC_BENCH.is_file():
-        pytest.skip(f"{SPEC_BENCH} is not there")
-    questions = load_questions(str(SPEC_BENCH))
-    assert len(questions) == 480
-    assert len({question.category for question in questions}) == 13
-    assert Counter(task_of(question.category) for question in questions) == dict.fromkeys(TASKS, 80)
+    assert len(categories) >= 5
+    assert len(load_questions("embedded", limit_per_category=2)) == 2 * len(categories)
+    if SPEC_BENCH.is_file():
+        questions = load_questions(str(SPEC_BENCH))
+        assert Counter(task_of(question.category) for question in questions) == dict.fromkeys(TASKS, 80)
 
 
 def test_limits(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Figures under names of their own: categories that count once, the baseline's speed by hand, what documents quote."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +9,16 @@ from support.report_facts import records_of
 from support.report_facts import row as full_row
 
 from draftsmith.eval.bench.records import QuestionRecord
+from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.report.summary import (
+    acceptance_by_depth,
     baseline_speeds,
     evaluation_figures,
+    latency_percentiles,
     parts_of_mt_bench,
     shown_categories,
     summarize,
+    summarize_timing,
 )
 from draftsmith.recipes.schema import Recipe
 
@@ -55,6 +60,96 @@ def test_a_step_of_twice_the_reads_time_reads_at_half_its_speed() -> None:
     }
     assert baseline_speeds(read_in(None), [step]) == []
     assert baseline_speeds(read_in(0.001), [step | {"t_target_step_s": 0.0}]) == []
+
+
+# ---- figures by hand ----
+
+
+def test_speedup_by_hand() -> None:
+    """Run 0: 4 s / 2 s = 2; run 1: 6 s / 2 s = 3; mean 2.5, standard deviation sqrt(0.5)."""
+    rows = summarize([made_up(0, 2.0, 4.0), made_up(1, 2.0, 6.0, same=False)])
+    row = next(row for row in rows if (row["method"], row["category"]) == ("chain", "overall"))
+    assert row["speedup_mean"] == pytest.approx(2.5)
+    assert row["speedup_std"] == pytest.approx(0.5**0.5)
+    assert (row["tau"], row["tau_without_bonus"], row["tokens"], row["runs"]) == (3, 2, 20, 2)
+    assert (row["greedy_identical"], row["different_answers"], row["numerical_ties"]) == (False, 1, 0)
+    assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
+
+
+def a_question(number: int, category: str, seconds: float, baseline_seconds: float, rounds: int) -> QuestionRecord:
+    """10 tokens, the last 9 of them in as many rounds as the drafter takes."""
+    record = replace(made_up(0, seconds, baseline_seconds), question_id=number, category=category)
+    (answer,) = record.answers["chain@0"].turns
+    answer.accept_lengths, answer.draft_lengths = [9 // rounds] * rounds, [9 // rounds - 1] * rounds
+    answer.round_s, answer.draft_depths = [0.1] * rounds, [2] * rounds
+    return record
+
+
+def test_a_draft_vocabulary_by_hand() -> None:
+    """Three rounds of three tokens; two of these are outside, one where two of four drafted tokens were kept."""
+    record = made_up(0, 2.0, 4.0)
+    (turn,) = record.answers["chain@0"].turns
+    turn.draft_depths, turn.outside_tokens, turn.ended_outside = [4, 4, 4], 2, [1]
+    baseline, chain = (summarize([record])[index] for index in (1, -1))
+    assert chain["decoded_coverage"] == pytest.approx(7 / 9)
+    assert chain["rounds_ended_outside"] == pytest.approx(1 / 3)
+    assert chain["tau_lost_at_most"] == pytest.approx(2 / 3)
+    assert baseline["method"] == "autoregressive"
+    assert baseline["decoded_coverage"] is None
+
+
+def test_pooled_and_by_question_by_hand() -> None:
+    """5 and 10 tokens/s against 2.5 and 10: 20 tokens in 3 s against 5 s is 5/3; the means 7.5 against 6.25 are 1.2.
+
+    The drafter's tau is 3 in 3 rounds and 9 in 1: 18 tokens in 4 rounds, or 6 by question.
+    """
+    records = [a_question(1, "qa", 2.0, 4.0, rounds=3), a_question(2, "qa", 1.0, 1.0, rounds=1)]
+    row = summarize(records)[-1]
+    assert (row["method"], row["category"], row["task"]) == ("chain", "overall", None)
+    assert (row["speedup_mean"], row["speedup_by_question_mean"]) == (pytest.approx(5 / 3), pytest.approx(1.2))
+    assert (row["tau"], row["tau_by_question"]) == (4.5, 6)
+    assert row["speedup_by_question_std"] is None
+    again = [replace(record, run=1) for record in (a_question(1, "qa", 1.0, 4.0, 3), a_question(2, "qa", 1.0, 1.0, 1))]
+    row = summarize([*records, *again])[-1]
+    assert row["speedup_by_question_mean"] == pytest.approx(1.4)  # 1.2 and 1.6
+    assert row["speedup_by_question_std"] == pytest.approx(0.2 * 2**0.5)
+
+
+def test_the_eight_categories_of_mt_bench_are_one_task() -> None:
+    """As in Spec-Bench's evaluation/speed.py. A row of its own, where it is not everything, nor one category alone."""
+    names = ["writing", "math", "qa"]
+    records = [a_question(number, name, 2.0, 4.0 * number, 3) for number, name in enumerate(names, 1)]
+    rows = {row["category"]: row for row in summarize(records) if row["method"] == "chain"}
+    assert list(rows) == [*names, "mt_bench", "overall"]
+    assert [row["task"] for row in rows.values()] == ["mt_bench", "mt_bench", "qa", "mt_bench", None]
+    assert rows["mt_bench"]["speedup_mean"] == pytest.approx(3.0)
+    assert (rows["mt_bench"]["tokens"], rows["overall"]["tokens"]) == (20, 30)
+    for some in ([0, 1], [0, 2]):
+        assert "mt_bench" not in {row["category"] for row in summarize([records[index] for index in some])}
+
+
+def test_timing_by_hand() -> None:
+    """t_target 0.2, t_draft 0.1, t_verify 0.2, tau 3: predicted 3 * 0.2 / 0.3 = 2; measured 4.5 / 2.5 = 1.8."""
+    row = summarize_timing([made_up(0, 2.5, 4.5)])[-1]
+    assert row["speedup_predicted"] == pytest.approx(2.0)
+    assert row["speedup_decoding"] == pytest.approx(1.8)
+    assert row["loop_efficiency"] == pytest.approx(0.9)
+    assert row["cost_ratio"] == pytest.approx(0.5)
+    assert (row["t_choose_s"], row["t_commit_s"]) == (pytest.approx(0.03), pytest.approx(0.04))
+    assert acceptance_by_depth([0, 1, 2, 2]) == [0.75, pytest.approx(2 / 3)]
+
+
+def test_the_clock_by_hand() -> None:
+    """Rounds of .4 s for 4 tokens, .3 s for 1, .1 s for 1: latencies .1 x 5 and .3, whose median is .1, p90 .2."""
+    answer = AnswerRecord(round_s=[0.4, 0.3, 0.1], accept_lengths=[4, 1, 1])
+    assert latency_percentiles([answer], 50, 90) == [pytest.approx(0.1), pytest.approx(0.2)]
+    assert latency_percentiles([AnswerRecord()], 50, 90) == [None, None]
+    row = summarize([made_up(0, 2.0, 4.0)])[-1]
+    assert (row["tokens_per_s"], row["first_token_s"]) == (5.0, 0.05)
+    assert row["latency_p50_s"] == pytest.approx(0.37 / 3)
+
+
+# ---- what a document may quote ----
 
 
 def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dict[str, Any]:
