@@ -13,22 +13,48 @@ was drafted from q is accepted (Leviathan et al., arXiv 2211.17192, section 3.2)
 
 Where we deviate: every row has its own alpha; its authors' code (in SpecForge) takes one, the batch's mean, for both.
 
-They are taken through the LM head in `head_loss.py`.
+A loss is a function of this file and its name in `LossName` and `LOSSES`.
 
-Shapes: N rows (labelled positions), D hidden, V vocabulary, G depths, B batch, S sequence.
+`head_loss` takes them through an LM head. No [N, V] tensor exists: a chunk's logits give its losses, its argmax and,
+where the weight of every row is known beforehand, the gradient of its hidden states and its share of the head's
+gradient, and are then dropped. (As Liger's fused linear cross entropy does, arXiv 2410.10989;
+`torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.)
+
+The gradient of a head that is trained is kept from the forward to the backward, which hands it on as it is, so that it
+is in memory once. Where that would add to one of an earlier micro-batch, and is large, the backward computes it
+instead: a product more, for as many bytes as the head has in fp32, and that for each of Medusa's heads.
+
+A low-rank term (`LowRankLogits`) is a second product into the same chunk of logits; it has no [N, V] tensor either.
+
+Rows of several depths predict the same token and have the same teacher. On a CPU such rows are taken together, with one
+row of the teacher's product for all of them; elsewhere every chunk would wait to know how many there are.
+
+Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, P tokens, G depths,
+B batch, S sequence, r rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 # The LK paper's setting.
 LK_ETA = 3.0
+CHUNK_ELEMENTS = 1 << 22
+# Of a chunk's logits, so many are worked on at a time on a CPU: they stay in its cache.
+BLOCK_ELEMENTS = 1 << 19
+# Rows of a chunk on any other device, which needs some hundred operations for a byte of the head that it reads.
+DEVICE_ROWS = 2048
+# A head's gradient of this size or more is not kept beside another one.
+LARGE_GRADIENT_BYTES = 1 << 28
+# The device type that chunks are made for, where it is not that of the tensors: in a plan.
+_made_for: ContextVar[str | None] = ContextVar("made_for", default=None)
 
 
 @dataclass
@@ -40,11 +66,6 @@ class DrafterOutput(ModelOutput):
     depth_correct: Tensor | None = None  # [G] labels that are the argmax
     depth_count: Tensor | None = None  # [G] labels
     correct_bgs: Tensor | None = None  # [B, G, S] bool: the argmax is the label of this group and depth
-    correct_n: Tensor | None = None  # [N] the same of the rows whose loss it is
-    # In place of `loss`, where the rows' weights are still to come:
-    losses_n: Tensor | None = None  # [N]
-    cross_entropy_n: Tensor | None = None  # [N] in nats; infinite for labels that cannot be drafted
-    overlap_n: Tensor | None = None  # [N] alpha of these rows, where it is asked for
 
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----
@@ -89,7 +110,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv, "lk_al
 TEACHER_LOSSES = frozenset(LOSSES) - {"ce"}
 
 
-# ---- the same with gradients, in place of the logits ----
+# ---- losses of rows with their gradients, which take the place of the logits ----
 
 
 def losses_in_place(
@@ -196,3 +217,331 @@ def one_for_none(counts: Tensor) -> Tensor:
 def numbers_beside(tensor: Tensor, numbers: Tensor | Sequence[float]) -> Tensor:
     """A few numbers in fp32 at least on a tensor's device, without waiting for that."""
     return torch.as_tensor(numbers, dtype=softmax_dtype(tensor.dtype)).to(tensor.device, non_blocking=True)
+
+
+# ---- through an LM head ----
+
+
+class LowRankLogits(NamedTuple):
+    """What is added to the logits of N rows: the product of both, gradients reaching each."""
+
+    rows_nr: Tensor  # [N, r]
+    weight_vr: Tensor  # [V, r]
+
+
+class TeacherRows(NamedTuple):
+    """The target's final features that predict the labels of N rows; of rows with one label they are the same."""
+
+    features_pd: Tensor  # [P, D] of all tokens
+    token_n: Tensor  # [N] whose
+
+    def features_nd(self) -> Tensor:
+        """[N, D]."""
+        return self.features_pd.index_select(0, self.token_n)
+
+
+class HeadLoss(NamedTuple):
+    """What the head makes of N rows. Only `loss` carries a gradient; without weights only `losses_n` does."""
+
+    loss: Tensor  # [] weighted sum
+    losses_n: Tensor  # [N] of the chosen loss
+    correct_n: Tensor  # [N] bool: the label is the argmax
+    cross_entropy_n: Tensor  # [N] in nats, whatever the loss
+
+
+def head_loss(
+    hidden_nd: Tensor,
+    head: nn.Module,
+    labels_n: Tensor,
+    weights_n: Tensor | None,
+    loss: str = "ce",
+    teacher: TeacherRows | None = None,
+    teacher_head: nn.Module | None = None,
+    teacher_columns: Tensor | None = None,
+    low_rank: LowRankLogits | None = None,
+    overlap_n: Tensor | None = None,
+) -> HeadLoss:
+    """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
+
+    Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on). In
+    fp16 the row weights meet the gradient only where the loss scale does, so that neither rounds it to zero.
+
+    Args:
+        hidden_nd: [N, D].
+        head: A linear layer [V, D] whose bias, if any, is frozen.
+        labels_n: [N] rows of the head.
+        weights_n: [N] weight of each row in the sum. None: the caller sums
+            `losses_n` itself, once it knows the weights. The gradient of a head that is trained then takes a product
+            more.
+        loss: A key of `LOSSES`.
+        teacher: What the target's head makes p of, for `TEACHER_LOSSES`.
+        teacher_head: The target's head, a linear layer [T, D]; `head` by default.
+        teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
+            softmax over those alone.
+        low_rank: Added to the head's logits. The products are in the same dtype.
+        overlap_n: [N] to be filled with every row's alpha. Then any loss has a teacher.
+    """
+    head, order_n, taught = _linear(head), None, None
+    if loss in TEACHER_LOSSES or overlap_n is not None:
+        if teacher is None:
+            raise ValueError(f"loss `{loss}` compares with the teacher: pass its rows")
+        if _device_type(hidden_nd) == "cpu":
+            order_n = teacher.token_n.argsort()
+            teacher = teacher._replace(token_n=teacher.token_n[order_n])
+        taught = _Teacher.of(teacher, head if teacher_head is None else _linear(teacher_head), teacher_columns)
+        taught.overlap_n, taught.together = overlap_n, order_n is not None
+    factors: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
+    if order_n is not None:
+        factors[::2] = [rows.index_select(0, order_n) for rows in factors[::2]]
+        labels_n, weights_n = labels_n[order_n], None if weights_n is None else weights_n[order_n]
+    if not torch.is_grad_enabled():
+        factors = [factor.detach() for factor in factors]
+    dtype = _product_dtype(head.weight)
+    with torch.autocast(hidden_nd.device.type, enabled=False):
+        loss_sum, *results = _HeadLoss.apply(head.bias, labels_n, weights_n, loss, taught, dtype, *factors)
+    if order_n is not None:
+        back_n = order_n.argsort()
+        results = [part.index_select(0, back_n) for part in results]
+        if overlap_n is not None:
+            overlap_n.copy_(overlap_n[back_n])
+    return HeadLoss(loss_sum, *results)
+
+
+@contextmanager
+def chunks_made_for(device_type: str) -> Iterator[None]:
+    """In here chunks are as large as on such a device, whatever device the tensors are on."""
+    token = _made_for.set(device_type)
+    try:
+        yield
+    finally:
+        _made_for.reset(token)
+
+
+def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
+    """Rows whose logits exist at once.
+
+    As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
+    would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
+    of its gradient, beside which that is little. On devices other than a CPU DEVICE_ROWS at least.
+    """
+    rows = max(1, CHUNK_ELEMENTS // vocabulary, hidden_size // (2 if head_is_trained else 16))
+    return rows if device_type == "cpu" else max(rows, DEVICE_ROWS)
+
+
+@dataclass
+class _Teacher:
+    """p of a chunk at a time."""
+
+    rows: TeacherRows
+    weight_vd: Tensor
+    bias_v: Tensor | None
+    overlap_n: Tensor | None = None  # where alpha of all rows is written to
+    together: bool = False  # whether rows of one token follow each other
+
+    @staticmethod
+    def of(rows: TeacherRows, head: nn.Linear, columns_v: Tensor | None) -> "_Teacher":
+        # The columns once, rather than products with the whole vocabulary in every chunk.
+        columns = slice(None) if columns_v is None else columns_v
+        dtype = _product_dtype(head.weight)
+        bias_v = None if head.bias is None else head.bias[columns].to(dtype)
+        rows = rows._replace(features_pd=rows.features_pd.detach())
+        return _Teacher(rows, head.weight.detach()[columns].to(dtype), bias_v)
+
+    def logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Those of some rows, or of their tokens and the place of each row's among them; they are views of `out_cv`."""
+        token_c, place_c = self.rows.token_n[rows], None
+        if self.together:
+            token_c, place_c = token_c.unique_consecutive(return_inverse=True)
+        logits = out_cv[: len(token_c)]
+        hidden = self.rows.features_pd.index_select(0, token_c).to(logits.dtype)
+        _product(hidden, self.weight_vd, self.bias_v, logits)
+        return logits, place_c
+
+
+class _Taken(NamedTuple):
+    """What all chunks together give. Gradients of each term; of rows [N, D] they are those of the unweighted losses."""
+
+    losses_n: Tensor
+    correct_n: Tensor
+    cross_entropy_n: Tensor
+    row_grads: list[Tensor | None]
+    weight_grads: list[Tensor | None]
+
+
+class _Term(NamedTuple):
+    """Of the logits: the product of rows and weight."""
+
+    rows_nd: Tensor
+    weight_vd: Tensor
+
+
+@dataclass
+class _Rows:
+    """N rows before a head, taken through it in chunks. The first of the terms is the head's, to which its bias is."""
+
+    terms: list[_Term]
+    bias_v: Tensor | None
+    labels_n: Tensor
+    weights_n: Tensor
+    loss: str
+    teacher: _Teacher | None
+    dtype: torch.dtype  # of the products
+
+    @property
+    def unit(self) -> Tensor:
+        """[] what weights are divided by before they enter a product: in fp16 they would be rounded to zero."""
+        if self.dtype != torch.float16:
+            return self.weights_n.new_ones(())
+        mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))
+        return mean.clamp(min=torch.finfo(torch.float32).tiny)
+
+    def take(self, wanted: Sequence[tuple[bool, bool]]) -> _Taken:
+        """wanted: of each term, whether gradients of rows and of the weight are."""
+        hidden_nd, weight_vd = self.terms[0]
+        # Of the unweighted losses: a weight is 1 / N or less, and beside it fp16 needs the loss scale of the backward.
+        row_grads = [
+            torch.empty_like(term.rows_nd, dtype=self.dtype) if wants else None
+            for term, (wants, _) in zip(self.terms, wanted, strict=True)
+        ]
+        # A sum over chunks, so in fp32 at least.
+        weight_grads = [
+            torch.zeros_like(term.weight_vd, dtype=softmax_dtype(term.weight_vd.dtype)) if wants else None
+            for term, (_, wants) in zip(self.terms, wanted, strict=True)
+        ]
+        weights_n = self.weights_n / self.unit
+        losses_n = torch.empty(len(self.labels_n), dtype=softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
+        cross_entropy_n, correct_n = torch.empty_like(losses_n), torch.empty_like(losses_n, dtype=torch.bool)
+        overlap_n = None if self.teacher is None else self.teacher.overlap_n
+        head_bias_v = None if self.bias_v is None else self.bias_v.to(self.dtype)
+        weights = [term.weight_vd.to(self.dtype) for term in self.terms]
+        vocabulary, hidden_size = weight_vd.shape
+        device_type = _device_type(hidden_nd)
+        chunk = min(chunk_rows(vocabulary, hidden_size, wanted[0][1], device_type), max(1, len(self.labels_n)))
+        logits_cv = weights[0].new_empty(chunk, vocabulary)
+        teacher_cv = None if self.teacher is None else self.teacher.weight_vd.new_empty(chunk, vocabulary)
+        block_rows = max(1, BLOCK_ELEMENTS // vocabulary) if device_type == "cpu" else chunk
+        wants_grad = any(map(any, wanted))
+        for begin in range(0, len(self.labels_n), chunk):
+            rows = slice(begin, min(begin + chunk, len(self.labels_n)))
+            size = rows.stop - begin
+            logits, taken = logits_cv[:size], [term.rows_nd[rows].to(self.dtype) for term in self.terms]
+            _product(taken[0], weights[0], head_bias_v, logits)
+            for part, weight in zip(taken[1:], weights[1:], strict=True):
+                _product(part, weight, logits, logits)
+            teacher_logits = place_c = None
+            if self.teacher is not None and teacher_cv is not None:
+                teacher_logits, place_c = self.teacher.logits(rows, teacher_cv)
+            labels, results = self.labels_n[rows], [losses_n[rows], correct_n[rows], cross_entropy_n[rows]]
+            results += [] if overlap_n is None else [overlap_n[rows]]
+            for first in range(0, size, block_rows):
+                there = slice(first, first + block_rows)
+                teacher_there = (
+                    None if teacher_logits is None else teacher_logits[there if place_c is None else place_c[there]]
+                )
+                given = [part[there] for part in results]
+                losses_in_place(self.loss, logits[there], labels[there], teacher_there, given, wants_grad)
+            # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
+            for part, weight, grad_nd, grad_vd in zip(taken, weights, row_grads, weight_grads, strict=True):
+                if grad_nd is not None:
+                    torch.mm(logits, weight, out=grad_nd[rows])
+                if grad_vd is not None:
+                    _add_product(grad_vd, logits, (part * weights_n[rows, None]).to(self.dtype))
+        return _Taken(losses_n, correct_n, cross_entropy_n, row_grads, weight_grads)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bias_v: Tensor | None,
+        labels_n: Tensor,
+        weights_n: Tensor | None,
+        loss: str,
+        teacher: _Teacher | None,
+        dtype: torch.dtype,
+        *factors: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """factors: rows and weight of each term, one after the other."""
+        wanted = ctx.needs_input_grad[-len(factors) :]
+        terms = [
+            _Term(rows_nd.detach(), weight_vd.detach())
+            for rows_nd, weight_vd in zip(factors[::2], factors[1::2], strict=True)
+        ]
+        ctx.summed = weights_n is not None
+        if weights_n is None:
+            weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(factors[0].dtype))
+        rows = _Rows(terms, bias_v, labels_n, weights_n, loss, teacher, dtype)
+        keeps = [
+            wants and ctx.summed and not _adds_to_a_large_one(weight)
+            for wants, weight in zip(wanted[1::2], factors[1::2], strict=True)
+        ]
+        taken = rows.take(list(zip(wanted[::2], keeps, strict=True)))
+        ctx.save_for_backward(weights_n, *taken.row_grads)
+        ctx.weight_grads, ctx.rows = taken.weight_grads, rows if any(wanted[1::2]) else None
+        ctx.wanted, ctx.dtypes = wanted, [factor.dtype for factor in factors]
+        loss_sum = (taken.losses_n * weights_n).sum()
+        ctx.mark_non_differentiable(taken.losses_n if ctx.summed else loss_sum, taken.correct_n, taken.cross_entropy_n)
+        return loss_sum, taken.losses_n, taken.correct_n, taken.cross_entropy_n
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grad_outputs[0]
+        weights_n, *row_grads = ctx.saved_tensors
+        if not ctx.summed:
+            weights_n, scale = grad_outputs[1], torch.ones_like(scale)
+            if ctx.rows is not None:
+                ctx.rows.weights_n = weights_n
+        weight_grads, ctx.weight_grads = ctx.weight_grads, [None] * len(row_grads)  # asked twice: computed again
+        missing = [wants and grad is None for wants, grad in zip(ctx.wanted[1::2], weight_grads, strict=True)]
+        if any(missing):
+            computed = ctx.rows.take([(False, wants) for wants in missing]).weight_grads
+            weight_grads = [again if grad is None else grad for grad, again in zip(weight_grads, computed, strict=True)]
+        grads: list[Tensor | None] = []
+        for place, (grad_nd, grad_vd) in enumerate(zip(row_grads, weight_grads, strict=True)):
+            if grad_nd is not None:
+                scaled_nd = torch.empty_like(grad_nd, dtype=ctx.dtypes[2 * place])
+                grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=scaled_nd)
+            if grad_vd is not None:
+                grad_vd = grad_vd.mul_(ctx.rows.unit * scale).to(ctx.dtypes[2 * place + 1])
+            grads += [grad_nd, grad_vd]
+        return None, None, None, None, None, None, *grads
+
+
+def _adds_to_a_large_one(weight: Tensor) -> bool:
+    """Whether its gradient would be large, and in memory together with one of an earlier micro-batch."""
+    is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
+    return is_large and weight.is_leaf and weight.grad is not None
+
+
+def _product(hidden: Tensor, weight_vd: Tensor, added: Tensor | None, out: Tensor) -> None:
+    """hidden W^T + what is added, [V] or `out` itself, into `out`."""
+    if added is None:
+        torch.mm(hidden, weight_vd.t(), out=out)
+    else:
+        torch.addmm(added, hidden, weight_vd.t(), out=out)
+
+
+def _add_product(total_vd: Tensor, logits: Tensor, rows: Tensor) -> None:
+    """total += logits^T rows."""
+    if total_vd.dtype == logits.dtype:
+        torch.addmm(total_vd, logits.t(), rows, out=total_vd)  # no product of the head's size beside the sum
+    else:
+        total_vd += logits.t() @ rows
+
+
+def _device_type(tensor: Tensor) -> str:
+    return _made_for.get() or tensor.device.type
+
+
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    under_autocast = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
+    return torch.get_autocast_dtype(device) if under_autocast else weight.dtype
+
+
+def _linear(head: nn.Module) -> nn.Linear:
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"a loss needs a plain linear LM head, not a {type(head).__name__}")
+    if head.bias is not None and head.bias.requires_grad:
+        raise ValueError("a loss does not train the bias of an LM head: freeze it, or make the head with bias=False")
+    return head

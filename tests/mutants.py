@@ -38,7 +38,7 @@ class Mutant:
 
 
 VERIFY, SAMPLING = "eval/trees/verify.py", "eval/trees/sampling.py"
-GROUP_WISE, ALIGNMENT = "models/base/group_wise.py", "models/groups/alignment.py"
+GROUP_WISE, ROWS, DRAFT_HEAD = "models/base/group_wise.py", "models/groups/rows.py", "models/base/draft_head.py"
 MUTANTS = (
     # ---- verification and trees ----
     Mutant(
@@ -122,14 +122,14 @@ MUTANTS = (
     # ---- training ----
     Mutant(
         "a label off by one",
-        ALIGNMENT,
+        ROWS,
         "torch.where(valid, input_ids_bs[:, shift:], IGNORED_LABEL)",
         "torch.where(valid, input_ids_bs[:, shift - 1 : length - 1], IGNORED_LABEL)",
-        "tests/models/groups/test_alignment.py",
+        "tests/models/groups/test_rows.py",
     ),
     Mutant(
         "the feature at a token in place of the one that predicted it",
-        ALIGNMENT,
+        ROWS,
         "previous_bsf = torch.cat([torch.zeros_like(features_bsf[:, :1]), features_bsf[:, :-1]], dim=1)",
         "previous_bsf = features_bsf.clone()",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
@@ -137,15 +137,15 @@ MUTANTS = (
     Mutant(
         "a mask's position off by one",
         GROUP_WISE,
-        "return rows.position_n + rows.stream_n",
-        "return rows.position_n + (rows.stream_n - 1).clamp_min(0)",
+        "return rows.position_n + rows.depth_n",
+        "return rows.position_n + (rows.depth_n - 1).clamp_min(0)",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
     ),
     Mutant(
         "the teacher's row off by one",
-        GROUP_WISE,
-        "teacher = TeacherRows(teacher_features.flatten(0, 1), before_m)",
-        "teacher = TeacherRows(teacher_features.flatten(0, 1).roll(1, 0), before_m)",
+        DRAFT_HEAD,
+        "teacher = TeacherRows(batch.teacher_features.flatten(0, 1), before_n)",
+        "teacher = TeacherRows(batch.teacher_features.flatten(0, 1).roll(1, 0), before_n)",
         "tests/models/drafters/test_dspark.py tests/models/drafters/test_eagle.py",
     ),
     Mutant(
@@ -157,14 +157,14 @@ MUTANTS = (
     ),
     Mutant(
         "the weight of another depth",
-        "models/base/depth_weights.py",
-        "weights_n = (weight_g / one_for_none(rows_g))[depth_n] * counts_n",
-        "weights_n = (weight_g.flip(0) / one_for_none(rows_g))[depth_n] * counts_n",
-        "tests/models/test_depth_weights.py tests/models/test_losses.py",
+        DRAFT_HEAD,
+        "return (shares_g / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n",
+        "return (shares_g.flip(0) / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n",
+        "tests/models/base/test_draft_head.py",
     ),
     Mutant(
         "d2t holds ids in place of offsets",
-        "models/base/draft_vocabulary.py",
+        "models/base/drafter.py",
         "self.d2t.copy_(chosen - torch.arange(len(chosen)))",
         "self.d2t.copy_(chosen)",
         "tests/models/drafters/test_draft_vocabulary.py",

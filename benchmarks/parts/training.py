@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LlamaModel, PreTrainedModel
 
 from draftsmith.models.groups.attention import group_attention
-from draftsmith.models.head_loss import head_loss
+from draftsmith.models.losses import head_loss
 from draftsmith.models.target.features import target_features
 from parts.shapes import SEED, Shape, random_drafter, random_target
 from parts.timing import Suite, Work, compare, in_turns, launches_per_round, peak_growth_bytes, ratios

@@ -3,16 +3,24 @@
 A group is a block: the newest token x_t, the anchor, and `block_size` - 1 masks, all embedded by the target. Their
 layers are Qwen 3's, for every target: engines know no others. The context is c_s = hidden_norm(fc(features of x_s)) of
 all s < t; every layer makes keys and values of c by its own projections, at c's positions, and no row of c goes through
-a layer. Inside a block every row sees every row (`causal`: none behind it): `groups/context.py` has the mask beside
-ParallelSpec's.
+a layer. Inside a block every row sees every row (`causal`: none after it). The mask beside ParallelSpec's, for K = 2:
+
+    ParallelSpec, [x_t, m1, m2]             a block of DFlash, context c of features h, rows [x_t, m1, m2]
+           x<=t  m1  m2                            h<t   x_t  m1  m2
+    x_t     1     0   0                     x_t     1     1    1   1
+    m1      1     1   0                     m1      1     1    1   1
+    m2      1     1   1                     m2      1     1    1   1
+
+On the grid depth 0 at position t is h_{t-1}, the feature that predicted x_t, so that "features before t" is the causal
+attention that depth 0 has anyway: group attention with queries of the last depths only.
 
 Which row predicts which token: a mask at position t+k is denoised, so its row predicts x_{t+k} itself, and the anchor's
 row, whose token is known, predicts nothing: `block_size` - 1 tokens are drafted. With `sample_from_anchor` a row
-predicts the token behind its own position, as language models do, the anchor's row x_{t+1}: `block_size` tokens.
+predicts the token after its own position, as language models do, the anchor's row x_{t+1}: `block_size` tokens.
 Engines draft in these two ways too, with as many rows as training had: a row left out would change all others.
 
 Every position that has a label is an anchor (published: 512 at random in a sequence); `anchor_ratio` drops some.
-A block is computed whole or not at all, with its rows behind the end of an answer, which have no label but are seen.
+A block is computed whole or not at all, with its rows after the end of an answer, which have no label but are seen.
 A sequence's first token has no feature before it and is no anchor in training.
 
 Shapes: B batch, S sequence, G depths, N rows, C context rows, D hidden, F features, Dh head size.
@@ -23,45 +31,43 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
-from draftsmith.models.base.drafter import DrafterConfig
-from draftsmith.models.base.masks import MaskTokenId
-from draftsmith.models.base.one_forward import OneForwardDrafter, OneForwardOptions
-from draftsmith.models.base.options import DepthWeights, Init, MaskResidual, NumLayers, ascending_layers
+from draftsmith.models.base.drafter import DepthWeights, DrafterConfig, Init, MaskResidual, NumLayers
+from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.decoding.blocks import BlockDecoder
-from draftsmith.models.decoding.protocols import DrafterDecoder
-from draftsmith.models.groups.alignment import IGNORED_LABEL, previous_features
-from draftsmith.models.groups.context import ContextAttention
-from draftsmith.models.groups.layers import Rotary, build_target_layers, qwen3_layers_config
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, qwen3_layers_config
+from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
 
 # Whose layers have the parts of Qwen 3's, by the same names and with the same meaning.
 LIKE_QWEN3 = ("llama", "mistral", "qwen2", "qwen3")
 PUBLISHED_FEATURE_LAYERS = 5
 
 
-def _layers_or_default(layers: list[int] | None, info: ValidationInfo) -> list[int]:
-    if layers is None:
-        return default_feature_layers((info.context or {}).get("num_hidden_layers", 1))
-    return ascending_layers(layers, info)
+def default_feature_layers(num_layers: int) -> list[int]:
+    """Evenly from after the second to before the last two of L layers; of few layers up to before the last."""
+    last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
+    first = min(2, last)
+    count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
+    return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
 
 
 class BlockOptions(OneForwardOptions):
-    """Of all such kinds."""
+    """Options of all kinds that draft blocks."""
 
     block_size: int = Field(6, ge=2, description="rows of a block, the newest token's included (published: 7 to 16)")
     num_layers: NumLayers = 3
     sample_from_anchor: bool = Field(
         False,
-        description="a row predicts the token behind its own position, so that a block drafts `block_size` tokens; "
+        description="a row predicts the token after its own position, so that a block drafts `block_size` tokens; "
         "otherwise the one at it, and a block drafts one less",
     )
-    causal: bool = Field(False, description="inside a block a row sees none behind it (vLLM has this, SGLang has not)")
-    feature_layers: Annotated[list[int] | None, AfterValidator(_layers_or_default)] = Field(
+    causal: bool = Field(False, description="inside a block a row sees none after it (vLLM has this, SGLang has not)")
+    feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
         None,
         validate_default=True,
         description="layers of the target whose residual streams make the context, ascending; k = after k layers. By "
@@ -79,16 +85,12 @@ class BlockOptions(OneForwardOptions):
     def num_depths(self) -> int:
         return self.block_size - (not self.sample_from_anchor)
 
-
-def default_feature_layers(num_layers: int) -> list[int]:
-    """Evenly from after the second to before the last two of L layers; of few layers up to before the last."""
-    last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
-    first = min(2, last)
-    count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
-    return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
+    @property
+    def kept_shares(self) -> list[float]:
+        return [self.anchor_ratio] * self.num_depths
 
 
-class BlockDrafter(OneForwardDrafter):
+class BlockDrafter(GroupWiseDrafter):
     """Parameters, rows and decoders of all such kinds."""
 
     def build(self, config: DrafterConfig) -> None:
@@ -101,16 +103,12 @@ class BlockDrafter(OneForwardDrafter):
         return Rotary(Qwen3RotaryEmbedding, self.layers_config, target.device)
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers)
-
-    @property
     def reads_first_token(self) -> bool:
         return False
 
     @property
-    def first_stream(self) -> int:
-        """Behind the context's stream, and the anchor's where that predicts nothing."""
+    def first_depth(self) -> int:  # type: ignore[override]
+        """Row 0 of a group is the context's, row 1 the anchor's, which may predict nothing."""
         return 1 if self.config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
@@ -131,43 +129,36 @@ class BlockDrafter(OneForwardDrafter):
 
     # ---- training ----
 
-    def present(self, labels_bgs: Tensor) -> Tensor:
-        """[B, 1 + block_size, S] bool: whole blocks, and the context before the last of them."""
+    def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
+        """Whole blocks, and the context before the last of them."""
         blocks_bs = labels_bgs[:, 0] != IGNORED_LABEL
         if self.training and self.config.anchor_ratio < 1:
             drawn_bs = torch.rand(blocks_bs.shape, generator=self.generator, device=blocks_bs.device)
             blocks_bs = blocks_bs & (drawn_bs < self.config.anchor_ratio)
         context_bs = blocks_bs.flip(-1).cumsum(-1).flip(-1) > 0
-        return torch.cat([context_bs[:, None], blocks_bs[:, None].expand(-1, self.config.block_size, -1)], dim=1)
-
-    def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        counts_2g = super().label_counts(input_ids, loss_mask, position_ids)
-        return counts_2g * self.config.anchor_ratio if self.training else counts_2g
-
-    def rows_of(self, present_bgs: Tensor, labels_bgs: Tensor, position_ids: Tensor | None) -> GroupRows:
-        labels_bgs = F.pad(labels_bgs, (0, 0, self.first_stream, 0), value=IGNORED_LABEL)
-        one_behind_the_other = self.lays_out(present_bgs)
-        return GroupRows.of(
-            present_bgs, labels_bgs, position_ids, self.reads_first_token, one_behind_the_other, whole_groups=True
-        )
+        active_bgs = torch.cat([context_bs[:, None], blocks_bs[:, None].expand(-1, self.config.block_size, -1)], dim=1)
+        in_documents = self.in_documents(labels_bgs)
+        labels_bgs = F.pad(labels_bgs, (0, 0, self.first_depth, 0), value=IGNORED_LABEL)
+        return ActiveRows.of(labels_bgs, active_bgs, position_ids, False, in_documents, whole_groups=True)
 
     def rows_hidden(
-        self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
+        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
         """[N, D] of the rows of blocks, before the final norm; zeros for those of the context."""
         (context_c, context_grid), (block_n, block_grid) = rows.first_and_others()
-        # The context's row at token t is h_{t-1}, at its own position; row k of a block stands k behind its anchor.
+        # The context's row at token t is h_{t-1}, at its own position; row k of a block is k after its anchor.
         positions_n = self.positions(rows, position_ids) - 1
         read_pf = previous_features(self.features_read(features), position_ids).flatten(0, 1)
         context = self.context_of(read_pf.index_select(0, rows.token_n[context_c])).unsqueeze(0)
         rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
-        keys_values = self.context_keys_values(context, rotary)
-        newest_nd, is_mask_n = self.embedded(input_ids.flatten()[rows.token_n[block_n]]), rows.stream_n[block_n] > 1
+        attention = GroupAttention(self.config.attention, context_grid, self.config.causal)
+        for index, keys_values in enumerate(self.context_keys_values(context, rotary)):
+            attention.add(index, *keys_values)
+        attention.go_on(block_grid)
+        newest_nd, is_mask_n = self.embedded(input_ids.flatten()[rows.token_n[block_n]]), rows.depth_n[block_n] > 1
         masks_nd = self.mask_inputs()[:1] + newest_nd if self.config.mask_residual else self.mask_inputs()[:1]
         hidden = torch.where(is_mask_n[:, None], masks_nd, newest_nd).unsqueeze(0)
         rotary = self.rotary_of(hidden, positions_n[block_n].unsqueeze(0))
-        config = self.config
-        attention = ContextAttention(context_grid, block_grid, keys_values, config.attention, config.causal)
         hidden_nd = self.run_layers(hidden, rotary, cached_attention=attention)[0]
         return hidden_nd.new_zeros(len(rows.index_n), hidden_nd.shape[-1]).index_copy(0, block_n, hidden_nd)
 
@@ -194,7 +185,7 @@ class BlockDrafter(OneForwardDrafter):
         return self.attached.embedding(input_ids).to(self.fc.weight.dtype)
 
     def block_inputs(self, newest_ids: Tensor, masks_kd: Tensor) -> Tensor:
-        """[..., block_size, D] of blocks behind these tokens [...], given `mask_inputs`."""
+        """[..., block_size, D] of blocks that begin with these tokens [...], given `mask_inputs`."""
         newest = self.embedded(newest_ids).unsqueeze(-2)
         masks = masks_kd + newest if self.config.mask_residual else masks_kd.expand(*newest.shape[:-2], -1, -1)
         return torch.cat([newest, masks], dim=-2)
@@ -206,8 +197,8 @@ class BlockDrafter(OneForwardDrafter):
 
     # ---- decoding ----
 
-    def one_forward_decoder(self, max_length_tokens: int) -> DrafterDecoder:
-        return BlockDecoder(self, max_length_tokens)
+    def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
+        return self.with_markov_head(BlockDecoder(self, max_length_tokens))
 
 
 @torch.no_grad()

@@ -1,32 +1,204 @@
-"""What every drafter q is: a `PreTrainedModel` that borrows the target's embedding and LM head.
+"""What every drafter q is: a `PreTrainedModel` that borrows the target's embedding and LM head, and its options.
 
 A kind of drafter is a file of `models/drafters/` with an attribute `DRAFTER`; `drafter.kind` in a recipe is its name.
-What a depth predicts, and from what, is the same for all of them: `models/groups/alignment.py`.
+What a depth predicts, and from what, is the same for all of them (`models/groups/rows.py`), and so is what its logits
+and losses are read off (`draft_head.py`).
 
-Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary.
+The LM head is the target's, frozen, or heads of the drafter's own, which start as the target's and are trained. With
+`draft_vocab_size` it has V' rows. Which tokens these are is counted in the training data and part of the checkpoint, in
+vLLM's layout: `d2t` [V'] are offsets, the token of row i being i + d2t[i]; `t2d` [V] says of each token whether the
+head has it. Rows of the target's head are gathered when the drafter is attached, and in no checkpoint.
+
+`drafter.options` of a recipe are checked by pydantic like the rest of it. A kind's own are the `Options` of its config
+class, which writes them flat into `config.json`. What must fit the target is compared with the target's config, which
+is pydantic's validation context here.
+
+Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary, V' drafted tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
 from datasets import Dataset
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    model_validator,
+)
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.models.base.options import DrafterOptions
+from draftsmith.models.base.draft_head import (
+    DraftedShare,
+    DraftHead,
+    MarkovHead,
+    RowLosses,
+    depth_shares,
+    supervised_token_counts,
+)
 from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
-from draftsmith.models.groups.alignment import IGNORED_LABEL, depth_labels
-from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.groups.attention import Backend
+from draftsmith.models.groups.rows import IGNORED_LABEL, depth_labels, document_starts
+from draftsmith.models.losses import DrafterOutput, LossName, numbers_beside
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import explain
+from draftsmith.recipes.schema import Section
 
 MODEL_TYPE_PREFIX = "draftsmith-"
 # What a drafter's target must have in common with the one that it was made for.
 MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
+
+
+def one_message(message: str) -> WrapValidator:
+    """For a value of several possible types: this sentence, in place of pydantic's own about each of them."""
+
+    def check(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
+
+
+def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None:
+    vocabulary = (info.context or {}).get("vocab_size")
+    if size is not None and vocabulary is not None and size > vocabulary:
+        raise ValueError(f"must be at most the target's vocabulary of {vocabulary} (leave it out to draft all tokens)")
+    return size
+
+
+Attention = Annotated[Backend, Field(description="training backend, see `models/groups/attention.py`")]
+DepthWeights = Annotated[
+    PositiveFloat | list[PositiveFloat],
+    one_message("must be one positive number, or a list of one for each depth"),
+    Field(description="lambda of each depth, from the first; or one number d for d**0, d**1, ..."),
+]
+DraftDepth = Annotated[int, Field(ge=1, description="the longest path that is drafted, one forward a level")]
+Loss = Annotated[LossName, Field(description="see `models/losses.py`; `ce` needs no teacher")]
+DraftVocabSize = Annotated[
+    PositiveInt | None,
+    AfterValidator(_within_the_vocabulary),
+    Field(
+        description="draft this many of the target's tokens only, the most frequent of the answers that are trained on "
+        "(`models/base/draft_head.py`); all by default"
+    ),
+]
+NumLayers = Annotated[int, Field(ge=1, description="decoder layers of the target's kind")]
+MaskResidual = Annotated[
+    bool, Field(description="add the newest token's input to each of its masks (not in the paper)")
+]
+FirstToken = Annotated[
+    bool,
+    Field(
+        description="a row for the first token of a conversation, which no feature predicted; vLLM and SGLang have "
+        "none, so false for a drafter that they serve"
+    ),
+]
+Init = Annotated[
+    Literal["target", "random"], Field(description="start the layers and the norm from the target's, or at random")
+]
+
+
+class DrafterOptions(Section):
+    """`drafter.options` that every kind has. One depth is trained; deeper ones are drafted with the same weights."""
+
+    loss: Loss = "kl"
+    draft_vocab_size: DraftVocabSize = None
+
+    @classmethod
+    def checked(cls, values: dict[str, Any], target_config: dict[str, Any]) -> Self:
+        """Typed options, with the defaults that depend on the target.
+
+        Raises:
+            UserError: An option is unknown, or has a wrong value.
+        """
+        try:
+            return cls.model_validate(values, context=target_config)
+        except ValidationError as error:
+            raise UserError(explain(cls, error, "drafter.options")) from None
+
+    @property
+    def num_depths(self) -> int:
+        """G, the depths that are trained."""
+        return 1
+
+    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
+        """Share of each depth in the loss, sum 1, when so much of the training is done."""
+        return [1.0]
+
+    @property
+    def kept_shares(self) -> list[float] | None:
+        """Share of each depth's rows that training keeps, if it drops some at random."""
+        return None
+
+    @property
+    def dpace(self) -> float | None:
+        """D-PACE's alpha; None: rows are weighed by their depth alone."""
+        return None
+
+
+class DepthOptions(DrafterOptions):
+    """Options of kinds that train several depths, whose number they define."""
+
+    depth_weights: DepthWeights = 0.8
+    depth_ramp: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the training in which depth 2, 3, ... come in; 0: all from the first step",
+    )
+    dpace_alpha: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
+        "smoothed with this alpha (the paper's is 0.5); see `models/base/draft_head.py`",
+    )
+
+    @property
+    def dpace(self) -> float | None:
+        return self.dpace_alpha
+
+    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
+        given = self.depth_weights
+        weights = given if isinstance(given, list) else [given**j for j in range(self.num_depths)]
+        return depth_shares(weights, self.depth_ramp, progress_frac)
+
+    @model_validator(mode="after")
+    def _one_way_of_coming_in(self) -> Self:
+        if self.dpace_alpha is not None and self.depth_ramp > 0:
+            raise ValueError("`dpace_alpha` lets deeper depths in by itself: leave `depth_ramp` at 0 with it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_weight_a_depth(self) -> Self:
+        if len(self.depth_shares()) != self.num_depths:
+            raise ValueError(
+                f"`depth_weights` must be one positive number or {self.num_depths} of them (one for each depth), not "
+                f"{self.depth_weights}"
+            )
+        return self
+
+
+def ascending_layers(layers: list[int], info: ValidationInfo, final: int | None = None) -> list[int]:
+    """Check that these are layers of the target; `final` may stand at the end for its last norm."""
+    inner = layers[:-1] if layers and layers[-1] == final else layers
+    num_layers = (info.context or {}).get("num_hidden_layers", 1)
+    if not layers or inner != sorted(set(inner)) or not all(0 <= layer < num_layers for layer in inner):
+        end = "" if final is None else f" (and {final} at the end for the final hidden states)"
+        raise ValueError(f"must be a list of ascending layer numbers from 0 to {num_layers - 1}{end}")
+    return layers
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -67,31 +239,6 @@ class DrafterConfig(PreTrainedConfig):
         return self.options.num_depths
 
 
-@dataclass(frozen=True)
-class DraftedShare:
-    """How much of the training data a drafter can draft, in tokens that carry loss.
-
-    size, vocabulary: tokens that it drafts, and that there are; seen: different ones in the data.
-    """
-
-    size: int
-    vocabulary: int
-    seen: int
-    coverage: float
-
-    def sentence(self) -> str:
-        """For the terminal."""
-        sentence = (
-            f"the draft vocabulary, {self.size:,} of {self.vocabulary:,} tokens, covers {self.coverage:.2%} of the "
-            "answers' tokens"
-        )
-        if self.seen < self.size:
-            return (
-                f"{sentence}; only {self.seen:,} occur in them: drafter.options.draft_vocab_size={self.seen} would do"
-            )
-        return sentence
-
-
 @dataclass
 class Attached:
     """The target and what is borrowed from it. A plain object: torch takes nothing in it for a part of the drafter."""
@@ -116,22 +263,32 @@ class Drafter(PreTrainedModel):
     accepts_loss_kwargs = True
     # Why its target can neither be split among processes nor quantised; None if it can.
     whole_target_needed: str | None = None
+    # Why its weights cannot be split (FSDP2, ZeRO-3); None if they can.
+    split_obstacle: str | None = None
     # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
     training_step, training_progress_frac = 0, 1.0
     # What training draws at random (noise, rows to keep) comes from here; from torch's own generator by default.
     generator: torch.Generator | None = None
-
-    @classmethod
-    def split_obstacle(cls, options: Mapping[str, Any]) -> str | None:
-        """Why its weights cannot be split (FSDP2, ZeRO-3) with these `drafter.options`; None if they can."""
-        if options.get("in_parts"):
-            return "`drafter.options.in_parts` has a drafter's weights whole only while autograd asks for them"
-        return None
+    # What the loss through the head is multiplied with, and whether every row's alpha is wanted beside it.
+    class_weight: float = 1.0
+    wants_overlap: bool = False
+    d2t: Tensor
+    t2d: Tensor
+    reduced_head: nn.Linear
+    markov_head: MarkovHead | None
+    _token_counts_v: Tensor | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         self.build(config)
         self.post_init()
+        vocabulary, drafted = config.target_config.get("vocab_size", 0), config.draft_vocab_size
+        self._reduced = drafted is not None
+        if self._reduced:  # the lowest ids until the data are counted
+            self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(vocabulary) < drafted)
+        rank = getattr(config, "markov_rank", 0)
+        self.markov_head = MarkovHead(vocabulary, drafted or vocabulary, rank) if rank else None
 
     def build(self, config: DrafterConfig) -> None:
         """Make the parameters."""
@@ -145,7 +302,12 @@ class Drafter(PreTrainedModel):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """What it reads of the target, concatenated in this order: ids of `FeatureTap`."""
-        return (FINAL_FEATURES,)
+        return tuple(getattr(self.config, "feature_layers", None) or (FINAL_FEATURES,))
+
+    @property
+    def reads_first_token(self) -> bool:
+        """Whether a sequence's first token, which no feature predicted, has a row."""
+        return getattr(self.config, "first_token", True)
 
     @property
     def layers_read(self) -> tuple[int, ...]:
@@ -181,7 +343,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def trains_target(self) -> bool:
-        """Whether the step at work also trains weights of this drafter inside the target (see `target_change`).
+        """Whether the current step also trains weights of this drafter inside the target (see `target_change`).
 
         Training then hands it features that carry a gradient, and `teacher_features` of the target as it was.
         """
@@ -210,6 +372,7 @@ class Drafter(PreTrainedModel):
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
         self.refuse_other_target(target)
         self._attached = Attached(target, target.get_input_embeddings(), target.get_output_embeddings())
+        self.read_draft_vocabulary()
         return self
 
     def refuse_other_target(self, target: PreTrainedModel) -> None:
@@ -232,15 +395,112 @@ class Drafter(PreTrainedModel):
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._attached
 
+    # ---- the draft head ----
+
     @property
-    def columns(self) -> TokenColumns:
-        """What its decoders' logits are of."""
-        return ALL_TOKENS
+    def own_heads(self) -> list[nn.Linear]:
+        """Linear layers [V', D] that it trains itself, for depths 1, 2, ... or one for all; none by default."""
+        return []
 
     @property
     def borrowed_head(self) -> nn.Linear:
-        """What it reads of the target's LM head, frozen: a linear layer [V', D]."""
-        return cast(nn.Linear, self.attached.lm_head)
+        """The target's frozen head, or the rows of it that are drafted: a linear layer [V', D]."""
+        return self.reduced_head if self._reduced and not self.own_heads else cast(nn.Linear, self.attached.lm_head)
+
+    def draft_head(self, depth: int = 0) -> DraftHead:
+        """What this depth, counted from 0, is read off."""
+        heads = self.own_heads
+        # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
+        return DraftHead(
+            linear=heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head,
+            loss=self.config.loss,
+            teacher=cast(nn.Linear, self.attached.lm_head) if heads else self.borrowed_head,
+            teacher_columns=self.draft_ids if heads else None,
+            t2d=self.t2d if self._reduced else None,
+            markov=self.markov_head,
+        )
+
+    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
+        """What a kind adds to the losses through the head: losses [N]; 1 for the rows that count, 0 for others [N]; and
+        which of the `label_counts` these rows are, 0 or 1."""
+        return None
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """[V'] the target's ids of the head's rows, ascending; None if it has all of them."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device) if self._reduced else None
+
+    @property
+    def columns(self) -> TokenColumns:
+        """The tokens that its decoders' logits are of."""
+        return TokenColumns(self.draft_ids, len(self.t2d)) if self._reduced else ALL_TOKENS
+
+    def over_all_tokens(self, logits: Tensor) -> Tensor:
+        """[..., V'] to [..., V], -inf for tokens that are not drafted."""
+        return self.columns.widened(logits, float("-inf"))
+
+    @torch.no_grad()
+    def initialize_own_heads(self) -> None:
+        """Start them as the target's, row by row."""
+        source, ids = cast(nn.Linear, self.attached.lm_head).weight, self.draft_ids
+        for head in self.own_heads:
+            head.weight.copy_(source if ids is None else source[ids])
+
+    @torch.no_grad()
+    def read_draft_vocabulary(self) -> None:
+        """Gather the target's rows, if these are what is read, for the tokens that are drafted now."""
+        if self.draft_ids is None or self.own_heads:
+            return
+        source = cast(nn.Linear, self.attached.lm_head)
+        ids = self.draft_ids.to(source.weight.device)
+        head = nn.Linear(source.in_features, len(ids), bias=source.bias is not None, device="meta")
+        # Buffers that are not saved: part of the model wherever it goes, but nothing to train or to store.
+        for name, whole in list(source.named_parameters()):
+            delattr(head, name)
+            head.register_buffer(name, whole.detach()[ids], persistent=False)
+        self.reduced_head = head
+
+    def prepare(self, dataset: Dataset) -> None:
+        """Look at the tokens that it will be trained on (`input_ids`, `loss_mask`), once, before the first step.
+
+        With a draft vocabulary the supervised ones are counted, and the most frequent ones taken.
+        """
+        if self._reduced:
+            self._token_counts_v = supervised_token_counts(dataset, len(self.t2d))
+            self.choose_draft_tokens(self._token_counts_v)
+
+    @torch.no_grad()
+    def choose_draft_tokens(self, token_counts_v: Tensor) -> None:
+        """Take the most frequent tokens, the lower id among equals, and the target's rows for them."""
+        chosen = token_counts_v.sort(descending=True, stable=True).indices[: len(self.d2t)].sort().values
+        self.d2t.copy_(chosen - torch.arange(len(chosen)))
+        self.t2d.zero_()[chosen] = True
+        self.initialize_own_heads()
+        self.read_draft_vocabulary()
+
+    @property
+    def draft_vocabulary(self) -> DraftedShare | None:
+        """What it can draft of the data that it was prepared with; None: every token, or it was not prepared."""
+        counts_v = self._token_counts_v
+        if counts_v is None:
+            return None
+        share = float(counts_v[self.t2d.cpu()].sum() / counts_v.sum().clamp(min=1))
+        return DraftedShare(len(self.d2t), len(counts_v), int((counts_v > 0).sum()), share)
+
+    @property
+    def draft_vocabulary_names(self) -> set[str]:
+        """Of its state, what only makes sense together: which tokens are drafted, and heads of its own for these."""
+        if not self._reduced:
+            return set()
+        heads = {f"{name}.weight" for name, module in self.named_modules() if any(module is h for h in self.own_heads)}
+        return {"d2t", "t2d"} | heads
+
+    @property
+    def draft_vocabulary_rows(self) -> set[str]:
+        """What makes sense with these tokens only, but may be left out of a start: it begins as zeros."""
+        return set() if self.markov_head is None else {"markov_head.markov_w2.weight"}
+
+    # ---- training and decoding ----
 
     def forward(
         self,
@@ -267,23 +527,24 @@ class Drafter(PreTrainedModel):
         raise NotImplementedError
 
     def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[2, G] what the loss of a batch is divided by: labels of each depth, and those that the class loss reads.
+        """[2, G] what the loss of a batch is divided by: labels of each depth, and those that the loss
+        through the head reads.
 
         They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
         number expected, which all parts can know before the first of them is computed.
         """
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        labelled_bgs = self.rows_with_labels(labels_bgs, position_ids)
-        read_bgs = labelled_bgs & self.labels_read(labels_bgs)
-        return torch.stack([labelled_bgs, read_bgs]).sum((1, 3)).float()
-
-    def rows_with_labels(self, labels_bgs: Tensor, position_ids: Tensor | None) -> Tensor:
-        """[B, G, S] bool: rows that are trained."""
-        return labels_bgs != IGNORED_LABEL
-
-    def labels_read(self, labels_bgs: Tensor) -> Tensor:
-        """[B, G, S] bool: labels that the class loss can use, whatever it is for rows without one."""
-        return torch.ones_like(labels_bgs, dtype=torch.bool)
+        labelled_bgs = labels_bgs != IGNORED_LABEL
+        if not self.reads_first_token:
+            if position_ids is None:
+                position_ids = torch.arange(labels_bgs.shape[2], device=labels_bgs.device)
+            labelled_bgs &= ~document_starts(position_ids.expand(labels_bgs.shape[0], -1))[:, None]
+        read_bgs = labelled_bgs
+        if self._reduced and self.config.loss == "ce":
+            read_bgs = labelled_bgs & self.t2d[labels_bgs.clamp(min=0)]
+        counts_2g = torch.stack([labelled_bgs, read_bgs]).sum((1, 3)).float()
+        shares = self.config.options.kept_shares if self.training else None
+        return counts_2g if shares is None else counts_2g * numbers_beside(counts_2g, shares)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """A decoder for sequences of at most this many tokens, prompt included."""
@@ -327,27 +588,6 @@ class Drafter(PreTrainedModel):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start from the target's own weights where that helps."""
-
-    def prepare(self, dataset: Dataset) -> None:
-        """Look at the tokens that it will be trained on (`input_ids`, `loss_mask`), once, before the first step."""
-
-    @property
-    def draft_vocabulary(self) -> DraftedShare | None:
-        """What it can draft of the data that it was prepared with; None: every token, or it was not prepared."""
-        return None
-
-    @property
-    def draft_vocabulary_names(self) -> set[str]:
-        """Of its state, what only makes sense together: which tokens are drafted, and heads of its own for these."""
-        return set()
-
-    @property
-    def draft_vocabulary_rows(self) -> set[str]:
-        """What makes sense with these tokens only, but need not come along: it starts as if it were not there."""
-        return set()
-
-    def read_draft_vocabulary(self) -> None:
-        """Follow a change of the tokens that are drafted, as after loading other ones."""
 
     def freeze(self) -> Self:
         """Trained: from now on it only drafts, in eval mode and without gradients."""

@@ -16,29 +16,29 @@ import copy
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import DrafterConfig
-from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
-from draftsmith.models.base.options import DepthOptions, FirstToken, Init, ascending_layers
+from draftsmith.models.base.drafter import DepthOptions, DrafterConfig, FirstToken, Init
+from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
-def _layers_or_default(layers: list[int] | None, info: ValidationInfo) -> list[int]:
-    if layers is None:
-        return default_feature_layers((info.context or {}).get("num_hidden_layers", 1))
-    return ascending_layers(layers, info)
+def default_feature_layers(num_layers: int) -> list[int]:
+    """EAGLE-3's 2, L/2, L-3 for a target of L layers, moved apart where L is too small for them to ascend."""
+    middle = max(num_layers // 2, 1)
+    low, high = min(2, middle - 1), max(num_layers - 3, middle + 1)
+    return [layer for layer in (low, middle, high) if layer < num_layers]
 
 
 class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
-    """Of both. With `draft_vocab_size` the head is the drafter's own, starts from the target's rows and is trained."""
+    """Options of both. With `draft_vocab_size` the head is trained and starts from the target's rows."""
 
-    feature_layers: Annotated[list[int] | None, AfterValidator(_layers_or_default)] = Field(
+    feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
         None,
         validate_default=True,
         description="layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the "
@@ -59,13 +59,6 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("`fc_norm` and `norm_before_fc` both norm the features: set one of them to false")
         return self
-
-
-def default_feature_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's 2, L/2, L-3 for a target of L layers, moved apart where L is too small for them to ascend."""
-    middle = max(num_layers // 2, 1)
-    low, high = min(2, middle - 1), max(num_layers - 3, middle + 1)
-    return [layer for layer in (low, middle, high) if layer < num_layers]
 
 
 class Eagle3Layer(nn.Module):
@@ -146,14 +139,6 @@ class Eagle3Shape(GroupWiseDrafter):
     def _fresh_norm(self, size: int) -> nn.Module:
         """Of the target's kind, doing nothing but to norm."""
         return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers)
-
-    @property
-    def reads_first_token(self) -> bool:
-        return self.config.first_token
 
     @property
     def own_heads(self) -> list[nn.Linear]:

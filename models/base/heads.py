@@ -3,26 +3,22 @@
 Shapes: B batch, S sequence, P = B*S tokens, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, cast
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.depth_weights import DpaceWeights, weighed
-from draftsmith.models.base.draft_vocabulary import DraftVocabulary
-from draftsmith.models.base.drafter import DrafterConfig
-from draftsmith.models.base.options import DepthOptions, DraftVocabSize, Loss
-from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.head_loss import TeacherRows
+from draftsmith.models.base.draft_head import Batch, LabelledRows, training_loss
+from draftsmith.models.base.drafter import DepthOptions, Drafter, DrafterConfig, Loss
+from draftsmith.models.groups.rows import ActiveRows
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 from draftsmith.recipes.errors import UserError
 
 
 class HeadOptions(DepthOptions):
-    """Of both."""
+    """Options of both."""
 
     num_heads: int = Field(5, ge=1, description="G, the depths that are drafted")
     num_layers: int = Field(1, ge=1, description="residual blocks of a head")
@@ -32,14 +28,13 @@ class HeadOptions(DepthOptions):
         "for all, which leaves only the blocks to train",
     )
     loss: Loss = "ce"
-    draft_vocab_size: DraftVocabSize = None
 
     @property
     def num_depths(self) -> int:
         return self.num_heads
 
 
-class HeadsDrafter(DraftVocabulary):
+class HeadsDrafter(Drafter):
     """LM heads, shared or not, and the loss through them. Own ones have V' rows each, with `draft_vocab_size`."""
 
     def add_lm_heads(self, config: DrafterConfig) -> None:
@@ -74,55 +69,27 @@ class HeadsDrafter(DraftVocabulary):
     def loss_of_heads(
         self,
         labels_bgs: Tensor,
-        rows: GroupRows,
+        rows: ActiveRows,
+        input_ids: Tensor,
         features: Tensor,
         hidden_of: Callable[[int, Tensor], Tensor],
         counts_2g: Tensor | None = None,
     ) -> DrafterOutput:
-        """The mean of each depth's row losses, these weighted with `depth_weights`.
+        """The training loss.
 
         Args:
             labels_bgs: [B, G, S], -100 where there is none.
-            rows: That matter of these labels.
+            rows: The active ones of these labels.
             features: [B, S, D] that the target's LM head reads, AT each token: the teacher's, where the loss has one.
             hidden_of: Head index j, and the places [N] of its rows' newest tokens among all B*S, to the rows' hidden
                 states [N, D].
             counts_2g: The whole batch's `label_counts`.
         """
-        results, groups = list[DrafterOutput](), list[Tensor]()
-        alpha = self.config.options.dpace
-        correct = torch.zeros_like(labels_bgs, dtype=torch.bool).flatten()
-        labels, features_pd = labels_bgs.flatten(), features.flatten(0, 1)
-        for j, (weight, place_n) in enumerate(zip(self.depth_shares, rows.labelled_streams(), strict=True)):
-            token_n, index_n = rows.token_n[place_n], rows.index_n[place_n]
-            hidden_nd, labels_n = hidden_of(j, token_n), labels[index_n]
-            teacher = None
-            if self.config.loss in TEACHER_LOSSES:
-                teacher = TeacherRows(features_pd, token_n + j)  # h_{t+j} predicts x_{t+1+j}
-            only_depth_n = torch.zeros_like(labels_n)
-            head = self.draft_head(j)
-            counts_1 = None if counts_2g is None else counts_2g[1, j : j + 1]
-            given = (hidden_nd, only_depth_n, labels_n, teacher, [weight], counts_1, head)
-            results.append(self.loss_of_rows(*given, summed=alpha is None))
-            groups.append(token_n)
-            correct[index_n] = cast(Tensor, results[-1].correct_n)
-        if alpha is not None:
-            results = self._weighed(results, groups, alpha, labels_bgs, counts_2g)
-        loss_g, *sums = (
-            torch.stack([result[key].squeeze() for result in results])
-            for key in ("loss", "depth_loss_sum", "depth_correct", "depth_count")
-        )
-        return DrafterOutput(loss_g.sum(), *sums, correct_bgs=correct.view(labels_bgs.shape))
 
-    @staticmethod
-    def _weighed(
-        results: list[DrafterOutput], groups: list[Tensor], alpha: float, labels_bgs: Tensor, counts_2g: Tensor | None
-    ) -> list[DrafterOutput]:
-        """Losses of all depths by D-PACE, given the depths' rows and the groups that these are of."""
-        batch, num_depths, length = labels_bgs.shape
-        sizes = [len(group_n) for group_n in groups]
-        depth_n = torch.cat([torch.full_like(group_n, depth) for depth, group_n in enumerate(groups)])
-        cross_entropy_n = torch.cat([cast(Tensor, result.cross_entropy_n) for result in results])
-        weights_n = DpaceWeights(alpha, batch * length, num_depths).of(cross_entropy_n, torch.cat(groups), depth_n)
-        total = (depth_n == 0).sum() if counts_2g is None else counts_2g[0, 0]
-        return [weighed(*pair, total) for pair in zip(results, weights_n.split(sizes), strict=True)]
+        def parts() -> Iterator[LabelledRows]:
+            for j, place_n in enumerate(rows.labelled_by_depth()):
+                token_n = rows.token_n[place_n]
+                yield LabelledRows(self.draft_head(j), hidden_of(j, token_n), rows.depth_n[place_n], token_n)
+
+        teacher_features = features if self.config.loss in TEACHER_LOSSES else None
+        return training_loss(self, Batch(input_ids, labels_bgs, teacher_features, counts_2g), parts())

@@ -54,7 +54,7 @@ class BlockDecoder(CachedDecoder):
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.block_size)
         self.columns = drafter.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), drafter.config.causal
-        self._first_row = drafter.first_stream - 1
+        self._first_row = drafter.first_depth - 1
         self._to_keys_values = ContextLayers(drafter.layers)
         self._run: Any = None
 

@@ -1,4 +1,4 @@
-"""Attention over the cached keys and values of one sequence: `RememberedAttention` for `groups.layers`.
+"""Attention over the cached keys and values of one sequence: `Attention` of `groups.layers`.
 
 Shapes: H heads, Hkv key-value heads, R rows of a decode step, S columns, Dh head size, L layers.
 """

@@ -16,8 +16,7 @@ Shapes: F features.
 """
 
 from draftsmith.models.base.blocks import BlockDrafter, BlockOptions
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.options import Loss
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Loss
 
 
 class DFlashConfig(DrafterConfig):

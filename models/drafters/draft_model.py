@@ -15,10 +15,8 @@ import copy
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, Init, NumLayers
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
-from draftsmith.models.base.options import DraftDepth, Init, NumLayers
-from draftsmith.models.decoding.cached import TreeDecoder
 
 
 class DraftModelConfig(DrafterConfig):
@@ -59,9 +57,6 @@ class DraftModel(GroupWiseDrafter):
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """[..., E] of tokens [...]; nothing else is read."""
         return self.attached.embedding(input_ids).to(self.dtype)
-
-    def decoder(self, max_length_tokens: int) -> TreeDecoder:
-        return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
 
 
 def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool) -> PreTrainedModel:

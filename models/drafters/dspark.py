@@ -1,8 +1,8 @@
 """DSpark: DFlash's block, a Markov head over its marginals, and a head that says how sure it is (arXiv 2607.05147).
 
 Shape, training and decoding are those of `base/blocks.py`, with the published way of reading a block: a row predicts
-the token behind its own position, the newest token's row the first (`sample_from_anchor`), and a round drafts
-`block_size` tokens. The Markov head (`base/markov_head.py`) makes the drafts of a depth depend on the token before, so
+the token after its own position, the newest token's row the first (`sample_from_anchor`), and a round drafts
+`block_size` tokens. The Markov head (`base/draft_head.py`) makes the drafts of a depth depend on the token before, so
 that trees are grown along paths under an exact q, still from one forward of the layers.
 
 The confidence head says of each drafted token, c_k = sigmoid(w [h_k; W1[x_{k-1}]] + b), how likely it is accepted where
@@ -18,18 +18,14 @@ target's distribution over the drafted tokens, so that alpha is a little too lar
 Shapes: N labelled rows, G depths, D hidden, r rank of the Markov head.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.blocks import BlockDrafter, BlockOptions
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.options import Loss
-from draftsmith.models.head_loss import LowRankLogits, TeacherRows
-from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none
+from draftsmith.models.base.draft_head import RowLosses
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Loss
 
 
 class DSparkConfig(DrafterConfig):
@@ -43,7 +39,7 @@ class DSparkConfig(DrafterConfig):
         )
         sample_from_anchor: bool = Field(
             True,
-            description="a row predicts the token behind its own position, so that a block drafts `block_size` tokens; "
+            description="a row predicts the token after its own position, so that a block drafts `block_size` tokens; "
             "otherwise the one at it, and a block drafts one less",
         )
         markov_rank: int = Field(
@@ -87,35 +83,18 @@ class DSparkDrafter(BlockDrafter):
     def needs_teacher(self) -> bool:
         return super().needs_teacher or self.config.confidence_weight > 0
 
-    def loss_of_rows(
-        self,
-        normed_nd: Tensor,
-        depth_n: Tensor,
-        labels_n: Tensor,
-        teacher: TeacherRows | None,
-        depth_weights_g: Any,
-        counts_g: Tensor | None = None,
-        head: nn.Linear | None = None,
-        low_rank: LowRankLogits | None = None,
-        summed: bool = True,
-        overlap: bool = False,
-    ) -> DrafterOutput:
-        """With the confidence head's loss, the mean over the same rows of each depth."""
-        weight, given = self.config.confidence_weight, (normed_nd, depth_n, labels_n, teacher, depth_weights_g)
-        output = super().loss_of_rows(*given, counts_g, head, low_rank, summed, overlap or weight > 0)
-        if not weight or low_rank is None or output.overlap_n is None:
-            return output
-        sure_n = self.confidence_head(normed_nd, low_rank.rows_nr)
+    @property
+    def wants_overlap(self) -> bool:  # type: ignore[override]
+        return self.config.confidence_weight > 0
+
+    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
+        """The confidence head's, of the rows that the loss through the LM head reads."""
+        if part.overlap_n is None or part.low_rank is None:
+            return None
+        sure_n = self.confidence_head(part.rows.normed_nd, part.low_rank.rows_nr)
         # Rounding may leave a sum of probabilities above 1.
-        losses_n = weight * F.binary_cross_entropy_with_logits(sure_n, output.overlap_n.clamp(max=1), reduction="none")
-        shares_g, read_n = numbers_beside(losses_n, depth_weights_g), self.labels_read(labels_n).to(losses_n.dtype)
-        rows_g = torch.zeros_like(shares_g).index_add(0, depth_n, read_n) if counts_g is None else counts_g
-        weights_n = (shares_g / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n
-        if output.losses_n is None:
-            output.loss = output.loss + (losses_n * weights_n).sum()
-        else:
-            output.losses_n = output.losses_n + losses_n * read_n
-        return output
+        losses_n = F.binary_cross_entropy_with_logits(sure_n, part.overlap_n.clamp(max=1), reduction="none")
+        return self.config.confidence_weight * losses_n, part.read_n.to(losses_n.dtype), 1
 
 
 DRAFTER = DSparkDrafter

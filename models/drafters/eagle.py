@@ -7,7 +7,7 @@ features count from the token that they are at, its tokens from the one that the
 
 Loss of a row: SmoothL1(f_t, h_t), mean over D, plus w_cls times the distance of its distribution to the target's.
 In training, uniform noise on the features that are read, never on those that are regressed, makes up for what drafting
-adds up. Training is one stream of the group-wise code (`group_wise.py`), decoding grows a tree over the layer's own
+adds up. Training is one depth of the group-wise code (`group_wise.py`), decoding grows a tree over the layer's own
 KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
 
 As in the authors' code, the layer has no input norm and there is no final norm (it is vLLM's layout too). Where we
@@ -21,24 +21,20 @@ differ from that code:
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V' drafted tokens, G depths.
 """
 
-from typing import cast
-
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_head import RowLosses
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
-from draftsmith.models.base.options import DraftDepth, FirstToken
-from draftsmith.models.decoding.cached import TreeDecoder
 from draftsmith.models.groups.layers import build_target_layers, layers_config
-from draftsmith.models.head_loss import TeacherRows
-from draftsmith.models.losses import DrafterOutput, numbers_beside, one_for_none, smooth_l1
+from draftsmith.models.losses import smooth_l1
 
 
 class EagleLayerOptions(GroupWiseOptions):
-    """Of both flavours, EAGLE's own and ParallelSpec's (`eagle_parallel.py`). `loss`: the distributions' distance."""
+    """Options of EAGLE's own flavour and ParallelSpec's; `loss` is the distance of the distributions."""
 
     class_weight: float = Field(0.1, ge=0, description="w_cls, the weight of `loss` beside the regression's 1")
     feature_noise: float = Field(
@@ -71,10 +67,6 @@ class EagleLayer(GroupWiseDrafter):
     def needs_teacher(self) -> bool:
         return True
 
-    @property
-    def reads_first_token(self) -> bool:
-        return self.config.first_token
-
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """At random: the target's last layer, used to larger inputs, is no better start."""
 
@@ -88,32 +80,16 @@ class EagleLayer(GroupWiseDrafter):
         noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
         return noise.mul_(2.0 * self.config.feature_noise).sub_(self.config.feature_noise).add_(features)
 
-    def label_loss(
-        self,
-        hidden_nd: Tensor,
-        depth_n: Tensor,
-        labels_n: Tensor,
-        teacher: TeacherRows | None,
-        counts_2g: Tensor | None = None,
-        previous_n: Tensor | None = None,
-        summed: bool = True,
-    ) -> DrafterOutput:
-        """EAGLE's loss of N labelled rows, averaged over each depth's, the depths weighted with `depth_weights`."""
-        if teacher is None:
+    @property
+    def class_weight(self) -> float:  # type: ignore[override]
+        return self.config.class_weight
+
+    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
+        """The regression to the target's features, of all labelled rows."""
+        if part.teacher is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        feature_loss_n = smooth_l1(hidden_nd, teacher.features_nd())
-        weight_g = numbers_beside(feature_loss_n, self.depth_shares)
-        read_g = None if counts_2g is None else counts_2g[1]
-        bias = self.token_bias(previous_n)
-        given = (hidden_nd, depth_n, labels_n, teacher, weight_g, read_g)
-        output = self.loss_of_rows(*given, low_rank=bias, summed=summed)
-        if not summed:
-            output.losses_n = feature_loss_n + self.config.class_weight * cast(Tensor, output.losses_n)
-            return output
-        count_g = cast(Tensor, output.depth_count) if counts_2g is None else counts_2g[0]
-        feature_loss = (feature_loss_n * (weight_g / one_for_none(count_g))[depth_n]).sum()
-        output.loss = feature_loss + self.config.class_weight * output.loss
-        return output
+        losses_n = smooth_l1(part.rows.normed_nd, part.teacher.features_nd())
+        return losses_n, torch.ones_like(losses_n), 0
 
     # ---- shared by training and decoding ----
 
@@ -129,9 +105,6 @@ class EagleDrafter(EagleLayer):
 
     config_class = EagleConfig
     published_as = "eagle-1"  # vLLM looks for `eagle-`
-
-    def decoder(self, max_length_tokens: int) -> TreeDecoder:
-        return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
 
 
 DRAFTER = EagleDrafter

@@ -3,7 +3,7 @@
 The layer (`eagle3_shape.py`) reads x_t and g_{t-1} and predicts x_{t+1}. Its output stands in for g_t when the next
 token is drafted. No loss ties that output to a feature: instead training drafts too ("training-time test"). Step j of
 group t reads e(x_{t+j}) and the output of step j-1, stands at position t+j, and sees the real tokens up to x_t and
-steps 1..j of its own group. That is group attention (`attention.py`) whose stream j is computed after stream j-1,
+steps 1..j of its own group. That is group attention (`attention.py`) whose depth j is computed after depth j-1,
 so groups, rows, labels and loss are those of `group_wise.py`.
 
 EAGLE-3.1 (arXiv 2605.09992) finds that this output grows from step to step, since nothing norms the residual path that
@@ -18,22 +18,17 @@ and 0 at the optimum. With a draft vocabulary the authors' code (SafeAILab/EAGLE
 the rows where the teacher's most likely token is not in it; we keep them, the teacher renormalised over the tokens that
 are (with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by default 5. Neither is measured here.
 
-Shapes: B batch, S sequence, G depths, N present rows, D hidden, E input width of the layer, F features, Dh head size.
+Shapes: B batch, S sequence, G depths, N active rows, D hidden, E input width of the layer, F features, Dh head size.
 """
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig
 from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeOptions
-from draftsmith.models.base.options import DraftDepth, InParts
-from draftsmith.models.decoding.cached import TreeDecoder
-from draftsmith.models.decoding.protocols import StepwiseDecoder
-from draftsmith.models.groups.alignment import previous_features
-from draftsmith.models.groups.attention import group_attention
-from draftsmith.models.groups.parts import PartRows
-from draftsmith.models.groups.rows import Grid, GroupRows
+from draftsmith.models.groups.layers import GroupAttention
+from draftsmith.models.groups.rows import ActiveRows, previous_features
 
 
 class Eagle3Config(DrafterConfig):
@@ -48,10 +43,8 @@ class Eagle3Config(DrafterConfig):
         draft_depth: DraftDepth | None = Field(
             None, validate_default=True, description="the longest path that is drafted; `ttt_steps` by default"
         )
-
-        in_parts: InParts = False
         norm_output: bool = Field(
-            False, description="a step reads the output of the step before behind the final norm, as EAGLE-3.1"
+            False, description="a step reads the output of the step before after the final norm, as EAGLE-3.1"
         )
 
         @field_validator("draft_depth")
@@ -73,24 +66,25 @@ class Eagle3Drafter(Eagle3Shape):
         self.build_shape(config, num_layers=1)
 
     def rows_hidden(
-        self, rows: GroupRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
+        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
-        """[N, D] of the present rows, before the final norm: stream after stream. Features are those AT each token."""
+        """[N, D] of the active rows, before the final norm: depth after depth. Features are those AT each token."""
         length = rows.shape[2]
         previous_bsf = previous_features(self.features_read(features), position_ids)
-        # What the next stream reads beside its tokens: g first, then the outputs of the stream before it.
+        # What the next depth reads with its tokens: g first, then the outputs of the depth before it.
         feedback_pd = self.fused(previous_bsf).flatten(0, 1)
         positions_n, ids_p = self.positions(rows, position_ids), input_ids.flatten()
-        memory, outputs, places = EarlierStreams(self.config.attention), [], []
-        for j, (place_n, grid) in enumerate(rows.streams()):
+        attention = GroupAttention(self.config.attention, rows.grid, keeps=True)
+        outputs, places = [], []
+        for j, (place_n, grid) in enumerate(rows.by_depth()):
             token_n, position_n = rows.token_n[place_n], rows.position_n[place_n]
             # Past the end of the row there is no token to read, nor a label: any will do.
             read_n = token_n + (position_n + j).clamp_max(length - 1) - position_n
             read = self.drafted_inputs if j else self.token_inputs
             hidden = read(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)
             rotary = self.rotary_of(hidden, positions_n[place_n].unsqueeze(0))
-            memory.begin_stream(grid)
-            outputs.append(self.run_layers(hidden, rotary, cached_attention=memory)[0])
+            attention.go_on(grid)
+            outputs.append(self.run_layers(hidden, rotary, cached_attention=attention)[0])
             places.append(place_n)
             feedback_pd = outputs[-1].new_zeros(feedback_pd.shape).index_copy(0, token_n, outputs[-1])
         return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
@@ -98,51 +92,6 @@ class Eagle3Drafter(Eagle3Shape):
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
         """[..., E] from drafted tokens [...] and the outputs that predicted them [..., D], in place of g."""
         return self.token_inputs(input_ids, self.norm(feedback) if self.config.norm_output else feedback)
-
-    def part_state(self, inputs_ne: Tensor, hidden_nd: Tensor) -> Tensor:
-        """The outputs, which the first drafted step reads in place of g."""
-        return hidden_nd
-
-    def part_hidden(self, part: PartRows, state_ne: Tensor, ids_p: Tensor) -> Tensor:
-        feedback_cd, outputs = None, []
-        streams = (values.split(part.counts_k) for values in (part.place_n, part.token_n, part.position_n, part.real_n))
-        for j, (place_n, token_n, position_n, real_n) in enumerate(zip(*streams, strict=True), start=1):
-            if len(place_n) == 0:
-                break  # deeper ones have no row either
-            read_nd = state_ne.index_select(0, real_n) if feedback_cd is None else feedback_cd.index_select(0, place_n)
-            hidden = self.drafted_inputs(ids_p[token_n + j], read_nd).unsqueeze(0)
-            part.attention.begin_stream(Grid((1, 1, part.size), place_n))
-            rotary = self.rotary_of(hidden, position_n.unsqueeze(0))
-            outputs.append(self.run_layers(hidden, rotary, cached_attention=part.attention)[0])
-            feedback_cd = outputs[-1].new_zeros(part.size, outputs[-1].shape[-1]).index_copy(0, place_n, outputs[-1])
-        return torch.cat(outputs)
-
-    def decoder(self, max_length_tokens: int) -> StepwiseDecoder:
-        return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
-
-
-class EarlierStreams:
-    """Keys and values of the streams so far, for all layers: what the stream at work attends to, beside itself."""
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-        self._grid: Grid | None = None
-        self._keys_values: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def begin_stream(self, grid: Grid) -> None:
-        """Where the next stream's present rows lie, on a grid of that stream alone."""
-        self._grid = grid
-
-    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[1, N, H, Dh] for queries [1, H, N, Dh]; keeps the new keys and values [1, Hkv, N, Dh]."""
-        grid = self._grid
-        if grid is None:
-            raise ValueError("attending needs a stream: call begin_stream() first")
-        streams = self._keys_values.setdefault(layer_index, [])
-        streams.append((grid.to_grid(k_bhrd), grid.to_grid(v_bhrd)))
-        k_bhgsd, v_bhgsd = (torch.cat(parts, dim=2) for parts in zip(*streams, strict=True))
-        out = group_attention(grid.to_grid(q_bhrd), k_bhgsd, v_bhgsd, self._backend, scale, grid.documents)
-        return grid.from_grid(out)
 
 
 DRAFTER = Eagle3Drafter

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, embeddings_of
-from draftsmith.models.base.options import DepthWeights, MaskResidual
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthWeights, DrafterConfig, MaskResidual
+from draftsmith.models.base.group_wise import MaskOptions, embeddings_of
 from draftsmith.models.drafters.eagle import EagleLayer, EagleLayerOptions
 
 
@@ -40,7 +39,7 @@ class EagleParallelConfig(DrafterConfig):
         mask_residual: MaskResidual = False
 
 
-class EagleParallelDrafter(EagleLayer, MaskedDrafter):
+class EagleParallelDrafter(EagleLayer):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleParallelConfig
@@ -50,10 +49,6 @@ class EagleParallelDrafter(EagleLayer, MaskedDrafter):
         super().build(config)
         # The embedding, then the feature.
         self.masks = nn.Parameter(torch.randn(config.num_masks, self.fc.in_features))
-
-    @property
-    def mask_residual(self) -> bool:
-        return self.config.mask_residual
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Masks near the mean embedding, with a random feature of the size that the target's have."""

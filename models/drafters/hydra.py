@@ -27,16 +27,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig
 from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
-from draftsmith.models.base.options import Attention, DepthWeights
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.cached import CachedDecoder
 from draftsmith.models.decoding.growing_tree import depths_below, nodes_on
 from draftsmith.models.decoding.static_layers import padded_rows
-from draftsmith.models.groups.alignment import depth_labels, previous_features
-from draftsmith.models.groups.layers import Rotary, build_target_layers, layers_config
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, layers_config
+from draftsmith.models.groups.rows import ActiveRows, depth_labels, previous_features
 from draftsmith.models.losses import DrafterOutput
 
 
@@ -158,7 +156,7 @@ class HydraDrafter(HeadsDrafter):
         label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        rows = GroupRows.that_matter(labels_bgs, position_ids=position_ids)
+        rows = ActiveRows.of(labels_bgs, position_ids=position_ids)
         states_pd = self.states_of(rows, features, position_ids).flatten(0, 1)
         embedded_pd = self.embedded(input_ids).flatten(0, 1)
 
@@ -167,32 +165,33 @@ class HydraDrafter(HeadsDrafter):
             read += [embedded_pd.index_select(0, token_n + i) for i in range(j + 1)]
             return self.heads[j](torch.cat(read, dim=-1))
 
-        return self.loss_of_heads(labels_bgs, rows, features, hidden_of, label_counts)
+        return self.loss_of_heads(labels_bgs, rows, input_ids, features, hidden_of, label_counts)
 
-    def states_of(self, rows: GroupRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros where stream 0 has no row."""
+    def states_of(self, rows: ActiveRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros where depth 0 has no row."""
         previous_bsd = previous_features(features, position_ids).to(self.dtype)
         if self.prefix is None:
             return previous_bsd
         batch, length = previous_bsd.shape[:2]
-        place_n, grid = rows.streams()[0]
+        place_n, grid = rows.by_depth()[0]
         token_n = rows.token_n[place_n]
         positions_n = rows.position_n[place_n]
         if position_ids is not None:
             positions_n = position_ids.expand(batch, length).flatten()[token_n]
         hidden = previous_bsd.flatten(0, 1).index_select(0, token_n).unsqueeze(0)
         rotary = self.prefix.rotary_of(hidden, positions_n.unsqueeze(0))
-        states_nd = self.prefix.run_layers(hidden, rotary, group_grid=grid, group_backend=self.config.attention)[0]
+        attention = GroupAttention(self.config.attention, grid)
+        states_nd = self.prefix.run_layers(hidden, rotary, cached_attention=attention)[0]
         states_pd = states_nd.new_zeros(batch * length, states_nd.shape[-1]).index_copy(0, token_n, states_nd)
         return states_pd.view(batch, length, -1)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         batch, length = input_ids.shape
-        rows = GroupRows.full((batch, 1, length), input_ids.device, position_ids)
+        rows = ActiveRows.full((batch, 1, length), input_ids.device, position_ids)
         embedded_bsd = self.embedded(input_ids)
         inputs, logits = self.states_of(rows, features, position_ids), []
         for j in range(self.config.num_heads):
-            # Behind the last token there is none: groups that would read it repeat the last, and mean nothing.
+            # After the last token there is none: groups that would read it repeat the last, and mean nothing.
             read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
             inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
             logits.append(self.logits_of(inputs, j))
@@ -207,8 +206,7 @@ class HydraDrafter(HeadsDrafter):
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
         """Logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
-        lm_head = self.draft_head(j)
-        return lm_head(self.heads[j](inputs).to(lm_head.weight.dtype))
+        return self.draft_head(j).logits(self.heads[j](inputs))
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":
         return HydraDecoder(self, max_length_tokens)

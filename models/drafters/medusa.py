@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.groups.alignment import depth_labels, previous_features
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.groups.rows import ActiveRows, depth_labels, previous_features
 from draftsmith.models.losses import DrafterOutput
 
 
@@ -71,24 +70,26 @@ class MedusaDrafter(HeadsDrafter):
         label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        rows = GroupRows.that_matter(labels_bgs)
-        return self.loss_of_labels(labels_bgs, rows, features, position_ids, label_counts)
+        return self.loss_of_labels(
+            labels_bgs, ActiveRows.of(labels_bgs), input_ids, features, position_ids, label_counts
+        )
 
     def loss_of_labels(
         self,
         labels_bgs: Tensor,
-        rows: GroupRows,
+        rows: ActiveRows,
+        input_ids: Tensor,
         features: Tensor,
         position_ids: Tensor | None,
         counts_2g: Tensor | None,
     ) -> DrafterOutput:
-        """The loss of all heads, of rows that are there already."""
+        """The loss of all heads at the active rows of these labels."""
         previous_pd = previous_features(features, position_ids).flatten(0, 1)
 
         def hidden_of(j: int, token_n: Tensor) -> Tensor:
             return self.blocks[j](previous_pd.index_select(0, token_n).to(self.dtype))
 
-        return self.loss_of_heads(labels_bgs, rows, features, hidden_of, counts_2g)
+        return self.loss_of_heads(labels_bgs, rows, input_ids, features, hidden_of, counts_2g)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))
@@ -97,8 +98,7 @@ class MedusaDrafter(HeadsDrafter):
         """h_{t-1} [..., D] -> [G, ..., V'] of all heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
         if not self.own_heads:
-            lm_head = self.draft_head()
-            return lm_head(hidden.to(lm_head.weight.dtype))  # one product
+            return self.draft_head().logits(hidden)  # one product
         return torch.stack([lm_head(part) for lm_head, part in zip(self.own_heads, hidden, strict=True)])
 
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":

@@ -17,23 +17,20 @@ Where we deviate: lambda_d are normalised as in `medusa.py`, so that the paper's
 Shapes: B batch, S sequence, N labelled positions, D hidden.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.options import one_message
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
-from draftsmith.models.groups.alignment import depth_labels
-from draftsmith.models.groups.rows import GroupRows
-from draftsmith.models.head_loss import TeacherRows, head_loss
-from draftsmith.models.losses import DrafterOutput, one_for_none
+from draftsmith.models.groups.rows import ActiveRows, depth_labels
+from draftsmith.models.losses import DrafterOutput, TeacherRows, head_loss, one_for_none
 from draftsmith.models.target.adapter import (
     ALL_LINEAR,
     LoraPair,
@@ -81,10 +78,7 @@ class Medusa2Drafter(MedusaDrafter):
     config_class = Medusa2Config
     offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
     whole_target_needed = "it changes the target's own layers while it trains"
-
-    @classmethod
-    def split_obstacle(cls, options: Mapping[str, Any]) -> str | None:
-        return "its LoRA lies inside the target, which runs outside the forward that puts the parts together"
+    split_obstacle = "its LoRA is inside the target, which runs outside the forward that puts the parts together"
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
@@ -159,17 +153,17 @@ class Medusa2Drafter(MedusaDrafter):
         """L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
 
         Args:
-            features: [B, S, D] of the changed target, with a gradient behind the warm-up.
+            features: [B, S, D] of the changed target, with a gradient after the warm-up.
             teacher_features: [B, S, D] of the original target, for the `kl` of L_LM.
 
         The others are those of `MedusaDrafter.forward`.
         """
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        rows = GroupRows.that_matter(labels_bgs)
-        output = self.loss_of_labels(labels_bgs, rows, features, position_ids, label_counts)
+        rows = ActiveRows.of(labels_bgs)
+        output = self.loss_of_labels(labels_bgs, rows, input_ids, features, position_ids, label_counts)
         output.loss = self.config.heads_weight * output.loss
         if self.trains_target:
-            token_n = rows.token_n[rows.labelled_streams()[0]]
+            token_n = rows.token_n[rows.labelled_by_depth()[0]]
             labels_n = labels_bgs[:, 0].flatten()[token_n]
             count = None if label_counts is None else label_counts[0, 0]
             output.loss = output.loss + self._target_loss(token_n, labels_n, features, teacher_features, count)

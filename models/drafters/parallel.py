@@ -1,7 +1,7 @@
 """ParallelSpec's parallel drafter, Medusa flavour (arXiv 2410.05589, section 4).
 
 One decoder layer of the target's own kind reads the newest token and K trainable [MASK] vectors and predicts, in one
-forward, the next K+1 tokens. It is trained on all groups of a sequence at once (`base/group_wise.py`, `base/masks.py`):
+forward, the next K+1 tokens. It is trained on all groups of a sequence at once (`base/group_wise.py`):
 with group attention (`groups/attention.py`) over the rows that carry a label (`groups/rows.py`). It is decoded with
 plain causal attention over its own KV cache (`decoding/cached.py`).
 
@@ -10,11 +10,11 @@ Where we decide what the paper leaves open:
   `hidden` = h_{t-1}, the feature that predicted x_t; `both` = a linear map of the two, each normalised.
 * The loss of depth j+1 is averaged over its own labels, then weighted with lambda_j / sum(lambda).
 
-`markov_rank` is not the paper's: with it drafts depend on the token before (`base/markov_head.py`).
+`markov_rank` is not the paper's: with it drafts depend on the token before (`base/draft_head.py`).
 
 A drafter for serving engines has `inputs: embedding` and `shared_mask: true`, PARD's shape (arXiv 2504.18583).
 
-Shapes: G = K+1 streams, K masks, D hidden, E = D input width of a layer, F features.
+Shapes: G = K+1 depths, K masks, D hidden, E = D input width of a layer, F features.
 """
 
 from typing import Annotated, Literal
@@ -24,9 +24,16 @@ from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, draw_near_mean_embedding
-from draftsmith.models.base.options import Init, Loss, MaskResidual, NumLayers, ascending_layers
+from draftsmith.models.base.drafter import (
+    MODEL_TYPE_PREFIX,
+    DrafterConfig,
+    Init,
+    Loss,
+    MaskResidual,
+    NumLayers,
+    ascending_layers,
+)
+from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.target.features import FINAL_FEATURES
 
 
@@ -37,7 +44,7 @@ class ParallelConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         num_layers: NumLayers = 1
-        inputs: Literal["embedding", "hidden", "both"] = Field("both", description="what stream 0 reads")
+        inputs: Literal["embedding", "hidden", "both"] = Field("both", description="what the newest token's row reads")
         loss: Loss = "ce"
         mask_residual: MaskResidual = False
         shared_mask: bool = Field(
@@ -55,7 +62,7 @@ class ParallelConfig(DrafterConfig):
         )
 
 
-class ParallelDrafter(MaskedDrafter):
+class ParallelDrafter(GroupWiseDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = ParallelConfig
@@ -72,14 +79,6 @@ class ParallelDrafter(MaskedDrafter):
         if config.inputs == "both":
             self.embedding_norm = nn.RMSNorm(hidden_size, eps=1e-6)
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers)
-
-    @property
-    def mask_residual(self) -> bool:
-        return self.config.mask_residual
-
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Masks near the mean embedding; with `init: target` also the target's last layers and a fusion that adds."""
         draw_near_mean_embedding(self.masks, target)
@@ -95,7 +94,7 @@ class ParallelDrafter(MaskedDrafter):
             self.norm.load_state_dict(source.norm.state_dict())
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """[..., E] inputs of stream 0 from x_t [...] and h_{t-1} [..., F]."""
+        """[..., E] inputs of the newest tokens from x_t [...] and h_{t-1} [..., F]."""
         dtype = self.masks.dtype
         if self.config.inputs == "embedding":
             return self.attached.embedding(input_ids).to(dtype)

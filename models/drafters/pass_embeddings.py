@@ -1,6 +1,6 @@
 """PaSS, parallel speculative sampling (arXiv 2311.13581): the frozen target drafts for itself.
 
-T trainable look-ahead embeddings stand behind the newest token; one forward of the target itself gives its own next
+T trainable look-ahead embeddings follow the newest token; one forward of the target itself gives its own next
 token and, at the embeddings, T drafted ones. Nothing else is trained: T * D parameters.
 
 This is the parallel drafter with the target's own layers and norm in place of one new layer, so it is trained by the
@@ -13,7 +13,7 @@ Where we deviate: the paper's single model keeps one KV cache; here the drafting
 tokens go through the layers twice. A target's sliding window is not carried over: beyond it depth 1 is no longer exact,
 the output still is.
 
-Shapes: B batch, S sequence, G = T+1 streams, D hidden.
+Shapes: B batch, S sequence, G = T+1 depths, D hidden.
 """
 
 from typing import Self
@@ -23,9 +23,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.masks import MaskedDrafter, MaskOptions, draw_near_mean_embedding
-from draftsmith.models.base.options import DepthWeights, Loss
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthWeights, DrafterConfig, Loss
+from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.groups.layers import TargetLayers, build_target_layers, layers_config
 
 
@@ -40,7 +39,7 @@ class PassEmbeddingsConfig(DrafterConfig):
         depth_weights: DepthWeights = 1.0
 
 
-class PassEmbeddingsDrafter(MaskedDrafter):
+class PassEmbeddingsDrafter(GroupWiseDrafter):
     """The drafter q, whose only parameters are `masks` [T, D]; see the module's docstring."""
 
     config_class = PassEmbeddingsConfig

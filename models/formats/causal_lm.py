@@ -14,8 +14,7 @@ from typing import Any, cast
 from safetensors.torch import load_file
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.group_wise import GroupWiseDrafter
-from draftsmith.models.base.masks import rarest_token
+from draftsmith.models.base.group_wise import GroupWiseDrafter, rarest_token
 from draftsmith.models.drafters.draft_model import as_causal_lm
 from draftsmith.models.formats.layout import (
     Checkpoint,

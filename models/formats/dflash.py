@@ -6,11 +6,10 @@ layers that are read from 0 by their *outputs*: their id is one less than ours.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
-from draftsmith.models.base.draft_vocabulary import DraftVocabulary
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.formats.layout import (
     Checkpoint,
@@ -141,7 +140,7 @@ def to_dspark(drafter: Drafter) -> Checkpoint:
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
     tensors = dict(drafter.state_dict())
     if has_draft_vocabulary(drafter.config):
-        tensors["lm_head.weight"] = cast(DraftVocabulary, drafter).borrowed_head.weight.to(drafter.dtype)
+        tensors["lm_head.weight"] = drafter.borrowed_head.weight.to(drafter.dtype)
     return tensors
 
 

@@ -1,58 +1,48 @@
 """Group-wise attention for parallel drafters (arXiv 2410.05589, section 4.1), without an [S(K+1), S(K+1)] mask.
 
-The sequence is held as G = K+1 *streams* of length S: stream 0 the real tokens, stream j all the [MASK]_j. Stream 0 at
-position t is the real token x_t; streams 1..K at t are the masks of its group. A query of stream j at t attends to
+The sequence is held as G = K+1 *depths* of length S: depth 0 the real tokens, depth j all the [MASK]_j. Depth 0 at
+position t is the real token x_t; depths 1..K at t are the masks of its group. A query of depth j at t attends to
 
-    (a) the stream-0 keys at positions <= t, which is the same causal attention for every stream, and
-    (b) the keys of streams 1..j at its own position t; or, where groups are not `causal`, of all of 1..K.
+    (a) the depth-0 keys at positions <= t, which is the same causal attention for every depth, and
+    (b) the keys of depths 1..j at its own position t; or, where groups are not `causal`, of all of 1..K.
 
-ParallelSpec's masks are the first kind of (b): each of them could be drafted without those behind it. DFlash's blocks
+ParallelSpec's masks are the first kind of (b): each of them could be drafted without those after it. DFlash's blocks
 (arXiv 2602.06036) are the second: a block's rows are denoised together, so every one sees every other.
 
-Queries may be those of the last streams only, where the streams are computed one after the other because each reads
-what the one before it gave (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all streams so far.
+Queries may be those of the last depths only, where the depths are computed one after the other because each reads
+what the one before it gave (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all depths so far.
 
 Three backends compute the same thing:
 
 * `dense`: materialises the boolean mask. The reference that every test compares with; quadratic memory.
-* `folded`: (a) folds the streams into the head axis, as grouped-query heads over the stream-0 keys, and calls the flash
+* `folded`: (a) folds the depths into the head axis, as grouped-query heads over the depth-0 keys, and calls the flash
   kernel once; (b) is an M x K product per position; the two merge by their log-sum-exp. The backward of (a) is the
   flash backward called with the *merged* output and log-sum-exp (as in ring attention, arXiv 2310.01889), because
   dS = P * (dP - rowsum(dO * O)) only needs P normalised by the merged sum. Exact; memory linear in S. In half
   precision (b) is computed in fp32 both ways, under autocast too.
 * `flex`: FlexAttention with a block mask, CUDA only (torch has no FlexAttention backward on CPU).
 
-Shapes: B batch, H query heads, Hkv key/value heads (H = Hkv * R), G streams, Q <= G streams with queries, K = G-1
-masks, M = min(Q, K) masks with queries, S positions, Dh head size.
+Packed documents on a CUDA device are one call of the variable-length flash kernel, however many they are. Where that
+does not run (on a CPU, in fp32, before sm80) there is one call for each document.
+
+Shapes: B batch, H query heads, Hkv key/value heads (H = Hkv * R), G depths, Q <= G depths with queries, K = G-1
+masks, M = min(Q, K) masks with queries, S positions, Dh head size; T positions of packed documents, B = 1.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.models.groups.causal import causal_backward, causal_forward, past_backward, past_forward
-from draftsmith.models.groups.documents import Documents
+from draftsmith.models.groups.rows import Documents
 from draftsmith.recipes.errors import UserError
 
 Backend = Literal["folded", "dense", "flex"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
-
-@dataclass(frozen=True)
-class Past:
-    """Stream-0 keys and values before the positions at hand, which the first of these see, in every stream.
-
-    k_bhpd, v_bhpd: [B, Hkv, P, Dh]; num_queries: How many of the S positions see them: those of the document that began
-    there.
-    """
-
-    k_bhpd: Tensor
-    v_bhpd: Tensor
-    num_queries: int
+aten = torch.ops.aten
 
 
 def group_attention(
@@ -62,20 +52,18 @@ def group_attention(
     backend: str = "folded",
     scale: float | None = None,
     documents: Documents | None = None,
-    past: Past | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Attention of every stream to the real past and to the masks of its own group, the earlier ones or all.
+    """Attention of every depth to the real past and to the masks of its own group, the earlier ones or all.
 
     Args:
-        q_bhqsd: [B, H, Q, S, Dh] of the last Q streams, already rotated.
+        q_bhqsd: [B, H, Q, S, Dh] of the last Q depths, already rotated.
         k_bhgsd: [B, Hkv, G, S, Dh], already rotated; Hkv divides H.
         v_bhgsd: [B, Hkv, G, S, Dh].
         backend: `folded`, `dense` or `flex`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Of which the S positions consist, if of several that do not see each other.
-        past: What lies before them, if they are a part of a longer sequence.
-        causal: Whether a mask sees none of its own group behind it.
+        causal: Whether a mask sees only the earlier ones of its own group.
 
     Returns:
         [B, H, Q, S, Dh].
@@ -87,32 +75,26 @@ def group_attention(
     # Under autocast RoPE leaves queries and keys in fp32 beside values in half precision; kernels want one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
-        seen = (None, None, 0) if past is None else (past.k_bhpd, past.v_bhpd, past.num_queries)
-        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, *seen, causal)
+        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
     if backend == "dense":
-        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, past, causal)
+        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
     if backend == "flex":
-        if past is not None:
-            raise UserError(
-                "attention backend `flex` takes all masks at once: use drafter.options.attention=folded, or leave out "
-                "drafter.options.in_parts"
-            )
         return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
     raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
 
 
-def group_mask(num_streams: int, length: int, device: torch.device | str = "cpu", causal: bool = True) -> Tensor:
-    """[G*S, G*S] booleans, True where the query (row) may see the key (column); index = stream * S + position."""
-    index = torch.arange(num_streams * length, device=device)
+def group_mask(num_depths: int, length: int, device: torch.device | str = "cpu", causal: bool = True) -> Tensor:
+    """[G*S, G*S] booleans, True where the query (row) may see the key (column); index = depth * S + position."""
+    index = torch.arange(num_depths * length, device=device)
     return _may_see(index[:, None], index[None, :], length, causal)
 
 
 def _may_see(query: Tensor, key: Tensor, length: int, causal: bool) -> Tensor:
-    query_stream, query_position = query // length, query % length
-    key_stream, key_position = key // length, key % length
-    real_past = (key_stream == 0) & (key_position <= query_position)
-    is_seen = (key_stream <= query_stream) if causal else (query_stream >= 1)
-    return real_past | ((key_stream >= 1) & is_seen & (key_position == query_position))
+    query_depth, query_position = query // length, query % length
+    key_depth, key_position = key // length, key % length
+    real_past = (key_depth == 0) & (key_position <= query_position)
+    is_seen = (key_depth <= query_depth) if causal else (query_depth >= 1)
+    return real_past | ((key_depth >= 1) & is_seen & (key_position == query_position))
 
 
 def _dense(
@@ -121,23 +103,18 @@ def _dense(
     v_bhgsd: Tensor,
     scale: float,
     documents: Documents | None = None,
-    past: Past | None = None,
     causal: bool = True,
 ) -> Tensor:
-    query_streams, length = q_bhqsd.shape[2:4]
-    num_streams = k_bhgsd.shape[2]
-    mask = group_mask(num_streams, length, q_bhqsd.device, causal)
+    query_depths, length = q_bhqsd.shape[2:4]
+    num_depths = k_bhgsd.shape[2]
+    mask = group_mask(num_depths, length, q_bhqsd.device, causal)
     if documents is not None:
-        number_gs = documents.numbers(length).repeat(num_streams)
+        number_gs = documents.numbers(length).repeat(num_depths)
         mask &= number_gs[:, None] == number_gs
-    mask = mask[-query_streams * length :]
+    mask = mask[-query_depths * length :]
     k_bhtd, v_bhtd = k_bhgsd.flatten(2, 3), v_bhgsd.flatten(2, 3)
-    if past is not None:
-        sees_s = torch.arange(length, device=mask.device) < past.num_queries
-        mask = torch.cat([sees_s.repeat(query_streams)[:, None].expand(-1, past.k_bhpd.shape[2]), mask], dim=1)
-        k_bhtd, v_bhtd = torch.cat([past.k_bhpd, k_bhtd], dim=2), torch.cat([past.v_bhpd, v_bhtd], dim=2)
     out = F.scaled_dot_product_attention(q_bhqsd.flatten(2, 3), k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
-    return out.unflatten(2, (query_streams, length))
+    return out.unflatten(2, (query_depths, length))
 
 
 def _flex(
@@ -153,8 +130,8 @@ def _flex(
             f"attention backend `flex` needs a CUDA device, not {q_bhqsd.device.type} (FlexAttention has no backward "
             "there): use drafter.options.attention=folded"
         )
-    query_streams, length = q_bhqsd.shape[2:4]
-    shape = (query_streams, k_bhgsd.shape[2], length, q_bhqsd.device, causal)
+    query_depths, length = q_bhqsd.shape[2:4]
+    shape = (query_depths, k_bhgsd.shape[2], length, q_bhqsd.device, causal)
     if documents is None:
         block_mask = _flex_block_mask(*shape)
     else:
@@ -167,7 +144,7 @@ def _flex(
         scale=scale,
         enable_gqa=q_bhqsd.shape[1] != k_bhgsd.shape[1],
     )
-    return out.unflatten(2, (query_streams, length))
+    return out.unflatten(2, (query_depths, length))
 
 
 @functools.cache
@@ -178,13 +155,13 @@ def _compiled_flex_attention() -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _flex_block_mask(query_streams: int, num_streams: int, length: int, device: torch.device, causal: bool) -> Any:
-    return _make_flex_block_mask(query_streams, num_streams, length, device, causal)
+def _flex_block_mask(query_depths: int, num_depths: int, length: int, device: torch.device, causal: bool) -> Any:
+    return _make_flex_block_mask(query_depths, num_depths, length, device, causal)
 
 
 def _make_flex_block_mask(
-    query_streams: int,
-    num_streams: int,
+    query_depths: int,
+    num_depths: int,
     length: int,
     device: torch.device,
     causal: bool,
@@ -192,13 +169,13 @@ def _make_flex_block_mask(
 ) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    first_query = (num_streams - query_streams) * length
+    first_query = (num_depths - query_depths) * length
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = _may_see(query + first_query, key, length, causal)
         return seen if document_s is None else seen & (document_s[query % length] == document_s[key % length])
 
-    return create_block_mask(mask_mod, None, None, query_streams * length, num_streams * length, device=device)
+    return create_block_mask(mask_mod, None, None, query_depths * length, num_depths * length, device=device)
 
 
 class _FoldedGroupAttention(torch.autograd.Function):
@@ -212,35 +189,27 @@ class _FoldedGroupAttention(torch.autograd.Function):
         v_bhgsd: Tensor,
         scale: float,
         documents: Documents | None = None,
-        past_k_bhpd: Tensor | None = None,
-        past_v_bhpd: Tensor | None = None,
-        past_queries: int = 0,
         causal: bool = True,
     ) -> Tensor:
-        query_streams, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
-        # The streams of one query head are neighbours on the head axis: grouped-query heads of one key head.
+        query_depths, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
+        # The depths of one query head are neighbours on the head axis: grouped-query heads of one key head.
         q_folded = q_bhqsd.flatten(1, 2)
-        out_folded, lse_folded, saved = causal_forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], scale, documents)
-        ctx.saved_of_past, seen = [], slice(past_queries)
-        if past_k_bhpd is not None and past_v_bhpd is not None:
-            out_past, lse_past, ctx.saved_of_past = past_forward(q_folded[:, :, seen], past_k_bhpd, past_v_bhpd, scale)
-            _merge(out_folded[:, :, seen], lse_folded[:, :, seen], out_past, lse_past)
+        out_folded, lse_folded, saved = _causal_forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], scale, documents)
         if num_masks > 0:
-            masks = slice(-min(query_streams, num_masks), None)
-            q, out, lse = (part.unflatten(1, (-1, query_streams)) for part in (q_folded, out_folded, lse_folded))
+            masks = slice(-min(query_depths, num_masks), None)
+            q, out, lse = (part.unflatten(1, (-1, query_depths)) for part in (q_folded, out_folded, lse_folded))
             with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
                 _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale, causal)
-        ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, past_k_bhpd, past_v_bhpd, *saved)
-        ctx.scale, ctx.query_streams, ctx.documents, ctx.seen = scale, query_streams, documents, seen
-        ctx.causal = causal
-        return out_folded.unflatten(1, (-1, query_streams))
+        ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved)
+        ctx.scale, ctx.query_depths, ctx.documents, ctx.causal = scale, query_depths, documents, causal
+        return out_folded.unflatten(1, (-1, query_depths))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out_bhqsd,) = grad_outputs
-        q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, past_k_bhpd, past_v_bhpd, *saved = ctx.saved_tensors
-        query_streams, num_masks = ctx.query_streams, k_bhgsd.shape[2] - 1
-        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = causal_backward(
+        q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved = ctx.saved_tensors
+        query_depths, num_masks = ctx.query_depths, k_bhgsd.shape[2] - 1
+        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = _causal_backward(
             grad_out_bhqsd.flatten(1, 2),
             q_folded,
             k_bhgsd[:, :, 0],
@@ -251,39 +220,21 @@ class _FoldedGroupAttention(torch.autograd.Function):
             ctx.scale,
             ctx.documents,
         )
-        of_past: tuple[Tensor | None, ...] = (None, None)
-        if past_k_bhpd is not None:
-            seen = ctx.seen
-            q, out, lse = (part[:, :, seen] for part in (q_folded, out_folded, lse_folded))
-            grad_out = grad_out_bhqsd.flatten(1, 2)[:, :, seen]
-            grad_q_seen, grad_past_k, grad_past_v = past_backward(
-                grad_out, q, past_k_bhpd, past_v_bhpd, out, lse, ctx.saved_of_past, ctx.scale
-            )
-            of_past = grad_past_k, grad_past_v
-            grad_q_folded[:, :, seen] += grad_q_seen
-        grad_q = grad_q_folded.unflatten(1, (-1, query_streams))
+        grad_q = grad_q_folded.unflatten(1, (-1, query_depths))
         if num_masks == 0:
-            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, *of_past, None, None
+            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, None
         grad_k, grad_v = torch.empty_like(k_bhgsd), torch.empty_like(v_bhgsd)
         grad_k[:, :, 0], grad_v[:, :, 0] = grad_k0_bhsd, grad_v0_bhsd
-        masks = slice(-min(query_streams, num_masks), None)
+        masks = slice(-min(query_depths, num_masks), None)
         q, out, lse = (
-            part.unflatten(1, (-1, query_streams))[:, :, masks] for part in (q_folded, out_folded, lse_folded)
+            part.unflatten(1, (-1, query_depths))[:, :, masks] for part in (q_folded, out_folded, lse_folded)
         )
         grad_out = grad_out_bhqsd[:, :, masks]
         with torch.autocast(q.device.type, enabled=False):
             grad_q[:, :, masks] += _own_group_backward(
                 grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, ctx.causal, grad_k[:, :, 1:], grad_v[:, :, 1:]
             )
-        return grad_q, grad_k, grad_v, None, None, *of_past, None, None
-
-
-def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Add attention of the same queries [..., S, Dh] to other keys, in place."""
-    merged = torch.logaddexp(lse, other_lse)
-    out.mul_((lse - merged).exp_().unsqueeze(-1))
-    out.add_(other_out * (other_lse - merged).exp_().unsqueeze(-1))
-    lse.copy_(merged)
+        return grad_q, grad_k, grad_v, None, None, None
 
 
 def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
@@ -360,3 +311,174 @@ def _own_group_backward(
     grad_k_bhksd.copy_((grad_scores.mT @ q_rows).transpose(2, 3))
     grad_v_bhksd.copy_((p_rows.mT @ grad_out_rows).transpose(2, 3))
     return _from_rows(grad_scores @ k_bhskd, num_queries)
+
+
+# ---- part (a): causal attention with its log-sum-exp, by the kernels that torch has ----
+
+
+def _causal_forward(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Causal grouped-query attention, within each document if there are several.
+
+    Returns:
+        Output [B, H, S, Dh], log-sum-exp [B, H, S] in fp32 (fp64 for fp64), and what the backward needs besides.
+
+    Raises:
+        UserError: A device or dtype that no kernel is known for.
+    """
+    if documents is None:
+        return _forward(q_bhsd, k_bhsd, v_bhsd, scale)
+    if _has_flash(q_bhsd):
+        return _packed_forward(q_bhsd, k_bhsd, v_bhsd, scale, documents)
+    outs, lses, saved = [], [], []
+    for q, k, v in _by_document(documents, q_bhsd, k_bhsd, v_bhsd):
+        out, lse, saved_there = _forward(q, k, v, scale)
+        outs.append(out)
+        lses.append(lse)
+        saved += saved_there
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2), saved
+
+
+def _causal_backward(
+    grad_out: Tensor,
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: list[Tensor],
+    scale: float,
+    documents: Documents | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, given the merged output and log-sum-exp."""
+    if documents is None:
+        return _backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale)
+    if _has_flash(q_bhsd):
+        return _packed_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, documents)
+    parts = _by_document(documents, grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse)
+    each = len(saved) // len(parts)
+    grads = [
+        _backward(grad, q, k, v, o, sums, saved[number * each : (number + 1) * each], scale)
+        for number, (grad, q, k, v, o, sums) in enumerate(parts)
+    ]
+    grad_q, grad_k, grad_v = (torch.cat(part, dim=2) for part in zip(*grads, strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def _by_document(documents: Documents, *parts: Tensor) -> list[Any]:
+    """Slices along the positions, of each document that has any."""
+    slices = zip(*(part.split(documents.lengths, dim=2) for part in parts), strict=True)
+    return [there for there in slices if there[0].shape[2] > 0]
+
+
+def _has_flash(q_bhsd: Tensor) -> bool:
+    """Whether the flash kernel for CUDA takes these queries: half precision, on Ampere and later."""
+    is_half = q_bhsd.dtype in (torch.float16, torch.bfloat16) and q_bhsd.shape[-1] % 8 == 0
+    return q_bhsd.device.type == "cuda" and is_half and _is_ampere(q_bhsd.device)
+
+
+def _efficient_dtype(q_bhsd: Tensor) -> torch.dtype:
+    """What the memory-efficient kernel is given: before Ampere it has no bfloat16."""
+    return torch.float32 if q_bhsd.dtype == torch.bfloat16 and not _is_ampere(q_bhsd.device) else q_bhsd.dtype
+
+
+def _is_ampere(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# ---- one sequence in each row of the batch ----
+
+
+def _forward(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    if q_bhsd.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale)
+        return out, lse, []
+    if q_bhsd.device.type != "cuda" or q_bhsd.dtype == torch.float64:
+        raise UserError(
+            f"attention backend `folded` runs on CPU and CUDA up to fp32, not on {q_bhsd.device.type} in "
+            f"{q_bhsd.dtype}: use drafter.options.attention=dense"
+        )
+    k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
+    if _has_flash(q_bhsd):
+        out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+            q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale
+        )
+        return out, lse, [seed, offset]
+    dtype = _efficient_dtype(q_bhsd)
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
+        q_bhsd.to(dtype), k_bhsd.to(dtype), v_bhsd.to(dtype), None, True, 0.0, True, scale=scale
+    )
+    return out.to(q_bhsd.dtype), lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
+
+
+def _backward(
+    grad_out: Tensor,
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: list[Tensor],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q_bhsd.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, 0.0, True, scale=scale
+        )
+    num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
+    k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
+    if _has_flash(q_bhsd):
+        lse = lse.contiguous()  # the kernel does not look at its strides
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, length, 0.0, True, *saved, scale=scale
+        )
+    else:
+        # The kernel reads its log-sum-exp in blocks of 32 rows.
+        padded_lse = F.pad(lse, (0, -length % 32), value=float("inf"))
+        dtype = _efficient_dtype(q_bhsd)
+        grad_out, q, k, v, out = (part.to(dtype) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out))
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, None, out, padded_lse, *saved, 0.0, [True] * 3 + [False], True, scale=scale
+        )
+        grad_q, grad_k, grad_v = (grad.to(q_bhsd.dtype) for grad in grads[:3])
+    grad_k, grad_v = (part.unflatten(1, (num_kv_heads, -1)).sum(2) for part in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v
+
+
+def _repeat_heads(part_bhsd: Tensor, num_heads: int) -> Tensor:
+    return part_bhsd.repeat_interleave(num_heads // part_bhsd.shape[1], dim=1)
+
+
+# ---- documents one after the other, by the variable-length kernel, which groups query heads itself ----
+
+
+def _packed_forward(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    bounds, longest = documents.bounds_d, documents.max_length_tokens
+    q_thd, k_thd, v_thd = (part[0].transpose(0, 1) for part in (q_bhsd, k_bhsd, v_bhsd))
+    out_thd, lse_ht, rng_state, unused, _ = aten._flash_attention_forward(
+        q_thd, k_thd, v_thd, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )
+    return out_thd.transpose(0, 1).unsqueeze(0), lse_ht.unsqueeze(0), [rng_state, unused]
+
+
+def _packed_backward(
+    grad_out: Tensor,
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: list[Tensor],
+    scale: float,
+    documents: Documents,
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds, longest = documents.bounds_d, documents.max_length_tokens
+    parts_thd = [part[0].transpose(0, 1) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out)]
+    grads_thd = aten._flash_attention_backward(
+        *parts_thd, lse[0], bounds, bounds, longest, longest, 0.0, True, *saved, scale=scale
+    )
+    grad_q, grad_k, grad_v = (grad.transpose(0, 1).unsqueeze(0) for grad in grads_thd)
+    return grad_q, grad_k, grad_v

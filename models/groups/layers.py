@@ -1,13 +1,13 @@
 """Decoder layers of the target's own kind, with only the attention core replaced by ours.
 
 The layers are transformers' own modules, built from the target's config, so that widths, heads, biases, QK norms and
-RoPE match the target. transformers lets a model name its attention function; we register one that computes group
-attention over packed rows of streams in training, and attention over a cache when decoding.
+RoPE match the target. transformers lets a model name its attention function; we register one that hands queries, keys
+and values to an object that the forward was given: group attention over packed rows in training (`GroupAttention`),
+attention over a KV cache in decoding.
 
 Sliding-window attention of a target is not carried over: the drafter's layers attend to the whole past.
 
-Shapes: B batch, H heads, Hkv key/value heads, G streams, S positions, N packed rows, R rows of a decode step, Dh head
-size.
+Shapes: H heads, Hkv key/value heads, N packed rows, R rows of a decode step, Dh head size.
 """
 
 import copy
@@ -131,11 +131,48 @@ class Rotary:
         return self.module(hidden, position_ids)
 
 
-class RememberedAttention(Protocol):
-    """Attention to rows of earlier forwards, whose keys and values it keeps for every layer."""
+class Attention(Protocol):
+    """What the layers of a forward attend by."""
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[1, R, H, Dh] for queries [1, H, R, Dh]; keeps the new keys and values [1, Hkv, R, Dh]."""
+        """[1, R, H, Dh] for queries [1, H, R, Dh], keys and values [1, Hkv, R, Dh]."""
+
+
+class GroupAttention:
+    """Group attention over packed rows: of all depths together, or of some after those that they attend to.
+
+    Args:
+        backend: As in `group_attention`.
+        grid: The rows' grid, of all depths or of the first ones.
+        causal: Whether a row sees only the earlier ones of its own group.
+        keeps: Whether rows of further depths follow, which attend to the keys and values of these.
+    """
+
+    def __init__(self, backend: str, grid: Grid, causal: bool = True, keeps: bool = False) -> None:
+        self._backend, self._grid, self._causal, self._keeps = backend, grid, causal, keeps
+        self._earlier = dict[int, list[tuple[Tensor, Tensor]]]()
+
+    def add(self, layer_index: int, k_bhnd: Tensor, v_bhnd: Tensor) -> None:
+        """Keys and values [1, Hkv, N, Dh] that further depths attend to, of rows without a query."""
+        self._earlier.setdefault(layer_index, []).append((self._grid.to_grid(k_bhnd), self._grid.to_grid(v_bhnd)))
+
+    def go_on(self, grid: Grid) -> None:
+        """Go on with the rows of the next depths, on a grid of these alone."""
+        self._grid = grid
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[1, N, H, Dh] for queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh]."""
+        grid = self._grid
+        keys_values = [*self._earlier.get(layer_index, []), (grid.to_grid(k_bhrd), grid.to_grid(v_bhrd))]
+        if self._keeps:
+            self._earlier[layer_index] = keys_values
+        k_bhgsd, v_bhgsd = (
+            parts[-1] if len(parts) == 1 else torch.cat([part.to(parts[-1].dtype) for part in parts], dim=2)
+            for parts in zip(*keys_values, strict=True)
+        )
+        q_bhqsd = grid.to_grid(q_bhrd)
+        out = group_attention(q_bhqsd, k_bhgsd, v_bhgsd, self._backend, scale, grid.documents, self._causal)
+        return grid.from_grid(out)
 
 
 def _attend(
@@ -145,16 +182,11 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    group_grid: Grid | None = None,
-    group_backend: str = "folded",
-    cached_attention: RememberedAttention | None = None,
+    cached_attention: Attention | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, N, Dh] -> ([1, N, H, Dh], no weights)."""
+    if cached_attention is None:
+        raise ValueError("the drafter's layers need `cached_attention`")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if cached_attention is not None:
-        return cached_attention.attend(module.layer_idx, query, key, value, scale), None
-    if group_grid is None:
-        raise ValueError("the drafter's layers need `group_grid` in training or `cached_attention` in decoding")
-    q, k, v = (group_grid.to_grid(part) for part in (query, key, value))
-    return group_grid.from_grid(group_attention(q, k, v, group_backend, scale, group_grid.documents)), None
+    return cached_attention.attend(module.layer_idx, query, key, value, scale), None

@@ -12,10 +12,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.models import head_loss as through_head
-from draftsmith.models.base.depth_weights import depth_loss
-from draftsmith.models.head_loss import TeacherRows, chunk_rows, chunks_made_for, head_loss
-from draftsmith.models.losses import LOSSES, TEACHER_LOSSES, lk_lambda, smooth_l1
+from draftsmith.models import losses as through_head
+from draftsmith.models.losses import (
+    LOSSES,
+    TEACHER_LOSSES,
+    TeacherRows,
+    chunk_rows,
+    chunks_made_for,
+    head_loss,
+    lk_lambda,
+    smooth_l1,
+)
 
 N, D, V, T = 7, 5, 11, 17  # rows, hidden, the head's vocabulary, a larger vocabulary of the teacher
 NAMES = tuple(LOSSES)
@@ -514,52 +521,3 @@ class Shapes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.seen |= {tuple(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
         return result
-
-
-# ---- depths ----
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_depth_loss(name: str) -> None:
-    """Means per depth, then weights; depth 2 of 4 has no rows. The log's sums are cross entropies whatever the loss."""
-    setting = Setting()
-    weights, depths = [0.4, 0.3, 0.2, 0.1], [0, 3, 1, 0, 0, 3, 1]
-    result: Any = depth_loss(
-        setting.hidden_nd, torch.tensor(depths), setting.labels_n, setting.head, weights, name, setting.teacher,
-        setting.teacher_head, setting.columns,
-    )  # fmt: skip
-    assert result.depth_count.tolist() == [3, 2, 0, 2]
-    _, losses_n, logits = setting.reference(name)
-    cross_entropy_n = F.cross_entropy(logits, setting.labels_n, reduction="none")
-    correct_n = logits.argmax(-1) == setting.labels_n
-    expected = torch.zeros((), dtype=torch.float64)
-    for depth, weight in enumerate(weights):
-        mine = torch.tensor(depths) == depth
-        if mine.any():
-            expected = expected + weight * losses_n[mine].mean()
-        torch.testing.assert_close(result.depth_loss_sum[depth], cross_entropy_n[mine].sum().detach())
-        assert result.depth_correct[depth] == correct_n[mine].sum()
-    torch.testing.assert_close(result.loss, expected)
-    torch.testing.assert_close(setting.grads(result.loss), setting.grads(expected))
-
-
-def test_depth_loss_without_a_sum() -> None:
-    """An unknown label has no cross entropy, and no `ce` either; its rows are counted all the same."""
-    setting, depth_n = Setting(reduced=False), torch.tensor([0, 1, 0, 0, 0, 1, 1])
-    setting.labels_n[1] = -100
-    result: Any = depth_loss(setting.hidden_nd, depth_n, setting.labels_n, setting.head, [0.5, 0.5], summed=False)
-    assert result.loss is None
-    assert result.depth_count.tolist() == [4, 3]
-    assert result.cross_entropy_n.isinf().tolist() == [row == 1 for row in range(N)]
-    assert result.losses_n.tolist() == [
-        0.0 if row == 1 else nats for row, nats in enumerate(result.cross_entropy_n.tolist())
-    ]
-
-
-def test_depth_loss_without_rows() -> None:
-    setting = Setting()
-    none = torch.zeros(0, dtype=torch.long)
-    result: Any = depth_loss(setting.hidden_nd[:0], none, none, setting.head, torch.tensor([0.5, 0.5]))
-    assert result.loss.item() == 0.0
-    assert result.depth_count.tolist() == [0, 0]
-    assert result.depth_loss_sum.tolist() == result.depth_correct.tolist() == [0.0, 0.0]

@@ -8,10 +8,8 @@ import torch
 from support.live_memory import LiveMemory
 from torch import Tensor, nn
 
-from draftsmith.models import head_loss as through_head
-from draftsmith.models.base.depth_weights import depth_loss
-from draftsmith.models.head_loss import LowRankLogits, TeacherRows, head_loss
-from draftsmith.models.losses import LOSSES
+from draftsmith.models import losses as through_head
+from draftsmith.models.losses import LOSSES, LowRankLogits, TeacherRows, head_loss
 
 N, D, V, R = 11, 5, 13, 3
 Factors = list[Tensor]
@@ -110,25 +108,3 @@ def test_logits_of_all_rows_never_exist(monkeypatch: pytest.MonkeyPatch) -> None
         return live.peak_elements
 
     assert peak(300) - peak(100) < 200 * 6 * (D + R)
-
-
-def test_in_the_loss_of_depths() -> None:
-    """Two depths of two rows each, weights 3/4 and 1/4: a term that makes the labels certain leaves no loss."""
-    head = nn.Linear(D, V, bias=False).requires_grad_(False)
-    head.weight.zero_()
-    labels_n, depth_n = torch.tensor([2, 5, 7, 7]), torch.tensor([0, 0, 1, 1])
-    rows_nr, hidden = torch.eye(4), torch.ones(4, D)
-
-    def loss(columns_vr: Tensor) -> Tensor:
-        low_rank = LowRankLogits(rows_nr, columns_vr)
-        output = depth_loss(hidden, depth_n, labels_n, head, [0.75, 0.25], low_rank=low_rank)
-        assert output.loss is not None
-        return output.loss
-
-    nothing = torch.zeros(V, 4)
-    torch.testing.assert_close(loss(nothing), torch.tensor(float(V)).log())
-    certain = nothing.clone()
-    certain[labels_n, torch.arange(4)] = 100.0
-    torch.testing.assert_close(loss(certain), torch.tensor(0.0))
-    certain[:, 3] = 0.0  # half of the second depth knows nothing
-    torch.testing.assert_close(loss(certain), 0.125 * torch.tensor(float(V)).log())

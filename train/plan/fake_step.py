@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun, Phase
-from draftsmith.models.head_loss import chunks_made_for
+from draftsmith.models.losses import chunks_made_for
 from draftsmith.models.target.features import drop_decoder_layers
 from draftsmith.models.target.loading import target_device, target_without_weights
 from draftsmith.models.target.quantized import saved_bytes

@@ -34,7 +34,7 @@ from draftsmith.train.batches.collate import PackedRows, collate_right_padded
 from draftsmith.train.batches.heldout import split_rows
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.plan.fake_step import FakeTraining, StepCost
-from draftsmith.train.processes.launch import Launch, launch_of
+from draftsmith.train.processes.launch import Launch
 
 MEASURING_S = 0.5
 FLEX_AS_FOLDED = "flex is planned as folded, which saves the same for the backward pass"
@@ -42,7 +42,7 @@ FLEX_AS_FOLDED = "flex is planned as folded, which saves the same for the backwa
 USABLE_FRAC = 0.9
 SCALING_FILE = Path(__file__).with_name("data_scaling.json")  # written by `benchmarks/data_scaling.py`
 SMALLER_VOCABULARY = 32_000
-THE_SAME_TRAINING = {"train.gradient_accumulation_steps", "drafter.options.in_parts"}
+THE_SAME_TRAINING = {"train.gradient_accumulation_steps"}
 WORTH_FRAC = 0.98  # of the peak: what saves less is not proposed
 PLACEMENTS = ("replicated", "sharded", "int8", "nf4", "offline")
 
@@ -470,8 +470,6 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         if rows % fewer == 0:
             accumulation = args.gradient_accumulation_steps * rows // fewer
             yield {"train.per_device_train_batch_size": fewer, "train.gradient_accumulation_steps": accumulation}
-    if not options.get("in_parts") and options.get("attention") != "flex" and not launch_of(args).splits_weights:
-        yield {"drafter.options.in_parts": True}
     yield {"data.max_length_tokens": recipe.data.max_length_tokens // 2}
     if recipe.target.dtype not in ("bfloat16", "float16"):
         yield {"target.dtype": "bfloat16"}
@@ -528,7 +526,7 @@ def set_ups(recipe: Recipe, args: TrainingArguments, batch: dict[str, Tensor], p
     zero = [Launch("zero", processes, stage) for stage in (1, 2, 3)]
     for launch in (Launch("ddp", processes), Launch("fsdp", processes, 2), *zero):
         for place in PLACEMENTS:
-            why_not = kind.split_obstacle(recipe.drafter.options) if launch.splits_weights else None
+            why_not = kind.split_obstacle if launch.splits_weights else None
             why_not = why_not or (kind.offline_obstacle if place == "offline" else None)
             why_not = why_not or (kind.whole_target_needed if place in ("sharded", "int8", "nf4") else None)
             of_phases = [

@@ -171,7 +171,7 @@ def _of_the_target(recipe: Recipe, launch: Launch) -> Iterator[str]:
 
 def _of_the_drafter(recipe: Recipe, launch: Launch) -> Iterator[str]:
     kind = recipe.drafter.kind
-    obstacle = load_drafter_class(kind).split_obstacle(recipe.drafter.options)
+    obstacle = load_drafter_class(kind).split_obstacle
     if launch.splits_weights and obstacle is not None:
         yield (
             f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {obstacle}: launch with "

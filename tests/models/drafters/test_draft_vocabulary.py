@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from support.row_losses import loss_of_rows
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from support.tiny_runs import make_recipe
 from torch import nn
@@ -18,13 +19,11 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.depth_weights import depth_loss
-from draftsmith.models.base.draft_vocabulary import supervised_token_counts
+from draftsmith.models.base.draft_head import supervised_token_counts
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter, load_drafter_class
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.models.drafters.peagle import PEagleDrafter
-from draftsmith.models.head_loss import TeacherRows
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.drafter.stage import train_drafter
@@ -89,14 +88,14 @@ def test_a_borrowed_head_is_rows_of_the_targets(bias: bool, tmp_path: Path) -> N
     assert not any("head" in name for name in saved)
     for found in (drafter, load_drafter(tmp_path, target)):
         assert isinstance(found, GroupWiseDrafter)
-        head = found.draft_head()
+        head = found.draft_head().linear
         assert type(head) is nn.Linear  # what packs linear layers finds it
         assert any(module is head for module in found.modules())
         assert torch.equal(head.weight, target.lm_head.weight[[5, 7, 9]])
         assert not head.weight.requires_grad
         hidden = torch.randn(4, 32)
         torch.testing.assert_close(head(hidden), target.lm_head(hidden)[:, [5, 7, 9]])
-        assert found.double().draft_head().weight.dtype == torch.float64
+        assert found.double().draft_head().linear.weight.dtype == torch.float64
 
 
 def test_the_train_stage_takes_the_tokens_of_its_data(target_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,8 +154,7 @@ def test_labels_outside_the_vocabulary(loss: str) -> None:
     columns = torch.tensor([1, 4, 5])
     head, teacher_head = nn.Linear(6, 3, bias=False), nn.Linear(6, 8, bias=False)
     depth, labels = torch.tensor([0, 0, 1, 1]), torch.tensor([2, -100, -100, 0])
-    teacher = TeacherRows(teacher_hidden, torch.arange(4))
-    output = depth_loss(hidden, depth, labels, head, [0.75, 0.25], loss, teacher, teacher_head, columns)
+    output = loss_of_rows(hidden, depth, labels, head, [0.75, 0.25], loss, teacher_hidden, teacher_head, columns)
     output.loss.backward()
     gradients = [hidden.grad.clone(), head.weight.grad.clone()]
     hidden.grad = head.weight.grad = None

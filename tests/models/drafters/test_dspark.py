@@ -32,7 +32,7 @@ def test_the_loss_by_hand(loss: str, weight: float) -> None:
     state = drafter.state_dict()
     with torch.no_grad():
         output, logits = drafter(**batch), drafter.group_logits(ids, features)
-        normed = drafter.norm(drafter.stream_hidden(ids, features))
+        normed = drafter.norm(drafter.group_hidden(ids, features))
         teacher = TARGET(ids).logits
     losses: list[list[float]] = [[], [], []]
     for b, j, t in itertools.product(range(2), range(3), range(1, LENGTH)):

@@ -7,8 +7,8 @@ from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_targ
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.models.base.draft_head import Batch, LabelledRows, training_loss
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.head_loss import TeacherRows
 from draftsmith.models.target.features import target_features
 
 # Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.
@@ -94,13 +94,16 @@ def test_the_regression_by_hand() -> None:
     target = tiny_target()
     drafter = tiny_drafter_of("eagle", target, class_weight=0)
     hidden = torch.stack([torch.full((32,), 0.5), torch.full((32,), -3.0)])
-    depth, labels, rows = torch.zeros(2, dtype=torch.long), torch.tensor([4, 5]), torch.arange(2)
-    zeros, itself = (TeacherRows(features, rows) for features in (torch.zeros(2, 32), hidden))
-    assert drafter.label_loss(hidden, depth, labels, zeros).loss.item() == pytest.approx((0.125 + 2.5) / 2)
-    right = tiny_drafter_of("eagle", target).label_loss(hidden, depth, labels, itself)
-    assert right.loss.item() == pytest.approx(0.0, abs=1e-6)
-    with pytest.raises(ValueError, match="pass teacher_features"):
-        drafter.label_loss(hidden, depth, labels, None)
+
+    def loss(drafter: Drafter, features: Tensor | None) -> float:
+        batch = Batch(torch.tensor([[4, 5]]), torch.tensor([[[4, 5]]]), features, None)
+        rows = LabelledRows(drafter.draft_head(), hidden, torch.zeros(2, dtype=torch.long), torch.arange(2))
+        return float(training_loss(drafter, batch, [rows]).loss)
+
+    assert loss(drafter, torch.zeros(1, 2, 32)) == pytest.approx((0.125 + 2.5) / 2)
+    assert loss(tiny_drafter_of("eagle", target), hidden[None]) == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(ValueError, match="pass its rows"):
+        loss(drafter, None)
 
 
 def test_noise_on_what_is_read_in_training_only() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.drafters.hydra import HydraDrafter
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.groups.rows import ActiveRows
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -145,7 +145,7 @@ def test_prefix_attention_is_one_layer_of_the_target_over_its_features(model_typ
     previous = torch.cat([torch.zeros(2, 1, HIDDEN), batch["features"][:, :-1]], dim=1)
     with torch.no_grad():
         expected = reference(inputs_embeds=previous).last_hidden_state
-        states = drafter.states_of(GroupRows.full((2, 1, LENGTH), target.device), batch["features"])
+        states = drafter.states_of(ActiveRows.full((2, 1, LENGTH), target.device), batch["features"])
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
 

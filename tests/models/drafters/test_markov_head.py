@@ -15,29 +15,29 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.masks import MaskedDrafter
+from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.markov import MarkovDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
-MASKED = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), MaskedDrafter)]
+MASKED = [k for k in drafter_kinds() if issubclass(load_drafter_class(k).config_class.Options, MaskOptions)]
 every_masked_kind = pytest.mark.parametrize("kind", MASKED)
 RANK = 5
 
 
-def markov_drafter(kind: str = "parallel", **options: Any) -> MaskedDrafter:
+def markov_drafter(kind: str = "parallel", **options: Any) -> GroupWiseDrafter:
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target, **{"markov_rank": RANK, **options})
-    assert isinstance(drafter, MaskedDrafter)
+    assert isinstance(drafter, GroupWiseDrafter)
     return drafter
 
 
-def without_head(drafter: MaskedDrafter) -> Any:
+def without_head(drafter: GroupWiseDrafter) -> Any:
     """In here its logits are those before the bias."""
     return mock.patch.object(drafter, "markov_head", None)
 
 
-def bias_table(drafter: MaskedDrafter) -> Tensor:
+def bias_table(drafter: GroupWiseDrafter) -> Tensor:
     """[V, V'] of what a token before adds."""
     state = drafter.state_dict()
     return state["markov_head.markov_w1.weight"] @ state["markov_head.markov_w2.weight"].T
@@ -121,7 +121,7 @@ def test_it_starts_as_the_drafter_without(kind: str) -> None:
     assert [bool(gradient.abs().sum() > 0) for gradient in gradients.values() if gradient is not None] == [False, True]
 
 
-# ---- at work ----
+# ---- decoding ----
 
 
 def test_nodes_of_all_depths_in_one_call() -> None:

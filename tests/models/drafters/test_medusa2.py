@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa2 import Medusa2Drafter
-from draftsmith.models.groups.alignment import depth_labels
+from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.target.adapter import adapted_layers, remove
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError

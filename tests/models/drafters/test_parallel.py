@@ -7,8 +7,8 @@ import torch
 from support.tiny_models import MASKS, VOCABULARY, random_batch, tiny_parallel, tiny_target
 
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
-from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.groups.attention import BACKENDS
+from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -52,9 +52,9 @@ def test_no_leak(backend: str) -> None:
     changed_ids[:, u] = (changed_ids[:, u] + 1) % VOCABULARY
     changed_features[:, u] += 1.0
     with torch.no_grad():
-        before = drafter.stream_hidden(ids, features)
-        token_changed = drafter.stream_hidden(changed_ids, features)
-        feature_changed = drafter.stream_hidden(ids, changed_features)
+        before = drafter.group_hidden(ids, features)
+        token_changed = drafter.group_hidden(changed_ids, features)
+        feature_changed = drafter.group_hidden(ids, changed_features)
     assert torch.equal(before[:, :, :u], token_changed[:, :, :u])
     assert torch.equal(before[:, :, : u + 1], feature_changed[:, :, : u + 1])
     assert (before[:, :, u:] != token_changed[:, :, u:]).any(-1).all()
@@ -66,9 +66,9 @@ def test_a_later_mask_changes_no_earlier_one() -> None:
     drafter = tiny_parallel(target)
     batch = random_batch(target)
     with torch.no_grad():
-        before = drafter.stream_hidden(batch["input_ids"], batch["features"])
+        before = drafter.group_hidden(batch["input_ids"], batch["features"])
         drafter.masks[1] += 1.0
-        after = drafter.stream_hidden(batch["input_ids"], batch["features"])
+        after = drafter.group_hidden(batch["input_ids"], batch["features"])
     assert torch.equal(before[:, :2], after[:, :2])
     assert (before[:, 2:] != after[:, 2:]).any(-1).all()
 

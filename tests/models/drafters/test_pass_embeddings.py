@@ -17,8 +17,8 @@ from draftsmith.eval.trees.builders import ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.pass_embeddings import PassEmbeddingsDrafter
-from draftsmith.models.groups.alignment import depth_labels
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.groups.rows import depth_labels
 
 LOOK_AHEAD, LAYERS = 3, 3
 

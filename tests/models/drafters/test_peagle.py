@@ -61,12 +61,12 @@ def test_the_mask_reaches_the_masks_only() -> None:
     target, drafter = target_and_drafter()
     batch = random_batch(target, drafter=drafter)
     with torch.no_grad():
-        before = drafter.stream_hidden(batch["input_ids"], batch["features"])
+        before = drafter.group_hidden(batch["input_ids"], batch["features"])
         drafter.config.mask_token_id = MASK_ID + 1
-        other_token = drafter.stream_hidden(batch["input_ids"], batch["features"])
+        other_token = drafter.group_hidden(batch["input_ids"], batch["features"])
         drafter.config.mask_token_id = MASK_ID
         drafter.mask_hidden += 1.0
-        other_hidden = drafter.stream_hidden(batch["input_ids"], batch["features"])
+        other_hidden = drafter.group_hidden(batch["input_ids"], batch["features"])
     for changed in (other_token, other_hidden):
         assert torch.equal(changed[:, 0], before[:, 0])
         assert (changed[:, 1:] != before[:, 1:]).any(-1).all()

@@ -8,20 +8,20 @@ from support.ghost_device import ghost_device
 from torch import Tensor
 
 from draftsmith.models.groups.attention import _FoldedGroupAttention, group_attention, group_mask
-from draftsmith.models.groups.documents import Documents
+from draftsmith.models.groups.rows import Documents
 from draftsmith.recipes.errors import UserError
 
-# batch, query heads, key heads, streams, positions, head size
+# batch, query heads, key heads, depths, positions, head size
 SHAPES = [(1, 4, 4, 5, 9, 16), (2, 4, 2, 5, 17, 8), (2, 6, 2, 3, 40, 64), (1, 2, 1, 1, 6, 8), (1, 2, 2, 2, 1, 8)]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 def random_qkv(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool = False) -> list[Tensor]:
     """As projections leave them: [B, G, S, H, Dh] in memory, unless `contiguous`."""
-    batch, heads, kv_heads, streams, length, size = shape
+    batch, heads, kv_heads, depths, length, size = shape
     generator = torch.Generator().manual_seed(5)
     parts = [
-        torch.randn(batch, streams, length, h, size, generator=generator, dtype=torch.float64).to(dtype)
+        torch.randn(batch, depths, length, h, size, generator=generator, dtype=torch.float64).to(dtype)
         for h in (heads, kv_heads, kv_heads)
     ]
     parts = [part.permute(0, 3, 1, 2, 4) for part in parts]
@@ -93,20 +93,20 @@ def test_autocast_rounds_no_product_of_the_own_group(dtype: torch.dtype, bound: 
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
-@pytest.mark.parametrize(("shape", "query_streams"), [(SHAPES[1], 1), (SHAPES[1], 4), (SHAPES[2], 2), (SHAPES[4], 1)])
+@pytest.mark.parametrize(("shape", "query_depths"), [(SHAPES[1], 1), (SHAPES[1], 4), (SHAPES[2], 2), (SHAPES[4], 1)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_queries_of_the_last_streams_are_a_slice_of_all(
-    backend: str, shape: tuple[int, ...], query_streams: int, causal: bool
+def test_queries_of_the_last_depths_are_a_slice_of_all(
+    backend: str, shape: tuple[int, ...], query_depths: int, causal: bool
 ) -> None:
-    """Values, and the gradients of a loss on those streams, equal the dense call's with all queries."""
+    """Values, and the gradients of a loss on those depths, equal the dense call's with all queries."""
     results = []
-    for last, name in ((shape[3], "dense"), (query_streams, backend)):
+    for last, name in ((shape[3], "dense"), (query_depths, backend)):
         q, k, v = random_qkv(shape, torch.float64)
-        out = group_attention(q[:, :, -last:], k, v, backend=name, scale=0.3, causal=causal)[:, :, -query_streams:]
+        out = group_attention(q[:, :, -last:], k, v, backend=name, scale=0.3, causal=causal)[:, :, -query_depths:]
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         (out * weight).sum().backward()
         results.append([out.detach(), *(part.grad for part in (q, k, v))])
-    assert results[0][0].shape == (shape[0], shape[1], query_streams, *shape[4:])
+    assert results[0][0].shape == (shape[0], shape[1], query_depths, *shape[4:])
     torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
 
 
@@ -114,16 +114,16 @@ LENGTHS = [3, 0, 7, 1, 6]
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
-@pytest.mark.parametrize("query_streams", [4, 1])
+@pytest.mark.parametrize("query_depths", [4, 1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_are_calls_of_their_own(backend: str, query_streams: int, causal: bool) -> None:
-    """Values and gradients of documents one behind the other, one of them empty: those of each alone, by `dense`."""
+def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causal: bool) -> None:
+    """Values and gradients of documents one after the other, one of them empty: those of each alone, by `dense`."""
     bounds_d = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     documents = Documents(bounds_d, max(LENGTHS))
     results = []
     for together in (True, False):
         q, k, v = random_qkv((1, 4, 2, 4, sum(LENGTHS), 8), torch.float64)
-        parts = [q[:, :, -query_streams:], k, v]
+        parts = [q[:, :, -query_depths:], k, v]
         if together:
             out = group_attention(*parts, backend=backend, scale=0.3, documents=documents, causal=causal)
         else:
@@ -136,30 +136,30 @@ def test_documents_are_calls_of_their_own(backend: str, query_streams: int, caus
     torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("query_streams", [3, 2, 1])
+@pytest.mark.parametrize("query_depths", [3, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradcheck(query_streams: int, causal: bool) -> None:
+def test_gradcheck(query_depths: int, causal: bool) -> None:
     """Against finite differences, so that `dense` is not the only witness."""
     q, k, v = random_qkv((1, 4, 2, 3, 5, 8), torch.float64)
-    q = q.detach()[:, :, -query_streams:].requires_grad_()
+    q = q.detach()[:, :, -query_depths:].requires_grad_()
     assert torch.autograd.gradcheck(lambda *parts: group_attention(*parts, causal=causal), [q, k, v], atol=1e-7)
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_leak(backend: str, causal: bool) -> None:
-    """A changed key at (stream g, position u) reaches exactly the queries that the mask lets see it."""
-    streams, length = 4, 6
-    q, k, v = (part.detach() for part in random_qkv((1, 2, 2, streams, length, 8), torch.float64))
+    """A changed key at (depth g, position u) reaches exactly the queries that the mask lets see it."""
+    depths, length = 4, 6
+    q, k, v = (part.detach() for part in random_qkv((1, 2, 2, depths, length, 8), torch.float64))
     before = group_attention(q, k, v, backend=backend, causal=causal)
-    mask = group_mask(streams, length, causal=causal).view(streams, length, streams, length)
-    for stream in range(streams):
+    mask = group_mask(depths, length, causal=causal).view(depths, length, depths, length)
+    for depth in range(depths):
         changed_k, changed_v = k.clone(), v.clone()
-        changed_k[:, :, stream, 3] += 1.0
-        changed_v[:, :, stream, 3] += 1.0
+        changed_k[:, :, depth, 3] += 1.0
+        changed_v[:, :, depth, 3] += 1.0
         after = group_attention(q, changed_k, changed_v, backend=backend, causal=causal)
         changed = (after != before).any(-1)[0].any(0)
-        assert torch.equal(changed, mask[:, :, stream, 3])
+        assert torch.equal(changed, mask[:, :, depth, 3])
 
 
 def test_large_scores_stay_finite() -> None:
@@ -198,7 +198,7 @@ def test_folded_takes_the_kernel_that_the_device_has(
             qkv = [part.detach().to(device) for part in random_qkv(SHAPES[1], dtype)]
             ghosts.counting = True
             kept: Any = _Kept()
-            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3, None)
+            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3)
             gradients = _FoldedGroupAttention.backward(kept, out.sin())[:3]
             ghosts.counting = False
             results.append([part.cpu() for part in (out, *gradients)])
@@ -220,15 +220,15 @@ class _Kept:
 @pytest.mark.parametrize("backend", ["folded", "flex"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 5, 70, 64), (1, 4, 4, 5, 256, 128)])
-@pytest.mark.parametrize("query_streams", [5, 1])
+@pytest.mark.parametrize("query_depths", [5, 1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_cuda_backends_equal_dense(
-    backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], query_streams: int, causal: bool
+    backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], query_depths: int, causal: bool
 ) -> None:
     results = []
     for name in (backend, "dense"):
         q, k, v = (part.detach().cuda().requires_grad_() for part in random_qkv(shape, dtype))
-        out = group_attention(q[:, :, -query_streams:], k, v, backend=name, causal=causal)
+        out = group_attention(q[:, :, -query_depths:], k, v, backend=name, causal=causal)
         out.square().sum().backward()
         results.append([out.detach(), *(part.grad for part in (q, k, v))])
     torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)

@@ -1,32 +1,34 @@
-"""Training computes only the rows that matter, and nothing about the result changes by it."""
+"""Labels of groups by hand; training computes only the active rows, and nothing about the result changes by it."""
 
 import pytest
 import torch
 from support.tiny_models import MASKS, random_batch, tiny_parallel, tiny_target
 
-from draftsmith.models.groups.alignment import depth_labels
-from draftsmith.models.groups.rows import GroupRows
+from draftsmith.models.base.group_wise import MaskOptions
+from draftsmith.models.groups.rows import ActiveRows, active, depth_labels
 
 
-def test_the_rows_by_hand() -> None:
+def test_labels_and_rows_by_hand() -> None:
     """x = 10..16, assistant tokens at 2, 3 and 5: groups 1, 2 and 4 have a label at depth 1, group 1 at depth 2 too."""
     labels = depth_labels(torch.arange(10, 17)[None], torch.tensor([[0, 0, 1, 1, 0, 1, 0]]), 3)
-    rows = GroupRows.that_matter(labels)
-    found = list(zip(rows.stream_n.tolist(), rows.position_n.tolist(), strict=True))
+    expected = [[-100, 12, 13, -100, 15, -100, -100], [-100, 13, -100, -100, -100, -100, -100], [-100] * 7]
+    assert labels[0].tolist() == expected
+    rows = ActiveRows.of(labels)
+    found = list(zip(rows.depth_n.tolist(), rows.position_n.tolist(), strict=True))
     assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
 
 
 def test_packing_is_lossless() -> None:
-    """The hidden state of every present row is the one that the full grid gives."""
+    """The hidden state of every active row is the one that the full grid gives."""
     target = tiny_target()
     drafter = tiny_parallel(target, num_layers=2)
     batch = random_batch(target)
     labels = depth_labels(batch["input_ids"], batch["loss_mask"], MASKS + 1)
-    rows = GroupRows.that_matter(labels)
+    rows = ActiveRows.of(labels)
     assert len(rows.index_n) < labels.numel() / 2
     with torch.no_grad():
         packed = drafter.rows_hidden(rows, batch["input_ids"], batch["features"])
-        full = drafter.stream_hidden(batch["input_ids"], batch["features"]).flatten(0, 2)
+        full = drafter.group_hidden(batch["input_ids"], batch["features"]).flatten(0, 2)
     torch.testing.assert_close(packed, full[rows.index_n])
 
 
@@ -37,13 +39,11 @@ def test_conditional_drop(least: float, expected: list[float]) -> None:
     """[MASK]_j stays with probability ratio**j, only where [MASK]_{j-1} stays; real tokens always stay."""
     torch.manual_seed(0)
     labels = torch.ones(8, 4, 500, dtype=torch.long)
-    rows = GroupRows.that_matter(labels, keep_ratio=0.7, keep_ratio_min=least)
-    present = torch.zeros(labels.numel(), dtype=torch.bool)
-    present[rows.index_n] = True
-    present = present.view(labels.shape)
-    assert present[:, 0].all()
-    assert not (present[:, 2:] & ~present[:, 1:-1]).any()
-    shares = present.float().mean((0, 2))
+    options = MaskOptions(num_masks=3, keep_ratio=0.7, keep_ratio_min=least)
+    kept = active(labels, options.kept_shares)
+    assert kept[:, 0].all()
+    assert not (kept[:, 2:] & ~kept[:, 1:-1]).any()
+    shares = kept.float().mean((0, 2))
     torch.testing.assert_close(shares, torch.tensor(expected), atol=0.03, rtol=0)
 
 
@@ -63,17 +63,17 @@ def test_drop_only_in_training() -> None:
 
 @pytest.mark.parametrize("first_token", [True, False])
 def test_documents_by_hand(first_token: bool) -> None:
-    """Two rows of 5, two streams: documents x_0 x_1 x_2 and x_3 x_4, then one of 4 and padding, which is a document.
+    """Two rows of 5, two depths: documents x_0 x_1 x_2 and x_3 x_4, then one of 4 and padding, which is a document.
 
-    Labels at depth 1 everywhere but in the padding, at depth 2 where the document goes on that far. What lies behind a
+    Labels at depth 1 everywhere but in the padding, at depth 2 where the document goes on that far. What follows a
     row's last label has no place: 4, 8 and 9 of ten. Without first tokens their rows and their places are gone too: 0,
     3 and 5.
     """
     labels = torch.full((2, 2, 5), -100)
     labels[0, 0, [0, 1, 3]] = labels[0, 1, 0] = labels[1, 0, :3] = labels[1, 1, :2] = 7
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
-    rows = GroupRows.that_matter(labels, position_ids=positions, first_token=first_token)
-    found = list(zip(rows.batch_n.tolist(), rows.stream_n.tolist(), rows.position_n.tolist(), strict=True))
+    rows = ActiveRows.of(labels, position_ids=positions, first_token=first_token)
+    found = list(zip(rows.batch_n.tolist(), rows.depth_n.tolist(), rows.position_n.tolist(), strict=True))
     all_rows = [
         (0, 0, 0),
         (0, 0, 1),
@@ -95,7 +95,6 @@ def test_documents_by_hand(first_token: bool) -> None:
         assert rows.labelled_m.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9]
         assert rows.grid.shape == (1, 2, 7)
         assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 7, 4, 5, 6, 11, 12]
-        assert rows.grid.token_t.tolist() == [0, 1, 2, 3, 5, 6, 7]
         assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
             [0, 3, 4, 7, 7], [3, 1, 3, 0], 3,
         )  # fmt: skip
@@ -104,7 +103,6 @@ def test_documents_by_hand(first_token: bool) -> None:
         assert rows.counts_g == [4, 1]
         assert rows.grid.shape == (1, 2, 4)
         assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 6]
-        assert rows.grid.token_t.tolist() == [1, 2, 6, 7]
         assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
             [0, 2, 2, 4, 4], [2, 0, 2, 0], 2,
         )  # fmt: skip
@@ -114,24 +112,24 @@ def test_documents_by_hand(first_token: bool) -> None:
     assert grid.flatten()[rows.grid.index_n].tolist() == values.flatten().tolist()
     assert grid.count_nonzero() == len(found)
     assert torch.equal(rows.grid.from_grid(grid), values.transpose(1, 2))
-    streams = [(places.tolist(), there.shape, there.index_n.tolist()) for places, there in rows.streams()]
+    depths = [(places.tolist(), there.shape, there.index_n.tolist()) for places, there in rows.by_depth()]
     if first_token:
-        assert streams == [
+        assert depths == [
             ([0, 1, 2, 3, 5, 6, 7], (1, 1, 7), [0, 1, 2, 3, 4, 5, 6]),
             ([4, 8, 9], (1, 1, 7), [0, 4, 5]),
         ]
-        assert [places.tolist() for places in rows.labelled_streams()] == [[0, 1, 3, 5, 6, 7], [4, 8, 9]]
+        assert [places.tolist() for places in rows.labelled_by_depth()] == [[0, 1, 3, 5, 6, 7], [4, 8, 9]]
     else:
-        assert streams == [([0, 1, 2, 3], (1, 1, 4), [0, 1, 2, 3]), ([4], (1, 1, 4), [2])]
+        assert depths == [([0, 1, 2, 3], (1, 1, 4), [0, 1, 2, 3]), ([4], (1, 1, 4), [2])]
 
 
 def test_one_document_in_each_row_is_not_packed() -> None:
     """Whatever its first position: rows stay as they are."""
     labels = torch.full((1, 2, 5), 7)
-    rows = GroupRows.that_matter(labels, position_ids=torch.arange(7, 12)[None])
+    rows = ActiveRows.of(labels, position_ids=torch.arange(7, 12)[None])
     assert (rows.grid.documents, rows.grid.shape, rows.grid.in_order) == (None, (1, 2, 5), True)
-    assert torch.equal(rows.grid.index_n, GroupRows.full((1, 2, 5), labels.device).index_n)
-    without = GroupRows.that_matter(labels, first_token=False)
+    assert torch.equal(rows.grid.index_n, ActiveRows.full((1, 2, 5), labels.device).index_n)
+    without = ActiveRows.of(labels, first_token=False)
     assert (without.grid.shape, without.grid.in_order, without.index_n.tolist()) == (
         (1, 2, 4), True, [1, 2, 3, 4, 6, 7, 8, 9],
     )  # fmt: skip
@@ -139,24 +137,24 @@ def test_one_document_in_each_row_is_not_packed() -> None:
 
 @pytest.mark.parametrize("first_token", [True, False])
 def test_nothing_to_learn_leaves_one_row(first_token: bool) -> None:
-    rows = GroupRows.that_matter(torch.full((2, 3, 4), -100), first_token=first_token)
+    rows = ActiveRows.of(torch.full((2, 3, 4), -100), first_token=first_token)
     assert (rows.index_n.tolist(), rows.counts_g, rows.labelled_m.tolist()) == ([int(not first_token)], [1, 0, 0], [])
 
 
 @pytest.mark.parametrize("first_token", [True, False])
 def test_padding_has_no_place(first_token: bool) -> None:
-    """Rows of 5, 2 and 3 tokens that matter out of 6, one behind the other; without first tokens one less of each.
+    """Rows of 5, 2 and 3 active tokens out of 6, one after the other; without first tokens one less of each.
 
     Attention then costs 25 + 4 + 9 of the 3 * 36 that it would.
     """
     labels = torch.full((3, 1, 6), -100)
     labels[0, 0, 4] = labels[1, 0, 1] = labels[2, 0, 2] = 7
-    rows = GroupRows.of(GroupRows.present(labels), labels, None, first_token, in_documents=True)
+    rows = ActiveRows.of(labels, first_token=first_token, in_documents=True)
     documents, skipped = rows.grid.documents, int(not first_token)
     assert documents is not None
     assert documents.lengths == [5 - skipped, 2 - skipped, 3 - skipped]
     assert documents.max_length_tokens == 5 - skipped
     tokens = [6 * row + place for row, length in enumerate((5, 2, 3)) for place in range(skipped, length)]
-    assert rows.grid.token_t.tolist() == rows.token_n.tolist() == tokens
+    assert rows.token_n.tolist() == tokens
     assert (rows.grid.shape, rows.grid.in_order) == ((1, 1, len(tokens)), True)
-    assert GroupRows.of(GroupRows.present(labels), labels, None, first_token).grid.shape == (3, 1, 6 - skipped)
+    assert ActiveRows.of(labels, first_token=first_token).grid.shape == (3, 1, 6 - skipped)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_runs import InterruptAt, recipe_file, recipe_in, tiny_run
 
 from draftsmith.eval.commands import stages
-from draftsmith.models.base.draft_vocabulary import DraftVocabulary
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
@@ -146,15 +146,14 @@ def test_the_draft_vocabulary_comes_along(tmp_path: Path) -> None:
     """Of the same size: the source's tokens, though these data would give others. Of another size: none of it."""
     target, _ = load_target(tiny_run(tmp_path).target)
 
-    def built(kind: str, tokens: range) -> DraftVocabulary:
+    def built(kind: str, tokens: range) -> Drafter:
         drafter = load_drafter_class(kind).from_target(target, {"draft_vocab_size": len(tokens)})
-        assert isinstance(drafter, DraftVocabulary)
         counts_v = torch.zeros(target.config.vocab_size)
         counts_v[list(tokens)] = 1
         drafter.choose_draft_tokens(counts_v)
         return drafter
 
-    def ids_of(drafter: DraftVocabulary) -> list[int]:
+    def ids_of(drafter: Drafter) -> list[int]:
         assert drafter.draft_ids is not None
         assert drafter.t2d.nonzero().flatten().tolist() == drafter.draft_ids.tolist()
         return drafter.draft_ids.tolist()
@@ -173,7 +172,7 @@ def test_the_draft_vocabulary_comes_along(tmp_path: Path) -> None:
     borrowed, own = built("eagle_parallel", range(30, 38)), built("eagle3", range(30, 38))
     start_from(borrowed, source, "source")
     assert ids_of(borrowed) == list(range(20, 28))
-    assert torch.equal(borrowed.draft_head().weight, target.lm_head.weight[20:28])
+    assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[20:28])
     start_from(own, source, "source")
     assert ids_of(own) == list(range(30, 38))
 
@@ -182,10 +181,9 @@ def test_a_markov_head_comes_along_with_its_tokens(tmp_path: Path) -> None:
     """Where the source has none the drafter starts as the source; of other tokens its rows would be wrong."""
     target, _ = load_target(tiny_run(tmp_path).target)
 
-    def built(kind: str, tokens: range, rank: int) -> DraftVocabulary:
+    def built(kind: str, tokens: range, rank: int) -> Drafter:
         options = {"draft_vocab_size": len(tokens), "markov_rank": rank}
         drafter = load_drafter_class(kind).from_target(target, options)
-        assert isinstance(drafter, DraftVocabulary)
         counts_v = torch.zeros(target.config.vocab_size)
         counts_v[list(tokens)] = 1
         drafter.choose_draft_tokens(counts_v)

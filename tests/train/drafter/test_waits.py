@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.groups.attention import _FoldedGroupAttention
-from draftsmith.models.groups.documents import Documents
+from draftsmith.models.groups.rows import Documents
 from draftsmith.train.batches.collate import collate_right_padded, pack_documents
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -70,16 +70,6 @@ def test_a_step_waits_twice(kind: str, options: dict[str, Any], documents: int) 
     assert dict(ghosts.counts).get(("back", "tolist")) == 1, ghosts.lines
     assert ghosts.counts["back", "item"] == forwards_of_the_target, ghosts.lines
     assert ghosts.of("back") == forwards_of_the_target + 1, ghosts.lines
-    assert {what for kind, what in ghosts.counts if kind == "in"} <= {NOT_WAITED_FOR}, ghosts.lines
-
-
-@pytest.mark.parametrize("documents", [1, 3])
-@pytest.mark.parametrize("kind", ["eagle3", "parallel", "peagle"])
-def test_a_step_in_parts_waits_twice_more(kind: str, documents: int) -> None:
-    """For where documents begin, and for how many masks each part has; not once a part."""
-    ghosts = counted_step(kind, {"in_parts": True}, documents)
-    assert ghosts.counts["back", "tolist"] == 3, ghosts.lines
-    assert ghosts.of("back") == 4, ghosts.lines
     assert {what for kind, what in ghosts.counts if kind == "in"} <= {NOT_WAITED_FOR}, ghosts.lines
 
 

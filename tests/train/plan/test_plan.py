@@ -427,7 +427,7 @@ def test_what_cannot_be_done_has_a_reason(tmp_path: Path) -> None:
     found = set_ups_of(recipe_of(tmp_path, drafter={"kind": "medusa2", "options": {}}), 2)
     assert found["DDP", "replicated"].bytes is not None
     assert found["DDP", "offline"].bytes is None
-    assert "LoRA lies inside the target" in (found["FSDP2", "replicated"].why_not or "")
+    assert "LoRA is inside the target" in (found["FSDP2", "replicated"].why_not or "")
     assert "own layers" in (found["DDP", "sharded"].why_not or "")
 
 

@@ -1,17 +1,18 @@
-"""How much each depth counts, and when: by hand."""
+"""From the losses of rows to that of a step: how much each depth and each row counts, by hand."""
 
 import itertools
 import math
 
 import pytest
 import torch
+from support.row_losses import loss_of_rows
 from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
-from torch import Tensor
+from torch import Tensor, nn
 
-from draftsmith.models.base.depth_weights import DpaceWeights, depth_shares
+from draftsmith.models.base.draft_head import depth_shares, dpace_weights
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.groups.alignment import depth_labels
-from draftsmith.models.losses import smooth_l1
+from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.losses import LowRankLogits, smooth_l1
 from draftsmith.recipes.errors import UserError
 
 
@@ -78,18 +79,8 @@ BY_HAND = [1.5703125, 0.8203125, 0.3515625]
 def test_dpace_by_hand() -> None:
     """A whole group, one cut after two depths, one of a single depth, and rows in any order."""
     group_n, depth_n = torch.tensor([4, 0, 4, 2, 0, 4]), torch.tensor([2, 0, 0, 0, 1, 1])
-    weights_n = DpaceWeights(0.5, 5, 3).of(-CONFIDENCES[depth_n].log(), group_n, depth_n)
+    weights_n = dpace_weights(0.5, -CONFIDENCES[depth_n].log(), group_n, depth_n, 5, 3)
     assert weights_n.tolist() == pytest.approx([BY_HAND[2], 1.21875, BY_HAND[0], 0.75, 0.46875, BY_HAND[1]], abs=1e-12)
-
-
-def test_dpace_in_two_pieces_is_the_same() -> None:
-    """Depth 1 of three groups, then the deeper rows of two of them in two calls; the third has none."""
-    weights = DpaceWeights(0.5, 9, 3)
-    weights.begin(-CONFIDENCES[[0, 0, 0]].log(), torch.tensor([3, 7, 8]))
-    deeper = -CONFIDENCES[1:].log(), torch.tensor([1, 2])
-    assert weights.deeper(deeper[0], torch.tensor([3, 3]), deeper[1]).tolist() == pytest.approx(BY_HAND[1:])
-    assert weights.deeper(deeper[0][:1], torch.tensor([8]), deeper[1][:1]).tolist() == pytest.approx([0.46875])
-    assert weights.first(torch.tensor([3, 7, 8])).tolist() == pytest.approx([BY_HAND[0], 0.75, 1.21875])
 
 
 def test_dpaces_extremes() -> None:
@@ -98,7 +89,7 @@ def test_dpaces_extremes() -> None:
     nats = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([5.0, 1.0, 9.0]), torch.tensor([0.0, math.inf, 0.0])
     cases = zip((0.2, 1.0, 0.25), nats, ([3, 2, 1], [3, 2, 1], [1.5, 0.5, 0.25]), strict=True)
     for alpha, nats_n, expected in cases:
-        assert DpaceWeights(alpha, 1, 3).of(nats_n, group_n, depth_n).tolist() == expected
+        assert dpace_weights(alpha, nats_n, group_n, depth_n, 1, 3).tolist() == expected
 
 
 def dpace_loss(logits_bgsv: Tensor, labels_bgs: Tensor, alpha: float, others_bgs: Tensor | None = None) -> Tensor:
@@ -145,7 +136,7 @@ def test_every_kind_with_depths_trains_by_dpace(kind: str, reduced: int | None) 
     if kind == "eagle_parallel":
         ahead = torch.arange(labels.shape[1])[:, None] + torch.arange(labels.shape[2])
         teacher = batch["teacher_features"][:, ahead.clamp_max(labels.shape[2] - 1)]
-        others = smooth_l1(drafter.stream_hidden(ids, batch["features"]), teacher)
+        others = smooth_l1(drafter.group_hidden(ids, batch["features"]), teacher)
     expected = dpace_loss(drafter.group_logits(ids, batch["features"]), labels, 0.3, others)
     expected = expected * getattr(drafter.config, "heads_weight", 1.0)
     torch.testing.assert_close(output.loss.double(), expected, atol=1e-6, rtol=1e-6)
@@ -160,3 +151,60 @@ def test_dpace_has_no_ramp() -> None:
         load_drafter_class("parallel").from_target(tiny_target(), {"dpace_alpha": 0.5, "depth_ramp": 0.3})
     with pytest.raises(UserError, match="dpace_alpha`: input should be greater than 0, not 0"):
         load_drafter_class("medusa").from_target(tiny_target(), {"dpace_alpha": 0})
+
+
+# ---- the loss of rows ----
+
+
+@pytest.mark.parametrize("name", ["ce", "kl"])
+def test_means_of_depths(name: str) -> None:
+    """Means per depth, then weights; depth 2 of 4 has no rows. A label outside has no `ce`, but is counted."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, teacher = torch.randn(2, 7, 5, generator=generator, dtype=torch.float64).unbind()
+    head, teacher_head = (nn.Linear(5, 11, bias=False).double() for _ in range(2))
+    shares, depth_n = [0.4, 0.3, 0.2, 0.1], torch.tensor([0, 3, 1, 0, 0, 3, 1])
+    labels_n = torch.tensor([5, -100, 3, 9, 0, 1, 4])
+    result = loss_of_rows(hidden, depth_n, labels_n, head, shares, name, teacher, teacher_head)
+    assert result.depth_count is not None
+    assert result.depth_count.tolist() == [3, 2, 0, 2]
+    log_q, known_n = head(hidden).log_softmax(-1), labels_n >= 0
+    nats_n = -log_q.gather(1, labels_n.clamp_min(0)[:, None])[:, 0]
+    p = teacher_head(teacher).softmax(-1)
+    losses_n, read_n = (nats_n, known_n) if name == "ce" else ((p * (p.log() - log_q)).sum(-1), known_n | True)
+    correct_n = (log_q.argmax(-1) == labels_n) & known_n
+    expected = torch.zeros((), dtype=torch.float64)
+    for depth, share in enumerate(shares):
+        mine = (depth_n == depth) & read_n
+        expected = expected + (share * losses_n[mine].mean() if mine.any() else 0.0)
+        assert result.depth_loss_sum is not None
+        assert result.depth_correct is not None
+        torch.testing.assert_close(result.depth_loss_sum[depth], nats_n[(depth_n == depth) & known_n].sum().detach())
+        assert result.depth_correct[depth] == correct_n[depth_n == depth].sum()
+    torch.testing.assert_close(result.loss, expected)
+    found, wanted = (torch.autograd.grad(loss, head.weight, retain_graph=True) for loss in (result.loss, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_no_rows() -> None:
+    none = torch.zeros(0, dtype=torch.long)
+    result = loss_of_rows(torch.zeros(0, 5), none, none, nn.Linear(5, 11, bias=False), [0.5, 0.5])
+    sums = (result.depth_count, result.depth_loss_sum, result.depth_correct)
+    assert [part.tolist() for part in sums if part is not None] == [[0, 0]] * 3
+    assert result.loss is not None
+    assert result.loss.item() == 0.0
+
+
+def test_a_low_rank_term() -> None:
+    """Two depths of two rows each, weights 3/4 and 1/4: a term that makes the labels certain leaves no loss."""
+    head = nn.Linear(5, 13, bias=False).requires_grad_(False)
+    head.weight.zero_()
+    labels_n, depth_n = torch.tensor([2, 5, 7, 7]), torch.tensor([0, 0, 1, 1])
+    nothing = torch.zeros(13, 4)
+    certain = nothing.clone()
+    certain[labels_n, torch.arange(4)] = 100.0
+    half = certain.clone()
+    half[:, 3] = 0.0  # half of the second depth knows nothing
+    for columns_vr, share in ((nothing, 1.0), (certain, 0.0), (half, 0.125)):
+        low_rank = LowRankLogits(torch.eye(4), columns_vr)
+        output = loss_of_rows(torch.ones(4, 5), depth_n, labels_n, head, [0.75, 0.25], low_rank=low_rank)
+        torch.testing.assert_close(output.loss, torch.tensor(share * math.log(13)))

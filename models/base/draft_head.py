@@ -1,0 +1,325 @@
+"""The draft head: what reads a drafter's hidden rows, and how the losses of rows become the loss of a training step.
+
+**Vocabulary** (EAGLE-3's code; FR-Spec, 2502.14856). With `draft_vocab_size` a head has V' rows, for the most frequent
+tokens of the answers that are trained on, and all other tokens are drafted with probability 0: the output stays the
+target's own, only tau falls by what is never drafted. The teacher, where the loss has one, is the target's distribution
+over those V' tokens.
+
+**Markov head** (DSpark, arXiv 2607.05147). Where all depths come from one forward, depth k does not know which token
+depth k-1 came to. `MarkovHead` adds B(x_{k-1}, v) = W1[x_{k-1}] W2 to the logits, of one low rank for all depths: a
+bigram's bias, at the price of a gather and a product as wide as the rank. In training x_{k-1} is the true token, in
+decoding the drafted one; q of a path is then exact by the chain rule. Depth 1 has the bias too, of the newest committed
+token: one rule for all depths. W1 starts as torch's embeddings do, W2 as zeros: a drafter starts as it would without.
+
+**Weights.** `depth_weights` gives each depth its share of the loss, a mean over the depth's own rows. With equal
+weights from the first step on, the easy part of the deep depths (their marginals) drowns the hard part of the first one
+(copying), which forms late: with `depth_ramp` training begins with depth 1 alone and lets the others in one after the
+other, as a function of progress alone.
+
+`dpace_alpha` is D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810), which weighs every row by what it is
+worth to the drafted length of its own group. With q_i the drafter's probability of the label at depth i,
+sum_m prod_{i<=m} q_i is the length that is expected to be accepted, and its gradient is that of sum_j w_j log q_j with
+
+    w_j = sum_{m>=j} prod_{i<=m} q_i      (eq. 8; q_i there is (1 - alpha) q_i + alpha, eq. 7; w_j carries no gradient)
+
+so that the loss of a group is sum_j w_j * (-log q_j) (eq. 9). The weights are not divided by their sum, which would
+take the expected length out of it again; over groups we take a mean, as the paper's author asks for
+(sgl-project/SpecForge, issue 828; his own code, Lucas-TY/D-PACE, divides by the batch's sequences). Where we decide:
+w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull request 848; also EAGLE's regression), q
+being the label's probability all the same; a token outside the draft vocabulary has q = 0; a row that a conditional
+drop leaves out ends its group.
+
+Shapes: B batch, S sequence, P = B*S tokens = groups, G depths, N labelled rows, D hidden, V the target's vocabulary, V'
+drafted tokens, r rank.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from draftsmith.models.groups.rows import IGNORED_LABEL
+from draftsmith.models.losses import (
+    DrafterOutput,
+    HeadLoss,
+    LowRankLogits,
+    TeacherRows,
+    head_loss,
+    numbers_beside,
+    one_for_none,
+    softmax_dtype,
+)
+
+ROWS_AT_ONCE = 1000
+
+
+class MarkovHead(nn.Module):
+    """B = W1 W2, with DSpark's names.
+
+    Args:
+        vocabulary: V, the tokens that may come before.
+        drafted: V', the columns of the logits.
+        rank: r.
+    """
+
+    def __init__(self, vocabulary: int, drafted: int, rank: int) -> None:
+        super().__init__()
+        # Whatever else is drawn stays what it is without the head.
+        with torch.random.fork_rng(devices=[]):
+            self.markov_w1 = nn.Embedding(vocabulary, rank)
+            self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def factors(self, previous_n: Tensor) -> LowRankLogits:
+        """B of N previous tokens [N], as its two factors."""
+        return LowRankLogits(self.markov_w1(previous_n), self.markov_w2.weight)
+
+    def forward(self, previous: Tensor) -> Tensor:
+        """[...] -> [..., V'], in the weights' dtype."""
+        return self.markov_w2(self.markov_w1(previous))
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """What a depth is read off.
+
+    Args:
+        linear: [V', D], the target's or the drafter's own.
+        loss: The loss of a row, a key of `LOSSES`.
+        teacher: The target's head; `linear` itself where its rows are the target's.
+        teacher_columns: [V'] the tokens of the head's rows among the teacher's, where these are more.
+        t2d: [V] bool, whether the head has a token; None if it has all.
+        markov: What the token before adds to the logits.
+    """
+
+    linear: nn.Linear
+    loss: str
+    teacher: nn.Linear
+    teacher_columns: Tensor | None
+    t2d: Tensor | None
+    markov: MarkovHead | None
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[..., D] -> [..., V'], without the Markov head's part."""
+        return self.linear(normed.to(self.linear.weight.dtype))
+
+    def rows_of(self, labels_n: Tensor) -> Tensor:
+        """Rows of the head [N] for tokens [N], -100 for those that it does not have."""
+        if self.t2d is None:
+            return labels_n
+        return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_n]
+
+
+class LabelledRows(NamedTuple):
+    """Rows that carry a label and are read off one head."""
+
+    head: DraftHead
+    normed_nd: Tensor  # [N, D] final-normed hidden states
+    depth_n: Tensor  # [N] from 0
+    token_n: Tensor  # [N] the place of the group's newest token in [P]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the rows of a step are compared with.
+
+    Args:
+        input_ids: [B, S].
+        labels_bgs: [B, G, S], -100 where there is none.
+        teacher_features: [B, S, D] that the target's head reads, if the loss compares with the target.
+        counts_2g: `Drafter.label_counts` of the whole batch that these rows are a part of; these rows by default.
+    """
+
+    input_ids: Tensor
+    labels_bgs: Tensor
+    teacher_features: Tensor | None
+    counts_2g: Tensor | None
+
+
+@dataclass
+class RowLosses:
+    """What a part of the rows gives: losses [N] through the head, and what a kind may add to them."""
+
+    rows: LabelledRows
+    index_n: Tensor  # their places among the labels [B, G, S]
+    teacher: TeacherRows | None
+    low_rank: LowRankLogits | None
+    read_n: Tensor  # 1 for rows that the loss through the head reads: `ce` reads no label outside the vocabulary
+    known_n: Tensor  # 1 for rows whose label the head has
+    through_head: HeadLoss
+    overlap_n: Tensor | None = None  # alpha, if it was asked for
+
+
+def training_loss(drafter: Any, batch: Batch, parts: Iterable[LabelledRows]) -> DrafterOutput:
+    """The loss of a step, and its sums by depth: the one place where rows are weighed.
+
+    The loss of a row is `class_weight` times that through the head, plus `further_losses` of the drafter, if it has
+    any. Each is a mean over the rows of its depth, these weighted with the depth's share; with D-PACE a sum over rows,
+    weighted by their group's confidence, over the number of groups.
+
+    Args:
+        drafter: A `Drafter`.
+        parts: All labelled rows, those of each head together.
+    """
+    alpha, shares = drafter.config.options.dpace, drafter.depth_shares
+    correct = torch.zeros_like(batch.labels_bgs, dtype=torch.bool).flatten()
+    found, losses, sums = list[RowLosses](), list[Tensor](), list[list[Tensor]]()
+    for rows in parts:
+        shares_g = numbers_beside(rows.normed_nd, shares)
+        part = _losses_of(drafter, batch, rows, None if alpha is not None else shares_g)
+        result, known_n, depth_n = part.through_head, part.known_n, rows.depth_n
+        zeros_g = torch.zeros_like(shares_g)
+        sums.append(
+            [
+                zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
+                zeros_g.index_add(0, depth_n, result.correct_n * known_n),
+                torch.zeros_like(zeros_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
+            ]
+        )
+        correct[part.index_n] = result.correct_n & (known_n > 0)
+        further = drafter.further_losses(part)
+        if alpha is None:
+            loss = drafter.class_weight * result.loss
+            if further is not None:
+                further_n, read_n, row = further
+                loss = loss + (further_n * _weights(shares_g, depth_n, read_n, batch.counts_2g, row)).sum()
+            losses.append(loss)
+        else:
+            losses_n = drafter.class_weight * (result.losses_n * part.read_n)
+            losses.append(losses_n if further is None else losses_n + further[0] * further[1])
+            found.append(part)
+    if alpha is not None:
+        losses = _by_dpace(alpha, batch, found, losses)
+    totals = (torch.stack(values).sum(0) for values in zip(*sums, strict=True))
+    return DrafterOutput(torch.stack(losses).sum(), *totals, correct_bgs=correct.view(batch.labels_bgs.shape))
+
+
+def _losses_of(drafter: Any, batch: Batch, rows: LabelledRows, shares_g: Tensor | None) -> RowLosses:
+    """Losses through the head, summed with weights if the depths' shares are given."""
+    head, depth_n, token_n = rows.head, rows.depth_n, rows.token_n
+    _, num_depths, length = batch.labels_bgs.shape
+    index_n = (token_n // length * num_depths + depth_n) * length + token_n % length
+    # h_{t+j} is the feature that predicts the label x_{t+1+j} of depth index j.
+    before_n, teacher = token_n + depth_n, None
+    if batch.teacher_features is not None:
+        teacher = TeacherRows(batch.teacher_features.flatten(0, 1), before_n)
+    low_rank = None if head.markov is None else head.markov.factors(batch.input_ids.flatten()[before_n])
+    labels_n = head.rows_of(batch.labels_bgs.flatten()[index_n])
+    known_n = (labels_n >= 0).to(softmax_dtype(rows.normed_nd.dtype))
+    read_n = known_n if head.loss == "ce" else torch.ones_like(known_n)
+    weights_n = None if shares_g is None else _weights(shares_g, depth_n, read_n, batch.counts_2g, 1)
+    overlap_n = torch.zeros_like(known_n) if drafter.wants_overlap else None
+    result = head_loss(
+        rows.normed_nd,
+        head.linear,
+        labels_n.clamp(min=0),
+        weights_n,
+        head.loss,
+        teacher,
+        head.teacher,
+        head.teacher_columns,
+        low_rank,
+        overlap_n,
+    )
+    return RowLosses(rows, index_n, teacher, low_rank, read_n, known_n, result, overlap_n)
+
+
+def _weights(shares_g: Tensor, depth_n: Tensor, read_n: Tensor, counts_2g: Tensor | None, row: int) -> Tensor:
+    """[N]: the depth's share over the number of its rows, those with `read_n` of 1. `row`: Which counts these are."""
+    rows_g = torch.zeros_like(shares_g).index_add(0, depth_n, read_n) if counts_2g is None else counts_2g[row]
+    return (shares_g / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n
+
+
+def depth_shares(weights: Sequence[float], ramp_frac: float = 0.0, progress_frac: float = 1.0) -> list[float]:
+    """Share of each depth in the loss, sum 1: lambda_j s**j, normalised, s rising linearly from 0 to 1.
+
+    With lambda_j = d**j this is (d s)**j: the decay itself goes from 0 to d.
+
+    Args:
+        weights: lambda_j > 0 of each depth, from the first (j = 0).
+        ramp_frac: Share of the training in which s reaches 1; 0 for s = 1 throughout.
+        progress_frac: Share of the optimiser steps that are done.
+    """
+    s = 1.0 if progress_frac >= ramp_frac else progress_frac / ramp_frac
+    ramped = [weight * s**j for j, weight in enumerate(weights)]
+    return [weight / sum(ramped) for weight in ramped]
+
+
+def _by_dpace(alpha: float, batch: Batch, parts: list[RowLosses], losses: list[Tensor]) -> list[Tensor]:
+    """[] of each part: its losses [N], weighted, over the number of groups with a label."""
+    nats_n, depth_n, group_n = (
+        torch.cat(values)
+        for values in zip(
+            *(
+                (
+                    part.through_head.cross_entropy_n.masked_fill(part.known_n == 0, float("inf")),
+                    part.rows.depth_n,
+                    part.rows.token_n,
+                )
+                for part in parts
+            ),
+            strict=True,
+        )
+    )
+    weights_n = dpace_weights(alpha, nats_n, group_n, depth_n, batch.input_ids.numel(), batch.labels_bgs.shape[1])
+    groups = (depth_n == 0).sum() if batch.counts_2g is None else batch.counts_2g[0, 0]
+    return [
+        (losses_n * weights).sum() / one_for_none(groups.to(losses_n.dtype))
+        for losses_n, weights in zip(losses, weights_n.split([len(part) for part in losses]), strict=True)
+    ]
+
+
+def dpace_weights(
+    alpha: float, cross_entropy_n: Tensor, group_n: Tensor, depth_n: Tensor, num_groups: int, num_depths: int
+) -> Tensor:
+    """[N] D-PACE's w of the rows of whole groups.
+
+    Args:
+        alpha: The smoothing, in (0, 1]; with 1 the weights are G, G-1, ... 1.
+        cross_entropy_n: -log q of the label.
+        group_n: Number of each row's group, from 0.
+        depth_n: Depth of each row, from 0. A group's depths have no gaps.
+    """
+    place_n, size = group_n * num_depths + depth_n, num_groups * num_depths
+    confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha
+    factors_pg = confidence_n.new_ones(size).index_copy(0, place_n, confidence_n).view(num_groups, num_depths)
+    there_pg = confidence_n.new_zeros(size).index_fill(0, place_n, 1.0).view(num_groups, num_depths)
+    reached_pg = factors_pg.cumprod(1) * there_pg
+    return reached_pg.flip(1).cumsum(1).flip(1).flatten().index_select(0, place_n)
+
+
+@dataclass(frozen=True)
+class DraftedShare:
+    """How much of the training data a drafter can draft, in tokens that carry loss.
+
+    size, vocabulary: tokens that it drafts, and that there are; seen: different ones in the data.
+    """
+
+    size: int
+    vocabulary: int
+    seen: int
+    coverage: float
+
+    def sentence(self) -> str:
+        """For the terminal."""
+        sentence = (
+            f"the draft vocabulary, {self.size:,} of {self.vocabulary:,} tokens, covers {self.coverage:.2%} of the "
+            "answers' tokens"
+        )
+        if self.seen < self.size:
+            return (
+                f"{sentence}; only {self.seen:,} occur in them: drafter.options.draft_vocab_size={self.seen} would do"
+            )
+        return sentence
+
+
+def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
+    """[V] how often each token carries loss."""
+    counts_v = torch.zeros(vocabulary, dtype=torch.int64)
+    for rows in dataset.with_format("torch", columns=["input_ids", "loss_mask"]).iter(batch_size=ROWS_AT_ONCE):
+        ids, mask = (torch.cat(list(rows[name])) for name in ("input_ids", "loss_mask"))
+        counts_v += torch.bincount(ids[mask.bool()], minlength=vocabulary)
+    return counts_v
