@@ -1,7 +1,11 @@
-"""EAGLE's layer written out in plain torch: no cache, no streams, every row with its own list of rows that it sees.
+"""EAGLE's forwards, and those of other published layouts, from their tensors and the papers alone, for Llama layers.
 
-Shapes: R rows, D hidden, H heads, Dh head size, V vocabulary.
+No cache, no streams. Every row has its own list of the rows that it sees.
+
+Shapes: R rows, E input width of the attention, D hidden, Dh head size.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,31 +13,97 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 
+HEADS, KV_HEADS, HEAD_SIZE, ROPE_THETA, EPS = 4, 2, 8, 10000.0, 1e-6
+
+
+class LayoutReference:
+    """Reads `tensors` by the names of the layout, embedding and head from the target."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], embedding: Tensor, head: Tensor) -> None:
+        self.tensors, self.embedding, self.head = tensors, embedding, head
+
+    @staticmethod
+    def of(drafter: Drafter) -> "LayoutReference":
+        """With the drafter's own tensors, whose names are those of the layouts."""
+        tensors = {**dict(drafter.named_parameters()), **dict(drafter.named_buffers())}
+        return LayoutReference(tensors, drafter.attached.embedding.weight, drafter.attached.lm_head.weight)
+
+    def product(self, name: str, x: Tensor) -> Tensor:
+        bias = self.tensors.get(f"{name}.bias")
+        out = x @ self.tensors[f"{name}.weight"].T
+        return out if bias is None else out + bias
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return self.tensors[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
+
+    def layer(
+        self, name: str, read_re: Tensor, residual_rd: Tensor, positions: list[int], sees: list[list[int]]
+    ) -> Tensor:
+        """[R, D]: attention over `read`, added to `residual`, then the MLP."""
+
+        def heads(part: str, count: int) -> Tensor:
+            return self.product(f"{name}.self_attn.{part}", read_re).unflatten(-1, (count, HEAD_SIZE)).transpose(0, 1)
+
+        cos, sin = rotary(positions, HEAD_SIZE, ROPE_THETA, read_re.dtype)
+        q_hrd = rotate(heads("q_proj", HEADS), cos, sin)
+        k_hrd = rotate(heads("k_proj", KV_HEADS), cos, sin).repeat_interleave(HEADS // KV_HEADS, 0)
+        v_hrd = heads("v_proj", KV_HEADS).repeat_interleave(HEADS // KV_HEADS, 0)
+        rows = []
+        for row, seen in enumerate(sees):
+            weights = (k_hrd[:, seen] @ q_hrd[:, row].unsqueeze(-1) * HEAD_SIZE**-0.5).squeeze(-1).softmax(-1)
+            rows.append((weights.unsqueeze(-1) * v_hrd[:, seen]).sum(1).flatten())
+        stream = residual_rd + self.product(f"{name}.self_attn.o_proj", torch.stack(rows))
+        normed = self.norm(f"{name}.post_attention_layernorm", stream)
+        gated = torch.nn.functional.silu(self.product(f"{name}.mlp.gate_proj", normed))
+        return stream + self.product(f"{name}.mlp.down_proj", gated * self.product(f"{name}.mlp.up_proj", normed))
+
+    # ---- slot n: what the target knew at n, and token n + 1 ----
+
+    def eagle_slots(self, tokens: list[int], features_rd: Tensor, positions: list[int]) -> Tensor:
+        """[R, D] of slots that each see all before them."""
+        fused = self.product("fc", torch.cat([self.embedding[tokens], features_rd], dim=-1))
+        return self.layer("layers.0", fused, fused, positions, causal(len(tokens)))
+
+    def eagle3_fused(self, features_rf: Tensor) -> Tensor:
+        """[R, D] of the features of three layers, normed as the tensors say."""
+        if "input_norm.weight" in self.tensors:
+            features_rf = self.norm("input_norm", features_rf)
+        if "fc_norm.0.weight" in self.tensors:
+            low, middle, high = features_rf.chunk(3, dim=-1)
+            normed = self.norm("fc_norm.0", low), self.norm("fc_norm.1", middle), self.norm("fc_norm.2", high)
+            features_rf = torch.cat(normed, dim=-1)
+        return self.product("fc", features_rf)
+
+    def eagle3_slots(self, tokens: list[int], g_rd: Tensor, normed_residual: bool = False) -> Tensor:
+        """[R, D] before the final norm, of slots that each see all before them."""
+        first = "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else "layers.0"
+        embedded = self.norm(f"{first}.input_layernorm", self.embedding[tokens])
+        normed = self.norm(f"{first}.hidden_norm", g_rd)
+        residual = normed if normed_residual else g_rd
+        positions, sees = list(range(len(tokens))), causal(len(tokens))
+        out = self.layer(first, torch.cat([embedded, normed], dim=-1), residual, positions, sees)
+        further = 1
+        while f"layers.{further}.input_layernorm.weight" in self.tensors:
+            name = f"layers.{further}"
+            out = self.layer(name, self.norm(f"{name}.input_layernorm", out), out, positions, sees)
+            further += 1
+        return out
+
+    def eagle3_feedback(self, out: Tensor, norm_output: bool) -> Tensor:
+        """What the next step reads in place of the fused features."""
+        return self.norm("norm", out) if norm_output else out
+
+    def eagle3_logits(self, out: Tensor) -> Tensor:
+        return self.norm("norm", out) @ self.tensors.get("lm_head.weight", self.head).T
+
+
+def causal(count: int) -> list[list[int]]:
+    return [list(range(row + 1)) for row in range(count)]
+
 
 def eagle_features(drafter: Drafter, inputs_rd: Tensor, positions: list[int], sees: list[list[int]]) -> Tensor:
     """[R, D] predicted features of a Llama target's EAGLE. `sees[r]`: the rows that row r attends to."""
-    weights, config = dict(drafter.named_parameters()), drafter.layers_config
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return x @ weights[f"layers.0.{name}.weight"].T
-
-    def heads(name: str, count: int) -> Tensor:
-        return linear(f"self_attn.{name}", inputs_rd).unflatten(-1, (count, config.head_dim)).transpose(0, 1)
-
-    cos, sin = rotary(positions, config.head_dim, config.rope_parameters["rope_theta"], inputs_rd.dtype)
-    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    q_hrd = rotate(heads("q_proj", num_heads), cos, sin)
-    k_hrd = rotate(heads("k_proj", num_kv_heads), cos, sin).repeat_interleave(num_heads // num_kv_heads, 0)
-    v_hrd = heads("v_proj", num_kv_heads).repeat_interleave(num_heads // num_kv_heads, 0)
-    rows = []
-    for row, seen in enumerate(sees):
-        scores_hr = (k_hrd[:, seen] @ q_hrd[:, row].unsqueeze(-1)).squeeze(-1) * config.head_dim**-0.5
-        rows.append((scores_hr.softmax(-1).unsqueeze(-1) * v_hrd[:, seen]).sum(1).flatten())
-    stream = inputs_rd + linear("self_attn.o_proj", torch.stack(rows))
-    scale = (stream.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
-    normed = stream * scale * weights["layers.0.post_attention_layernorm.weight"]
-    gated = torch.nn.functional.silu(linear("mlp.gate_proj", normed)) * linear("mlp.up_proj", normed)
-    return stream + linear("mlp.down_proj", gated)
+    return LayoutReference.of(drafter).layer("layers.0", inputs_rd, inputs_rd, positions, sees)
 
 
 def pairs(drafter: Drafter, target: PreTrainedModel, ids: list[int], features_rd: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle3_reference import Memory, Reference
+from support.eagle_reference import LayoutReference
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,16 +25,15 @@ def target_and_drafter(**options: Any) -> tuple[PreTrainedModel, Eagle3Drafter]:
     return target, drafter
 
 
-def reference_logits(reference: Reference, ids_s: Tensor, features_sf: Tensor, t: int, steps: int) -> list[Tensor]:
+def reference_logits(drafter: Eagle3Drafter, ids_s: Tensor, features_sf: Tensor, t: int, steps: int) -> list[Tensor]:
     """[V] of depths 1..steps of group t: real rows up to t, then the layer fed with its own outputs and true tokens."""
-    memory, zeros = Memory(), torch.zeros_like(features_sf[0])
-    for i in range(t + 1):
-        g = reference.fuse(features_sf[i - 1] if i else zeros)
-        out = reference.row(int(ids_s[i]), g, i, memory)
-    logits = [reference.logits(out)]
-    for j in range(1, steps):
-        out = reference.row(int(ids_s[t + j]), reference.feedback(out), t + j, memory)
-        logits.append(reference.logits(out))
+    reference, ids = LayoutReference.of(drafter), ids_s.tolist()
+    g = reference.eagle3_fused(torch.cat([torch.zeros_like(features_sf[:1]), features_sf[:t]]))
+    logits = []
+    for j in range(steps):
+        out = reference.eagle3_slots(ids[: t + 1 + j], g)[-1]
+        logits.append(reference.eagle3_logits(out))
+        g = torch.cat([g, reference.eagle3_feedback(out, drafter.config.norm_output)[None]])
     return logits
 
 
@@ -52,7 +51,7 @@ def test_unrolled_training_equals_a_loop(options: dict[str, Any]) -> None:
     with torch.no_grad():
         training = drafter.group_logits(ids, features)[0]
         for t in range(LENGTH):
-            expected = reference_logits(Reference(drafter), ids[0], features[0], t, min(STEPS, LENGTH - t))
+            expected = reference_logits(drafter, ids[0], features[0], t, min(STEPS, LENGTH - t))
             for j, logits_v in enumerate(expected):
                 torch.testing.assert_close(training[j, t], logits_v, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -80,7 +79,7 @@ def test_the_loss_and_its_gradients_equal_the_loops(options: dict[str, Any]) -> 
                 depths += 1
             if depths == 0:
                 continue
-            for j, logits in enumerate(reference_logits(Reference(drafter), ids, features, t, depths)):
+            for j, logits in enumerate(reference_logits(drafter, ids, features, t, depths)):
                 log_p, log_q = teacher_sv[t + j].log_softmax(0), logits.log_softmax(0)
                 losses[j].append((log_p.exp() * (log_p - log_q)).sum())
                 correct[j] += int(logits.argmax() == ids[t + 1 + j])

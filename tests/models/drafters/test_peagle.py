@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle3_reference import Memory, Reference
+from support.eagle_reference import LayoutReference
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from transformers import PreTrainedModel
 
@@ -32,14 +32,11 @@ def test_groups_equal_whole_sequences(num_layers: int, options: dict[str, Any]) 
     ids, features = batch["input_ids"][0], batch["features"][0]
     with torch.no_grad():
         training = drafter.group_logits(batch["input_ids"], batch["features"])[0]
-        reference, memory = Reference(drafter), Memory()
+        reference, masks = LayoutReference.of(drafter), drafter.mask_hidden.expand(MASKS, -1)
         for t in range(LENGTH):
-            g = reference.fuse(features[t - 1] if t else torch.zeros_like(features[0]))
-            drafted = [reference.row(int(ids[t]), g, t, memory)]
-            with_masks = memory.copy()
-            for j in range(1, MASKS + 1):
-                drafted.append(reference.row(MASK_ID, reference.fuse(drafter.mask_hidden[0]), t + j, with_masks))
-            expected = torch.stack([reference.logits(out) for out in drafted])
+            g = reference.eagle3_fused(torch.cat([torch.zeros_like(features[:1]), features[:t], masks]))
+            out = reference.eagle3_slots([*ids[: t + 1].tolist(), *[MASK_ID] * MASKS], g)
+            expected = reference.eagle3_logits(out[t:])
             torch.testing.assert_close(training[:, t], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.layout_reference import LayoutReference
+from support.eagle_reference import LayoutReference
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from torch import Tensor
@@ -193,9 +193,9 @@ def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, tmp_path: Pa
     tokens, g = IDS[0, 1 : NEWEST + 1].tolist(), theirs.eagle3_fused(features[:NEWEST])
     expected = []
     for depth in range(3):
-        out = theirs.eagle3_slots(tokens, g, list(range(len(tokens))), normed)[-1]
+        out = theirs.eagle3_slots(tokens, g, normed)[-1]
         expected.append(theirs.eagle3_logits(out))
-        read = theirs.norm("norm", out) if LAYOUTS[layout][0].get("norm_output") else out
+        read = theirs.eagle3_feedback(out, bool(LAYOUTS[layout][0].get("norm_output")))
         tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, read[None]])
     torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
     if "d2t" in tensors:
@@ -208,7 +208,7 @@ def test_peagle(layout: str, tmp_path: Path) -> None:
     theirs, (decoder, features) = reference(tensors), started(drafter)
     tokens = [*IDS[0, 1 : NEWEST + 1].tolist(), 7, 7]
     g = theirs.eagle3_fused(torch.cat([features[:NEWEST], tensors["mask_hidden"], tensors["mask_hidden"]]))
-    out = theirs.eagle3_slots(tokens, g, list(range(len(tokens))), False)
+    out = theirs.eagle3_slots(tokens, g)
     torch.testing.assert_close(drafted(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
 
 
