@@ -156,6 +156,7 @@ unit: $(READY)
 
 nightly: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
+	DRAFTSMITH_FUZZ="1 4" $(BIN)/python -m pytest tests/eval/commands/test_fuzz.py
 	$(MAKE) mutants
 
 # Mistakes that the fast tests must catch, each made in a copy of the tree.

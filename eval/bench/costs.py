@@ -37,7 +37,7 @@ def give_costs(session: TargetSession, methods: Sequence[MeasuredMethod], prompt
 
 
 def asking(method: Method) -> AdaptiveTree | None:
-    """What cuts its trees by costs that it does not know yet, if anything does."""
+    """The part of a method that cuts its trees by costs that it does not know yet, if it has one."""
     adaptive = method.adaptive if isinstance(method, DrafterMethod) else None
     return None if adaptive is None or adaptive.costs is not None else adaptive
 
@@ -56,11 +56,11 @@ class MeasuredCosts:
 
     @cached_property
     def curve(self) -> Curve:
-        """Of verification."""
+        """What verification costs, by nodes."""
         return verify_curve(self._session, self._prompt)
 
     def give(self, method: Method) -> None:
-        """Tell a method, if it asks; the session reads its drafter's layers."""
+        """Tell a method the costs, if it asks; the session reads its drafter's layers."""
         adaptive = asking(method)
         if adaptive is None or not isinstance(method, DrafterMethod):
             return
@@ -71,7 +71,7 @@ class MeasuredCosts:
 
 
 def round_costs(session: TargetSession, decoder: SequenceDecoder, prompt: list[int], curve: Curve) -> RoundCosts:
-    """Of one drafter, with the target's curve."""
+    """Measure the costs of one drafter, with the target's curve."""
     new_tokens = min(DRAFTED_TOKENS, session.max_length_tokens - len(prompt))
     if not isinstance(decoder, StepwiseDecoder) or decoder.num_depths == 1:
         return RoundCosts(curve, draft_seconds(session, decoder, None, prompt, new_tokens))

@@ -103,23 +103,23 @@ class SpecBench:
         for measured in methods:  # what is compiled gives the layers of all of them
             self.session.read_layers(measured.feature_layers)
         give_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
-        compiled = isinstance(self.session, CompiledSession)
-        # Compiling itself must not be measured.
-        warmup_questions = max(warmup_questions, int(compiled))
-        if isinstance(self.session, CompiledSession) and self.session.pads:
-            # What is compiled depends on the methods' largest trees.
-            for measured in methods:
-                with self.session.learning():
-                    for question in self.questions[:warmup_questions]:
-                        self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
-        for question in self.questions[:warmup_questions]:
-            for measured in methods:
-                self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
+        if isinstance(self.session, CompiledSession):
+            warmup_questions = max(warmup_questions, 1)  # compiling itself must not be measured
+            if self.session.pads:  # what is compiled depends on the methods' largest trees
+                for measured in methods:
+                    with self.session.learning():
+                        self._warm_up([measured], warmup_questions)
+        self._warm_up(methods, warmup_questions)
         total = runs * len(self.questions)
         with progress_bar(total, "measure", "question", initial=total - len(wanted)) as progress:
             for run, index, question in wanted:
                 log.append(self._record(methods, run, index, question))
                 progress.update()
+
+    def _warm_up(self, methods: list[MeasuredMethod], questions: int) -> None:
+        for question in self.questions[:questions]:
+            for measured in methods:
+                self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
 
     def _record(self, methods: list[MeasuredMethod], run: int, index: int, question: Question) -> QuestionRecord:
         """All methods on one question. Which goes first rotates, so that none always finds the caches warm."""

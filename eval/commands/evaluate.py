@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from draftsmith.eval.bench.measured_methods import (
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.bench.theory import measure_untimed
-from draftsmith.eval.bench.traced import best_of_each_kind, trace_answers
+from draftsmith.eval.bench.traced import trace_answers
 from draftsmith.eval.commands.console import PlainConsole
 from draftsmith.eval.report.charts import draw_charts, draw_theory
 from draftsmith.eval.report.page.page import write_report
@@ -98,19 +99,13 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, recorded_divergences(recipe))
-        write_atomically(folder.eval / DIVERGENCES, json.dumps({"answers": list(map(asdict, parted))}, indent=2) + "\n")
+        _store(folder.eval / DIVERGENCES, {"answers": list(map(asdict, parted))})
         if choices.untimed_questions and untimed is None:
             figures = measure_untimed(bench, methods, choices.untimed_questions)
-            untimed = {"questions": choices.untimed_questions, "arms": figures}
-            write_atomically(folder.eval / UNTIMED, json.dumps(untimed, indent=2) + "\n")
+            _store(folder.eval / UNTIMED, {"questions": choices.untimed_questions, "arms": figures})
         if traced is None:
-            drafts = method_kinds(recipe, drafters)
-            shown = best_of_each_kind(log, drafts)
-            answers = trace_answers(
-                bench, [measured for key in shown for measured in methods if measured.key == key], drafts
-            )
-            text = json.dumps({"answers": list(map(asdict, answers))}, ensure_ascii=False) + "\n"
-            write_atomically(folder.eval / TRACED, text)
+            answers = trace_answers(bench, methods, log, method_kinds(recipe, drafters))
+            _store(folder.eval / TRACED, {"answers": list(map(asdict, answers))}, indent=None, ensure_ascii=False)
     finally:
         bench.session.close()
     kinds = [drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for drafter in drafters.values()]
@@ -122,10 +117,14 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         "drafter_kinds": list(dict.fromkeys(kinds)),
         **({} if command is None else {"command": masked(command)}),
     }
-    write_atomically(folder.eval / NOTES, json.dumps(notes, indent=2) + "\n")
+    _store(folder.eval / NOTES, notes)
     summary = report_again(recipe)
     add_to_trackers(recipe, summary)
     return summary
+
+
+def _store(file: Path, values: Any, indent: int | None = 2, ensure_ascii: bool = True) -> None:
+    write_atomically(file, json.dumps(values, indent=indent, ensure_ascii=ensure_ascii) + "\n")
 
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
@@ -136,7 +135,7 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The same without printing. Returns the summary and the rows of `baseline_speeds`."""
+    """Do the same without printing. Returns the summary and the rows of `baseline_speeds`."""
     folder = RunFolder(recipe)
     records = measured_records(recipe)
     recipe = as_measured(recipe)
@@ -145,8 +144,8 @@ def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str,
     timing = summarize_timing(records, untimed_figures(recipe))
     baseline = baseline_speeds(records, timing)
     write_answers(records, folder.eval / "answers", recipe.name)
-    write_atomically(folder.eval / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_atomically(folder.eval / "timing.json", json.dumps(timing, indent=2) + "\n")
+    _store(folder.eval / "summary.json", summary)
+    _store(folder.eval / "timing.json", timing)
     pictures = draw_charts(summary, folder.eval, recipe.name)
     of_first_run = (record.answers.values() for record in records if record.run == 0)
     turns_left_out = sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run)

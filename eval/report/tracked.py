@@ -32,12 +32,11 @@ def _to_wandb(folder: RunFolder, about: dict[str, Any], columns: list[str], rows
     import wandb  # an optional dependency
 
     run = begin_wandb(folder, about)
-    artifact = wandb.Artifact(f"{about['name']}-report", type="report")
-    for name in FILES:
-        artifact.add_file(str(folder.root / name))
-    artifact.add(wandb.Table(columns=columns, data=rows, allow_mixed_types=True), "table")
+    table = {"columns": columns, "data": rows, "allow_mixed_types": True}
+    artifact = _artifact(wandb, folder, about["name"])
+    artifact.add(wandb.Table(**table), "table")
     run.log_artifact(artifact)
-    run.log({"report": wandb.Table(columns=columns, data=rows, allow_mixed_types=True)})
+    run.log({"report": wandb.Table(**table)})
     run.finish()
 
 
@@ -58,11 +57,16 @@ def _to_trackio(folder: RunFolder, about: dict[str, Any], columns: list[str], ro
     config = {key: value for key, value in earlier.items() if not key.startswith("_")} | {"recipe": about["recipe"]}
     trackio.init(project=project, name=name, resume="allow", embed=False, config=config)
     trackio.log({"report": trackio.Table(columns=columns, data=rows, allow_mixed_types=True)})
-    artifact = trackio.Artifact(f"{name}-report", type="report")
-    for name in FILES:
-        artifact.add_file(str(folder.root / name))
-    trackio.log_artifact(artifact)
+    trackio.log_artifact(_artifact(trackio, folder, name))
     end_trackio()
+
+
+def _artifact(library: Any, folder: RunFolder, name: str) -> Any:
+    """The report's files, as wandb and trackio both take them."""
+    artifact = library.Artifact(f"{name}-report", type="report")
+    for file in FILES:
+        artifact.add_file(str(folder.root / file))
+    return artifact
 
 
 ADD = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_trackio}

@@ -9,7 +9,7 @@ from support.records import made_up
 from support.scripted import Scripted, V
 from support.tiny_models import smallest_llama
 
-from draftsmith.eval.bench.traced import TextOfTokens, Trace, TracedAnswer, best_of_each_kind
+from draftsmith.eval.bench.traced import Trace, TracedAnswer, best_of_each_kind
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -37,7 +37,7 @@ def session() -> Iterator[TargetSession]:
 
 
 def traced(session: TargetSession, method: Any, tokens: int) -> tuple[list[int], TracedAnswer]:
-    trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), TextOfTokens(Letters()))
+    trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), Letters())
     out = generate(session, method, PROMPT, Sampling(), tokens, on_round=trace.on_round)
     return out.ids, trace.answer
 
@@ -61,14 +61,14 @@ def test_the_pieces_are_the_answer(session: TargetSession, spoil_depth: int | No
 def test_an_answer_that_ends_within_a_path_has_no_token_of_the_targets(session: TargetSession) -> None:
     answer = generate(session, Autoregressive(), PROMPT, Sampling(), 24).ids
     end = next(token for index, token in enumerate(answer) if index in (2, 3, 4) and token not in answer[:index])
-    trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), TextOfTokens(Letters()))
+    trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), Letters())
     out = generate(session, Scripted(answer, None), PROMPT, Sampling(), 16, {end}, on_round=trace.on_round)
     assert trace.answer.rounds[-1].own is None
     assert len(trace.answer.rounds[-1].path) - 1 == out.accept_lengths[-1] == answer.index(end)
 
 
 def test_a_character_of_several_tokens_comes_with_its_last() -> None:
-    text, ids = TextOfTokens(Bytes()), list("aé€".encode())
+    text, ids = Trace(TracedAnswer("x@0", "x", 1, "math", "?"), Bytes()), list("aé€".encode())
     assert [text.added(ids[:i], token) for i, token in enumerate(ids)] == ["a", "", "é", "", "", "€"]
 
 
