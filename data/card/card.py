@@ -194,5 +194,5 @@ def _fenced(turn: Turn) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A cell of a table, whatever an engine or a user put into it."""
+    """Write a value, whatever an engine or a user put into it, as one line of a table's cell."""
     return " ".join(str(value).split()).replace("|", "\\|")

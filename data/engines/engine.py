@@ -76,7 +76,7 @@ Outcome = Completion | Failure
 
 
 class Engine(Protocol):
-    """Generates answers.
+    """What answers requests, in any order.
 
     concurrency: requests worth having in flight.
     max_length_tokens: prompt and answer together must not be longer; None if there is no bound.
@@ -102,7 +102,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """The loaded target.
+    """The target as it is loaded in this process.
 
     model: a causal language model in eval mode.
     most_tokens: as many as its positions go for; None if there is no bound.

@@ -96,7 +96,7 @@ class Server:
 
 
 class OpenAIEngine:
-    """An `Engine` over HTTP.
+    """An `Engine` that asks servers over HTTP.
 
     Args:
         options: Of the engine; `base_urls` may hold passwords.
@@ -432,7 +432,7 @@ class _Answer(BaseModel):
 
 
 def read_answer(content: bytes, request: Request, api: Api, end_ids: tuple[int, ...], vocabulary_size: int) -> Outcome:
-    """The outcome in the body of a response.
+    """Read the outcome in the body of a response.
 
     Token ids are cut after the first end token. Ids of a stopped answer that hold none cannot be used; its text can.
 

@@ -138,7 +138,7 @@ class VllmServer:
 
 
 class VllmEngine(OpenAIEngine):
-    """An `Engine` over a `VllmServer`."""
+    """An `Engine` that asks a `VllmServer`, which it ends when it is closed."""
 
     Options = VllmOptions  # type: ignore[assignment]
 

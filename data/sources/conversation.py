@@ -46,7 +46,7 @@ MOST_NAMES, LONGEST_NAME = 12, 40  # in a sentence
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation."""
+    """A turn is one message of a conversation."""
 
     role: Role
     content: str
@@ -145,7 +145,7 @@ def listed(names: Iterable[Any]) -> str:
 
 
 def json_kind(value: Any) -> str:
-    """The JSON name of a value's type."""
+    """Name the type of a value as JSON does."""
     if value is None:
         return "null"
     names: dict[type, str] = {list: "a list", dict: "an object", str: "a string", bool: "a boolean"}

@@ -151,7 +151,7 @@ def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
 
 
 class Filters:
-    """The recipe's `data.conversations.filters`.
+    """What `data.conversations.filters` leaves out.
 
     Args:
         recipe: What is wanted.
@@ -166,7 +166,7 @@ class Filters:
         self._languages = LanguageFilter(recipe.languages) if recipe.languages else None
 
     def find(self, conversation: Conversation) -> str | None:
-        """The first reason to leave the conversation out, if any."""
+        """Return the first reason to leave the conversation out, if there is any."""
         recipe = self._recipe
         user_turns = sum(turn.role == "user" for turn in conversation.turns)
         # An answer that the target is yet to write has no length.

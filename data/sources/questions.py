@@ -208,7 +208,7 @@ class Contamination:
         self._first_turns.pop((), None)
 
     def find(self, conversation: Conversation) -> Match | None:
-        """The first match, if any."""
+        """Return the first question that the conversation repeats, if there is any."""
         if not self._first_turns:
             return None
         for turn in conversation.turns:

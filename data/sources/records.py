@@ -81,7 +81,7 @@ def _has_json_suffix(name: str) -> bool:
 
 
 def _hub_records(recipe: SourceRecipe) -> Records:
-    """A dataset of the Hugging Face Hub, or one JSON file of it.
+    """Read a dataset of the Hugging Face Hub, or one JSON file of it.
 
     A JSON file is read by our own reader: `datasets` infers one schema for all rows, which mixed ShareGPT dumps break.
     """
@@ -110,7 +110,7 @@ def _hub_records(recipe: SourceRecipe) -> Records:
 
 
 def json_of(line: bytes) -> Any:
-    """The value of a line of JSON.
+    """Parse a line of JSON.
 
     Raises:
         UnusableJson: It is not UTF-8, no JSON, or more than any record is.

@@ -75,7 +75,7 @@ def commands() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """Every section of a recipe."""
+    """Describe every section of a recipe."""
     lines: list[str] = []
     for key, model in sections():
         lines += [f"## `{key}`\n" if key else "## The recipe itself\n", *_section(model)]
