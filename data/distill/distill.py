@@ -13,7 +13,7 @@ of the last moment at most (`LONGEST_WRITE_INTERVAL_S`).
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,12 +41,11 @@ PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
-NO_QUESTION = "no question"
 # What another try would end with again; all other failures are the engine's.
-FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN, NO_QUESTION)
-
+FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN)
 
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
+Rewriting = Generator[Request, Outcome | None, Finished]  # of one conversation: questions out, outcomes in
 
 
 @dataclass
@@ -85,30 +84,6 @@ class DistillReport:
             f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
         ]
         return "\n".join(lines)
-
-
-@dataclass
-class _Rewriting:
-    """A conversation on its way: the turns so far (answers regenerated) and the original turns still to come."""
-
-    id: str
-    waiting: deque[Turn]
-    turns: list[Turn] = field(default_factory=list)
-    answer_ids: list[list[int] | None] = field(default_factory=list)
-
-    def take_user_turns(self) -> bool:
-        """Move the turns up to the next answer over; False if there is no question left."""
-        asked = False
-        while self.waiting and self.waiting[0].role != "assistant":
-            self.turns.append(self.waiting.popleft())
-            asked = True
-        if self.waiting:
-            self.waiting.popleft()  # the source's own answer: the target writes its own
-        return asked
-
-    def take_answer(self, text: str, token_ids: list[int] | None) -> None:
-        self.turns.append(Turn("assistant", text))
-        self.answer_ids.append(token_ids)
 
 
 def distill(
@@ -201,7 +176,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
 
 
 class _Distillation:
-    """The state of one call: who is being rewritten, what is to be written down, and how answers are made."""
+    """One call: who is being asked, and what is to be written down."""
 
     def __init__(
         self,
@@ -215,7 +190,7 @@ class _Distillation:
     ) -> None:
         self.recipe, self.tokenizer, self.engine, self.ledger = recipe, tokenizer, engine, ledger
         self.conversations, self.report, self.bar = conversations, report, bar
-        self.in_flight: dict[str, _Rewriting] = {}
+        self.in_flight: dict[str, Rewriting] = {}
         self.held: deque[str] = deque()  # by another process, which may die before it has finished them
         self.next_write, self.began_s = 0.0, time.perf_counter()
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
@@ -231,7 +206,7 @@ class _Distillation:
                     self._begin(waiting)
                 if self.in_flight:
                     for key, outcome in self.engine.collect():
-                        self._take(self.in_flight[key], outcome)
+                        self._go_on(key, self.in_flight.pop(key), outcome)
                 elif self.held:
                     time.sleep(HELD_POLL_S)
                 if not waiting:
@@ -252,30 +227,72 @@ class _Distillation:
         self.report.already_done += settled_elsewhere
         self.bar.update(settled_elsewhere)
         for key, answers in claim.taken.items():
-            rewriting = _Rewriting(key, deque(self.conversations[key].turns))
-            for answer in answers:
-                rewriting.take_user_turns()
-                rewriting.take_answer(answer["text"], answer["token_ids"])
+            self._go_on(key, self._rewrite(self.conversations[key], answers), None)
+
+    def _go_on(self, key: str, rewriting: Rewriting, outcome: Outcome | None) -> None:
+        """Hand over the outcome of the last question, if there was one; submit the next, or settle the conversation."""
+        try:
+            request = rewriting.send(outcome)
+        except StopIteration as end:
+            self.finished.append(end.value)
+        else:
             self.in_flight[key] = rewriting
-            self._ask(rewriting)
+            self.engine.submit(request)
 
-    def _ask(self, rewriting: _Rewriting) -> None:
-        """Submit the next question to the engine, or end the conversation."""
-        if not rewriting.take_user_turns():
-            self._end(rewriting, None if rewriting.answer_ids else NO_QUESTION)
-            return
-        prompt_ids = self._prompt_of(rewriting)
-        if isinstance(prompt_ids, str):
-            self._end(rewriting, prompt_ids)
-            return
-        messages = Conversation(rewriting.id, tuple(rewriting.turns)).messages
-        seed = answer_seed(self.recipe.seed, rewriting.id, len(rewriting.answer_ids))
-        self.engine.submit(Request(rewriting.id, prompt_ids, messages, self.settings, seed))
+    def _rewrite(self, source: Conversation, answered: list[dict[str, Any]]) -> Rewriting:
+        """Ask each question in turn, with the rewritten history before it.
 
-    def _prompt_of(self, rewriting: _Rewriting) -> list[int] | str:
+        Args:
+            source: Its own answers are not looked at.
+            answered: The first answers, from an earlier call.
+        """
+        turns: list[Turn] = []
+        answer_ids: list[list[int] | None] = []
+        reason = None
+        for turn in source.turns:
+            if turn.role == "assistant":
+                continue
+            turns.append(turn)
+            if turn.role == "system":
+                continue
+            number = len(answer_ids)
+            if number < len(answered):
+                text, token_ids = answered[number]["text"], answered[number]["token_ids"]
+            else:
+                prompt_ids = self._prompt_of(turns)
+                if isinstance(prompt_ids, str):
+                    reason = prompt_ids
+                    break
+                messages = Conversation(source.id, tuple(turns)).messages
+                seed = answer_seed(self.recipe.seed, source.id, number)
+                outcome = yield Request(source.id, prompt_ids, messages, self.settings, seed)
+                assert outcome is not None
+                if isinstance(outcome, Failure):  # the answers so far stay in the ledger, for another try
+                    return Finished(source.id, FAILED, outcome.reason)
+                text, token_ids = self._text_of(outcome), outcome.token_ids
+                self.report.answers += 1
+                self.report.tokens_generated += len(token_ids or self.tokenizer(text, verbose=False)["input_ids"])
+                if outcome.finish_reason == "length":
+                    self.report.answers_cut_short += 1
+                    reason = CUT_SHORT
+                    # Its tokens are the target's own. A text alone would be tokenised with an end that nobody said.
+                    if not (self.recipe.data.distill.cut_answers == "keep" and token_ids and text.strip()):
+                        break
+                elif not text.strip():
+                    reason = EMPTY_ANSWER
+                    break
+                else:
+                    self.answers.append((source.id, number, {"text": text, "token_ids": token_ids}))
+            turns.append(Turn("assistant", text))
+            answer_ids.append(token_ids)
+            if reason is not None:
+                break
+        return self._settled(source, turns, answer_ids, reason)
+
+    def _prompt_of(self, turns: list[Turn]) -> list[int] | str:
         """Return the prompt's ids, or the reason why the target cannot be asked."""
         try:
-            prompt_ids = prompt_token_ids(self.tokenizer, rewriting.turns)
+            prompt_ids = prompt_token_ids(self.tokenizer, turns)
         except TemplateRefusal:
             if not self.recipe.data.conversations.skip_invalid:
                 raise
@@ -286,58 +303,31 @@ class _Distillation:
         # A longer sequence would be shortened again when the tokens are made.
         return PROMPT_TOO_LONG if len(prompt_ids) >= self.recipe.data.max_length_tokens else prompt_ids
 
-    def _take(self, rewriting: _Rewriting, outcome: Outcome) -> None:
-        """Take an answer, or what came in its place, and ask the next question."""
-        if isinstance(outcome, Failure):
-            self._end(rewriting, outcome.reason, FAILED)
-            return
-        text = self._text_of(outcome)
-        self.report.answers += 1
-        self.report.tokens_generated += len(outcome.token_ids or self.tokenizer(text, verbose=False)["input_ids"])
-        if outcome.finish_reason == "length":
-            self.report.answers_cut_short += 1
-            # Its tokens are the target's own. A text alone would be tokenised with an end that nobody said.
-            if self.recipe.data.distill.cut_answers == "keep" and outcome.token_ids and text.strip():
-                rewriting.take_answer(text, outcome.token_ids)
-            self._end(rewriting, CUT_SHORT)
-        elif not text.strip():
-            self._end(rewriting, EMPTY_ANSWER)
-        else:
-            rewriting.take_answer(text, outcome.token_ids)
-            answer = {"text": text, "token_ids": outcome.token_ids}
-            self.answers.append((rewriting.id, len(rewriting.answer_ids) - 1, answer))
-            self._ask(rewriting)
-
     def _text_of(self, completion: Completion) -> str:
         text = completion.text
         if text is None:
             ids = completion.token_ids or []
-            text = self.tokenizer.decode(
-                ids[:-1] if completion.finish_reason == "stop" else ids,
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
-            )
+            ids = ids[:-1] if completion.finish_reason == "stop" else ids
+            text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.removeprefix(self.answer_lead)
 
-    def _end(self, rewriting: _Rewriting, reason: str | None, state: str = SHORTENED) -> None:
-        """Settle a conversation, which ends with its last answer. If `FAILED`, its answers stay for another try."""
-        del self.in_flight[rewriting.id]
-        if state == FAILED or not rewriting.answer_ids:
-            self.finished.append(Finished(rewriting.id, FAILED, reason))
-            return
-        while rewriting.turns[-1].role != "assistant":
-            rewriting.turns.pop()
-        conversation, answer_ids = Conversation(rewriting.id, tuple(rewriting.turns)), rewriting.answer_ids
+    def _settled(
+        self, source: Conversation, turns: list[Turn], answer_ids: list[list[int] | None], reason: str | None
+    ) -> Finished:
+        """Say what became of the conversation, which ends with its last answer. `reason`: it has not all of them."""
+        if not answer_ids:
+            return Finished(source.id, FAILED, reason)
+        while turns[-1].role != "assistant":
+            turns.pop()
+        conversation = Conversation(source.id, tuple(turns))
         # Can it be trained on? One answer can, after the very prompt that asked for it; earlier ones may be rewritten.
         if len(answer_ids) > 1 or None in answer_ids:
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
             except TemplateProblem:  # an answer with two </think>, for instance
-                self.finished.append(Finished(rewriting.id, FAILED, REWRITTEN))
-                return
-        source = self.conversations[rewriting.id].source
-        record = {"source": source, "messages": conversation.messages, "answer_ids": answer_ids}
-        self.finished.append(Finished(rewriting.id, DONE if reason is None else state, reason, record))
+                return Finished(source.id, FAILED, REWRITTEN)
+        record = {"source": source.source, "messages": conversation.messages, "answer_ids": answer_ids}
+        return Finished(source.id, DONE if reason is None else SHORTENED, reason, record)
 
     def _write(self) -> None:
         """Write all that is new to the ledger."""
