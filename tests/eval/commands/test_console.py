@@ -32,9 +32,8 @@ def table() -> Table:
     return shown
 
 
-@pytest.mark.parametrize("soft_wrap", [True, False])
-def test_a_table_in_a_file_is_as_wide_as_it_needs(soft_wrap: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    PlainConsole(soft_wrap).print(table())
+def test_a_table_in_a_file_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    PlainConsole().print(table())
     lines = capsys.readouterr().out.splitlines()
     places = [0, len(NAME) + 2, len(NAME) + 2 + len("3.21") + 2]  # a space on both sides of each column
     rows = (("method", "tau", "definition"), (NAME, "3.21", "x" * 300), ("short", "3.2", "of a few words"))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.console import heading
-from draftsmith.eval.commands.options import moved_to_front, output_to, tell
+from draftsmith.eval.commands.options import moved_to_front
 from draftsmith.recipes.schema import Recipe
 
 RUNNER = CliRunner()
@@ -87,17 +87,6 @@ def test_what_other_processes_write_is_no_json() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == '{\n  "a": null\n}\nafterwards\n'
     assert sorted(result.stderr.split()) == ["child", "library", "print"]
-
-
-def test_what_was_found_before_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    def two_trials() -> None:
-        with output_to("-", quiet=True):
-            tell({"trials": 2})
-            raise SystemExit(2)
-
-    with pytest.raises(SystemExit):
-        two_trials()
-    assert json.loads(capsys.readouterr().out) == {"trials": 2}
 
 
 # What a command finds of a finished run of eight conversations and two steps; push looks up no network.

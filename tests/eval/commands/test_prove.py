@@ -22,9 +22,9 @@ from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.report.report import proof_sentence
+from draftsmith.eval.trees import verify
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Verdict
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -63,27 +63,19 @@ def distribution_proof(temperature: float = 1.0, answers: int = 60, tokens: int 
     return _test(target, measured, drawn)
 
 
-def test_lossless_sampling_passes() -> None:
+def test_lossless_sampling_passes_and_what_is_not_lossless_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier that accepts twice as readily is hardly visible in the text, and found; so are greedy answers."""
     proof = distribution_proof()
     assert (proof.tokens, proof.impossible) == (1200, 0)
     assert proof.p_value > 0.01
     assert proof.holds(1e-3)
+    original = verify.RandomChooser.accept
+    with monkeypatch.context() as patch:
+        patch.setattr(verify.RandomChooser, "accept", lambda self, p: original(self, min(1.0, 2.0 * p)))
+        assert distribution_proof().p_value < 1e-4
 
-
-def test_lenient_verification_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verifier that accepts twice as readily: hardly visible in the text, and found."""
-    from draftsmith.eval.trees import verify as module
-
-    original = module.RandomChooser.accept
-    monkeypatch.setattr(
-        module.RandomChooser, "accept", lambda self, probability: original(self, min(1.0, 2.0 * probability))
-    )
-    assert distribution_proof().p_value < 1e-4
-
-
-def test_greedy_answers_to_a_sampled_question_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> Verdict:
-        return Verdict([0], int(logits[0].argmax()))
+    def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> verify.Verdict:
+        return verify.Verdict([0], int(logits[0].argmax()))
 
     monkeypatch.setattr("draftsmith.eval.decoding.loop.verify", greedy)
     assert distribution_proof().p_value < 1e-6

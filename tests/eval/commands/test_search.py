@@ -65,11 +65,7 @@ def test_a_whole_search_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypa
     assert result.exit_code == 0, result.output
     assert [report.was_finished for report in trained] == [False, True, False, False]
     (found,) = json.loads((tmp_path / "found.json").read_text())
-    assert (found["recipe"], found["kind"], found["budget"]) == (
-        "mine",
-        "parallel",
-        {"trials": 3, "steps": 4, "rows": 32},
-    )
+    assert (found["recipe"], found["budget"]) == ("mine", {"trials": 3, "steps": 4, "rows": 32})
     trials = found["trials"]
     assert [trial["number"] for trial in trials] == [0, 1, 2]
     for trial in trials:
@@ -89,30 +85,24 @@ def test_a_whole_search_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypa
     assert (tmp_path / "found.json").read_text() == json.dumps([found], indent=2) + "\n"
 
 
-def test_trials_read_the_features_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_share_conversations_and_trials_the_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "run_distill", lambda recipe: None)
-    data = {"eval_rows_frac": 0.4, "features": {"source": "offline"}}
-    recipe = tiny_run(tmp_path, "mine", data=data, eval={"methods": [{"name": "chain"}]})
-    write_features(recipe, project_features(recipe), progress=False)
-    search = search_module.search_recipe(recipe, search_module.SearchBudget(trials=2, steps=2, rows=4))
-    assert len(search.trials) == 2
-    trial = tmp_path / "runs" / "mine-trial-1-of-2-steps"
-    assert (trial / "features").resolve() == (tmp_path / "runs" / "mine" / "features").resolve()
-
-
-def test_conversations_are_distilled_once_for_all_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "run_distill", lambda recipe: None)
-    chain = {"data": {"eval_rows_frac": 0.4}, "eval": {"methods": [{"name": "chain"}]}}
+    chain = {
+        "data": {"eval_rows_frac": 0.4, "features": {"source": "offline"}},
+        "eval": {"methods": [{"name": "chain"}]},
+    }
     first = tiny_run(tmp_path, "first", **chain)
-    second = recipe_in(tmp_path, "second", drafter={"kind": "medusa", "options": {"num_heads": 2}}, **chain)
+    write_features(first, project_features(first), progress=False)
+    online = {**chain, "data": {"eval_rows_frac": 0.4}}
+    second = recipe_in(tmp_path, "second", drafter={"kind": "medusa", "options": {"num_heads": 2}}, **online)
     command = ["search", recipe_file(first), recipe_file(second), "--trials", "1", "--steps", "2"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "found.json")])
     assert result.exit_code == 0, result.output
     assert [found["kind"] for found in json.loads((tmp_path / "found.json").read_text())] == ["parallel", "medusa"]
-    tokens = [
-        tmp_path / "runs" / name / "data" / "tokens" / "data-00000-of-00001.arrow" for name in ("first", "second")
-    ]
-    assert tokens[0].read_bytes() == tokens[1].read_bytes()
+    tokens = Path("data", "tokens", "data-00000-of-00001.arrow")
+    runs = tmp_path / "runs"
+    assert (runs / "first" / tokens).read_bytes() == (runs / "second" / tokens).read_bytes()
+    assert (runs / "first-trial-0-of-2-steps" / "features").samefile(runs / "first" / "features")
 
 
 def test_what_cannot_be_searched() -> None:

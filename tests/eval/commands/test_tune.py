@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greedy_reference
+from support.half_right import HalfRightDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.artifacts.drafter import describe, resolve_tuned, shape_of, write_tuned
@@ -19,7 +19,6 @@ from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.round_costs import on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
@@ -61,13 +60,7 @@ def test_the_best_candidate_depends_on_the_clock() -> None:
     assert looking[0].tau == 1 + 6 / 2
 
 
-def test_between_measured_sizes() -> None:
-    curve = ((1, 1.0), (3, 2.0), (7, 6.0))
-    assert [on_curve(curve, nodes) for nodes in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 4.0, 6.0, 6.0]
-
-
-@pytest.mark.parametrize("decoder_of", [HalfRightDecoder, HalfRightStepwiseDecoder])
-def test_the_trace_promises_what_trees_keep(decoder_of: Any) -> None:
+def test_the_trace_promises_what_trees_keep() -> None:
     """The same tree that was traced: exactly its tau. A smaller one and a chain: nearly (rounds start elsewhere)."""
     target = tiny_target(max_position_embeddings=512).double()
     prompt, new_tokens = [5, 6, 7], 400
@@ -75,7 +68,7 @@ def test_the_trace_promises_what_trees_keep(decoder_of: Any) -> None:
     greedy = Sampling()
 
     def run(method: MethodRecipe) -> tuple[list[list[int]], float]:
-        decoder = decoder_of(wanted, VOCABULARY)
+        decoder = HalfRightDecoder(wanted, VOCABULARY)
         drafting = DrafterMethod("x", decoder, tree_builder(method, decoder), greedy)
         rounds: list[Round] = []
         with TargetSession(target, 420) as session:
