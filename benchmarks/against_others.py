@@ -37,7 +37,7 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, compiles, load_models, measured_methods
+from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
@@ -255,11 +255,11 @@ def get_ready(session: TargetSession, methods: list[MeasuredMethod], asked: Aske
     for measured in methods:  # what is compiled gives the layers of all of them
         session.read_layers(measured.feature_layers)
     give_costs(session, methods, asked.prompts[0])
-    if isinstance(session, CompiledSession) and session.pads:
+    if isinstance(session, CompiledSession):
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)
-            with session.learning():
-                generate(session, measured.method, asked.prompts[0], GREEDY, asked.tokens, asked.end_ids)
+            generate(session, measured.method, asked.prompts[0], GREEDY, asked.tokens, asked.end_ids)
+        session.keep_sizes()
 
 
 @exit_with_one_sentence()
@@ -297,7 +297,7 @@ def main() -> None:
     program, files = programs_and_files(recipe.target, target.device, arguments.llama_server)
     threads = torch.get_num_threads()
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(target, asked.longest_tokens, compiles(ours)))
+        session = stack.enter_context(open_session(target, asked.longest_tokens, ours.eval.compile))
         get_ready(session, methods, asked)
         sides = transformers_sides(theirs, asked, draft, arguments.gamma)
         for dtype, file in files.items():

@@ -17,7 +17,7 @@ from parts.timing import Work, benchmark_parser, in_turns, seconds, write_figure
 
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import bushy
-from draftsmith.eval.decoding.compiled_session import DynamicSession
+from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.target.loading import load_target
@@ -78,7 +78,7 @@ def main() -> None:
     target, _ = load_target(recipe.target)
     pack_linears(target)
     length = arguments.context + 2 * max(rows)
-    compiled = DynamicSession(target, length)
+    compiled = CompiledSession(target, length)
     compiled.prefill([1] * arguments.context)
     first_call_s = seconds(lambda: compiled.forward_tree(DraftTree([1], bushy(1))), CPU)
     sessions = {"torch": TargetSession(plain, length), "kernels": TargetSession(target, length), "compiled": compiled}

@@ -21,13 +21,17 @@ MOST_SHAPES = 64  # of one function, in one process
 SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for it
 
 
-def can_compile() -> bool:
-    """Whether there is a compiler of C++, which inductor and Triton ask for, and `$DRAFTSMITH_COMPILE` is not 0."""
-    return os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
+def compiles_by_default(device: torch.device) -> bool:
+    """Whether decoding on this device is compiled if a recipe says nothing: a step's small operations take longer to
+    call than to compute.
+
+    It takes a compiler of C++, which inductor and Triton ask for; and `$DRAFTSMITH_COMPILE` is not 0.
+    """
+    return device.type in ("cpu", "cuda") and os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy. What was compiled lies with the code: without guards another closure of the same code would run it."""
+    """Copy a function. What is compiled is stored with the code: without guards another closure of it would run it."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
@@ -42,7 +46,7 @@ def compiled(
 ) -> Callable[..., Any]:
     """The function, compiled; `what` names it to the user.
 
-    On CUDA its results lie in memory that the next call of any compiled function may reuse: copy what is kept longer.
+    On CUDA its results are in memory that the next call of any compiled function may reuse: copy what is kept longer.
 
     Args:
         dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least: one graph serves all

@@ -20,10 +20,9 @@ from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.base.registry import drafter_kinds
@@ -51,7 +50,7 @@ def trees(suite: Suite, compiles: bool = False) -> None:
 
     def figures(nodes: int) -> dict[str, Any]:
         """base_s: of the single token; weight_bytes_per_s: of the target's weights, read once."""
-        tree, single = (partial(forward, session, tree_of(number, device)) for number in (nodes, 1))
+        tree, single = (partial(session.forward_tree, random_tree(number)) for number in (nodes, 1))
         single()  # compiled, if at all, before the other
         first_s = seconds(tree, device)
         compared = compare(tree, single, device, shape.repeats)
@@ -60,10 +59,6 @@ def trees(suite: Suite, compiles: bool = False) -> None:
 
     with open_session(target, shape.session_tokens, compiles) as session, torch.inference_mode():
         session.prefill(random_prompt(shape))
-        if isinstance(session, CompiledSession):
-            for nodes in shape.tree_nodes:
-                with session.learning():
-                    forward(session, tree_of(nodes, device))
         for nodes in shape.tree_nodes:
             suite.measure(f"{nodes}_nodes", figures, nodes)
 
@@ -76,17 +71,6 @@ def open_session(target: Any, length_tokens: int, compiles: bool) -> TargetSessi
     if compiles:
         return CompiledSession(target, length_tokens, backend=BACKENDS[target.device.type])
     return TargetSession(target, length_tokens)
-
-
-def forward(session: TargetSession, tree: DraftTree | DeviceTree) -> TargetStep:
-    """Run a tree as the loop does: one on the device as such."""
-    return session.forward_device_tree(tree) if isinstance(tree, DeviceTree) else session.forward_tree(tree)
-
-
-def tree_of(nodes: int, device: torch.device) -> DraftTree | DeviceTree:
-    """Make a tree, on a GPU if there is one."""
-    tree = random_tree(nodes)
-    return DeviceTree.of(tree, device) if device.type == "cuda" else tree
 
 
 def drafts(suite: Suite) -> None:
@@ -118,10 +102,10 @@ def figures_of_kind(shape: Shape, target: PreTrainedModel, kind: str, compiles: 
         depth = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else drafter.config.num_depths
         shapes = [(tree, temperature) for temperature in (0.0, 1.0) for tree in ("chain", "tree")]
         methods = {each: drafting(shape, decoder, *each, min(depth, DEEPEST), target.device) for each in shapes}
-        if isinstance(session, CompiledSession):  # all sizes before any is compiled
+        if isinstance(session, CompiledSession):  # all sizes before any is timed
             for (_, temperature), method in methods.items():
-                with session.learning():
-                    answer(shape, session, method, temperature, shape.answer)
+                answer(shape, session, method, temperature, shape.answer)
+            session.keep_sizes()
         for (tree, temperature), method in methods.items():
             found[f"{tree}@{temperature:g}"] = figures_of_method(shape, session, method, temperature)
     return found
@@ -205,12 +189,11 @@ def alone(shape: Shape, session: TargetSession, method: DrafterMethod) -> tuple[
     prompt, device = random_prompt(shape), session.device
     features = session.prefill(prompt).features
     method.start(prompt, features)
-    propose = method.propose_on_device if device.type == "cuda" else method.propose
-    trees: list[DraftTree | DeviceTree] = []
+    trees: list[DraftTree] = []
     times_s: list[tuple[float, float]] = []
     for _ in range(shape.repeats):
         method.observe(prompt[-OBSERVED_TOKENS:], features[-OBSERVED_TOKENS:])
-        draft_s = seconds(lambda: trees.append(propose()), device)
-        times_s.append((draft_s, seconds(partial(forward, session, trees[-1]), device)))
+        draft_s = seconds(lambda: trees.append(method.propose()), device)
+        times_s.append((draft_s, seconds(partial(session.forward_tree, trees[-1]), device)))
     drafts_s, forwards_s = zip(*times_s, strict=True)
     return median(drafts_s), median(forwards_s)

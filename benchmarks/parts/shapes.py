@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.eval.trees.candidates import StaticPaths
+from draftsmith.eval.trees.builders import StaticPaths
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class

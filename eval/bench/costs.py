@@ -1,4 +1,4 @@
-"""What a round costs on this machine, measured before anything is timed: `round_costs.py`'s figures.
+"""What a round costs on this machine, measured before anything is timed: `adaptive.RoundCosts`.
 
 A draft's cost is that of its forwards; verification's is that of the target's forward, by its number of nodes.
 """
@@ -15,8 +15,7 @@ from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.round_costs import Curve, RoundCosts, never_falling
+from draftsmith.eval.trees.adaptive import AdaptiveTree, Curve, RoundCosts, never_falling
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.decoding.protocols import SequenceDecoder, StepwiseDecoder

@@ -16,7 +16,7 @@ from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.compiling import can_compile
+from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, target_device
@@ -61,13 +61,9 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether decoding is compiled: as the recipe says, or else where a C++ compiler is.
-
-    A step's small operations take longer to call than to compute.
-    """
-    if recipe.eval.compile is not None:
-        return recipe.eval.compile
-    return target_device(recipe.target).type in ("cpu", "cuda") and can_compile()
+    """Whether decoding is compiled: as the recipe says, or else where a C++ compiler is."""
+    asked = recipe.eval.compile
+    return compiles_by_default(target_device(recipe.target)) if asked is None else asked
 
 
 def compile_decoder(recipe: Recipe, decoder: SequenceDecoder) -> SequenceDecoder:

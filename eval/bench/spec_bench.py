@@ -23,10 +23,9 @@ from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
-from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.answer import AnswerRecord, StopStrings
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import Round, generate
-from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar
@@ -46,9 +45,8 @@ class SpecBench:
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
-        stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings`.
-        compiles: Run the target through `torch.compile`, for all methods.
-        must_compile: Whether a target on a CPU that cannot be compiled is an error.
+        stop: Strings that end an answer; see `draftsmith.eval.decoding.answer.StopStrings`.
+        compiles: Run the target through `torch.compile`, for all methods; None: if it can be, see `open_session`.
     """
 
     def __init__(
@@ -59,8 +57,7 @@ class SpecBench:
         max_new_tokens: int,
         seed: int = 0,
         stop: Sequence[str] = (),
-        compiles: bool = False,
-        must_compile: bool = False,
+        compiles: bool | None = False,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self._max_new_tokens, self._seed = max_new_tokens, seed
@@ -83,7 +80,7 @@ class SpecBench:
                 "use shorter questions in eval.questions"
             )
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
-        self.session = open_session(target, length, compiles, must_compile)
+        self.session = open_session(target, length, compiles)
 
     def run(self, methods: list[MeasuredMethod], log: RecordLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that the log does not hold yet.
@@ -103,23 +100,18 @@ class SpecBench:
         for measured in methods:  # what is compiled gives the layers of all of them
             self.session.read_layers(measured.feature_layers)
         give_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
+        # Compiling itself must not be measured.
+        compiled = isinstance(self.session, CompiledSession)
+        for question in self.questions[: max(warmup_questions, int(compiled))]:
+            for measured in methods:
+                self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
         if isinstance(self.session, CompiledSession):
-            warmup_questions = max(warmup_questions, 1)  # compiling itself must not be measured
-            if self.session.pads:  # what is compiled depends on the methods' largest trees
-                for measured in methods:
-                    with self.session.learning():
-                        self._warm_up([measured], warmup_questions)
-        self._warm_up(methods, warmup_questions)
+            self.session.keep_sizes()
         total = runs * len(self.questions)
         with progress_bar(total, "measure", "question", initial=total - len(wanted)) as progress:
             for run, index, question in wanted:
                 log.append(self._record(methods, run, index, question))
                 progress.update()
-
-    def _warm_up(self, methods: list[MeasuredMethod], questions: int) -> None:
-        for question in self.questions[:questions]:
-            for measured in methods:
-                self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
 
     def _record(self, methods: list[MeasuredMethod], run: int, index: int, question: Question) -> QuestionRecord:
         """All methods on one question. Which goes first rotates, so that none always finds the caches warm."""

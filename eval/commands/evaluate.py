@@ -33,7 +33,6 @@ from draftsmith.eval.artifacts.measurement import (
 from draftsmith.eval.artifacts.proof import recorded_proof
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
-    compiles,
     drafter_folders,
     load_models,
     measured_methods,
@@ -92,8 +91,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         choices.max_new_tokens,
         recipe.seed,
         choices.stop,
-        compiles(recipe),
-        must_compile=bool(choices.compile),
+        choices.compile,
     )
     try:
         methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)

@@ -29,7 +29,7 @@ from draftsmith.eval.artifacts.measurement import drafter_weights
 from draftsmith.eval.artifacts.proof import BINS, PROOF, DistributionProof, GreedyProof, Proof
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, compiles, load_models, measured_methods
+from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import generate
@@ -79,7 +79,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     distribution: list[DistributionProof] = []
     reference: dict[int | str, list[int]] = {}
     with (
-        open_session(target, length, compiles(recipe)) as session,
+        open_session(target, length, recipe.eval.compile) as session,
         progress_bar(len(methods), "prove", "method") as progress,
     ):
         give_costs(session, methods, asked[0][1])

@@ -30,13 +30,13 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.eval.artifacts.drafter import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
-from draftsmith.eval.bench.measured_methods import compile_decoder, compiles, drafter_folder, load_models
+from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import drafter_method
-from draftsmith.eval.trees.round_costs import Curve, on_curve
+from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.published import is_published
 from draftsmith.models.decoding.protocols import SequenceDecoder
@@ -196,7 +196,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     length = max(map(len, prompts)) + new_tokens
     decoder = compile_decoder(recipe, drafter.decoder(length))
     # What was loaded, not in inference mode: packed layers ask which version their weights are.
-    with torch.inference_mode(), open_session(target, length, compiles(recipe)) as session:
+    with torch.inference_mode(), open_session(target, length, recipe.eval.compile) as session:
         session.read_layers(drafter.feature_layers)
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})

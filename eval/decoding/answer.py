@@ -1,10 +1,30 @@
-"""One answer and what it took: filled by the loops, kept by the bench, read by the report."""
+"""One answer while it is decoded, and what is kept of it: the record that the bench stores and the report reads.
+
+Tokens after an end token, after the one that completes a stop string, or beyond the limit are cut and count nowhere.
+
+Shapes: N tree nodes, F features, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
+from draftsmith.eval.decoding.session import TargetStep
+from draftsmith.eval.trees.sampling import Sampling, first_token
+from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.trees.verify import Verdict
+from draftsmith.models.decoding.protocols import ALL_TOKENS
+from draftsmith.models.device_tensors import to_device
 
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
+UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are missing
 
 
 @dataclass(slots=True)
@@ -24,9 +44,7 @@ class AnswerRecord:
     round_s: seconds of each round, of which the four phases below are the parts.
     phases_s: the four phases of each of the first rounds, for a picture of them.
     first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
-    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree, its device waited for;
-        choosing the path, which waits for the device itself; keeping it. What the commit leaves to a GPU is done
-        while the next draft is, and counts there.
+    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the path; keeping it.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -65,3 +83,143 @@ class AnswerRecord:
         if len(self.phases_s) < TIMELINE_ROUNDS:
             self.phases_s.append([round(seconds, 7) for seconds in phases])
         self.round_s.append(done - started)
+
+
+class OpenAnswer:
+    """An answer that is being decoded: what the loops for one and for several sequences do with each of them.
+
+    Args:
+        generator: Of the answer's first token; the method has its own.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        generator: torch.Generator | None,
+        sampling: Sampling,
+        max_new_tokens: int,
+        end_ids: Collection[int],
+        stop: StopStrings | None,
+    ) -> None:
+        self.method, self.generator, self.sampling = method, generator, sampling
+        self.record = AnswerRecord()
+        self.ended = False
+        self._reader = method if isinstance(method, ReadsLogits) else None
+        self._columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
+        if self._columns.reduced:
+            self.record.outside_tokens, self.record.ended_outside = 0, []
+        self._max_new_tokens, self._end_ids = max_new_tokens, end_ids
+        self._matcher = None if stop is None else stop.matcher()
+
+    def begin(self, prefill: Callable[[list[int]], TargetStep], prompt_ids: list[int]) -> None:
+        """Read the prompt; its first token comes from the target alone."""
+        self.began_s = time.perf_counter()
+        step = prefill(prompt_ids)
+        first = first_token(step.logits[-1], self.sampling, self.generator)
+        self.record.first_token_s = time.perf_counter() - self.began_s
+        self.method.start(prompt_ids, step.features)
+        self.method.observe([first], step.features[-1:])
+        self.record.prefill_s = time.perf_counter() - self.began_s
+        self._keep([first])
+
+    def propose(self) -> DraftTree:
+        """What is deeper than the tokens that are still wanted could not be kept."""
+        return self.method.propose().cut_to_depth(self._max_new_tokens - len(self.record.ids) - 1)
+
+    def show_logits(self, tree: DraftTree, logits: Tensor) -> None:
+        """logits: [N, V]."""
+        if self._reader is not None:
+            self._reader.read_logits(tree, logits)
+
+    def commit(self, tree: DraftTree, verdict: Verdict, features: Tensor) -> int:
+        """Write down what a round has committed, and tell the method; how many tokens belong to the answer.
+
+        Args:
+            features: [N, F] at the tree's nodes, or more.
+        """
+        record, path = self.record, verdict.path
+        committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
+        kept = self._keep(committed)
+        record.accept_lengths.append(kept)
+        record.draft_lengths.append(min(kept, len(path) - 1))
+        record.draft_depths.append(tree.shape.draft_depth)
+        rejected = kept == len(path) and bool(tree.children(path[-1]))
+        record.tried += record.draft_lengths[-1] + rejected
+        if kept == len(path) and verdict.next_token not in self._columns:
+            # The round's last token could not have been drafted.
+            record.outside_tokens = (record.outside_tokens or 0) + 1
+            if rejected:
+                record.ended_outside = [*(record.ended_outside or []), record.rounds - 1]
+        if not self.ended:
+            in_order = path[-1] == len(path) - 1
+            features = features[: len(path)] if in_order else features[to_device(path, features.device)]
+            self.method.observe(committed, features)
+        return kept
+
+    def _keep(self, committed: list[int]) -> int:
+        """Add to the answer what belongs to it: how many tokens."""
+        record, matcher = self.record, self._matcher
+        before = len(record.ids)
+        for token in committed:
+            record.ids.append(token)
+            ends = token in self._end_ids or (matcher is not None and matcher.completes(token))
+            self.ended = ends or len(record.ids) >= self._max_new_tokens
+            if self.ended:
+                break
+        record.text = None if matcher is None else matcher.text_before
+        return len(record.ids) - before
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end an answer at the token with which one of them becomes complete, its text just before it.
+
+    As in transformers, vLLM and OpenAI's API. The text is decoded as it grows, without special tokens: a token may hold
+    a piece of a character, a piece of a stop string, or more than one. What is found depends on the tokens alone, one
+    after the other, so that every method cuts where the autoregressive loop does.
+
+    Args:
+        strings: Each non-empty.
+        tokenizer: The target's; only `decode` is used.
+    """
+
+    strings: tuple[str, ...]
+    tokenizer: Any
+
+    def matcher(self) -> StopMatcher:
+        """For one answer, from its first token."""
+        return StopMatcher(self)
+
+
+class StopMatcher:
+    """Reads one answer token by token.
+
+    Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,
+    since what a tokenizer makes of a token may depend on the one before it (a leading space).
+    """
+
+    def __init__(self, stop: StopStrings) -> None:
+        self._stop = stop
+        self._text = ""  # complete characters
+        self._context: list[int] = []  # the tokens of the last complete piece
+        self._pending: list[int] = []  # those after it
+        self.text_before: str | None = None
+
+    def completes(self, token: int) -> bool:
+        """Whether a stop string is complete with this token; then `text_before` is the answer's text before it."""
+        self._pending.append(token)
+        known = self._decode(self._context)
+        new = self._decode([*self._context, *self._pending])[len(known) :]
+        settled = not new.endswith(UNFINISHED)
+        text = self._text + new.rstrip(UNFINISHED)
+        found = [text.find(string, max(0, len(self._text) - len(string) + 1)) for string in self._stop.strings]
+        places = [place for place in found if place >= 0]
+        if places:
+            self.text_before = text[: min(places)]
+            return True
+        if new and settled:
+            self._text, self._context, self._pending = text, self._pending, []
+        return False
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._stop.tokenizer.decode(ids, skip_special_tokens=True) if ids else ""

@@ -10,9 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.tree import DraftTree, root_only
-from draftsmith.models.decoding.token_columns import TokenColumns
+from draftsmith.models.decoding.protocols import TokenColumns
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -23,7 +22,7 @@ class Method(Protocol):
     start: a new sequence; features [P, F] are the target's *at* the prompt's tokens.
     propose: the tree under the newest committed token.
     observe: tokens were committed; features [n, F] are the target's that *predicted* them, at the token before each.
-    sequential: whether it drafts token after token, a model's forward each (Leviathan's gamma c), or at once (c).
+    sequential: whether it drafts token after token, a model's forward each (Leviathan's gamma c), or in one (c).
     """
 
     name: str
@@ -60,17 +59,6 @@ class DraftsColumns(Protocol):
     """A method that says which tokens it can draft. Of one that does not, nothing is counted."""
 
     columns: TokenColumns
-
-
-@runtime_checkable
-class DraftsOnDevice(Protocol):
-    """A method that can leave its trees on the device, and take committed tokens from there."""
-
-    def propose_on_device(self) -> DraftTree | DeviceTree:
-        """As `propose`."""
-
-    def observe_on_device(self, committed_ids: list[int], ids: Tensor, features: Tensor) -> None:
-        """As `observe`; ids [n]: the same on the device."""
 
 
 @runtime_checkable

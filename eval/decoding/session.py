@@ -16,10 +16,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from draftsmith.eval.trees.device_tree import DeviceTree
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.attention_masks import aligned, open_mask
-from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
+from draftsmith.eval.trees.tree import DraftTree, TreeShape, root_only
+from draftsmith.models.decoding.cached import LONGEST_TREE_NODES
+from draftsmith.models.device_tensors import aligned, open_mask, to_device
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.tree_cache import TreeCache
@@ -27,6 +26,7 @@ from draftsmith.recipes.errors import UserError
 
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
 MOST_SHAPES = 4096  # whose masks are remembered
+MASK_NODES = 64  # of the mask's buffer, which grows for larger trees
 
 _probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -144,9 +144,9 @@ class TargetSession(Session):
         capacity = aligned(max_length_tokens + 1 + LONGEST_TREE_NODES)
         self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, capacity)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
-        # The additive mask [1, 1, N, S]: zero where a node may look. Committed columns are zero for every node.
-        self._mask = open_mask(1, 1, 1, self._cache.capacity_tokens, dtype=target.dtype, device=self.device)
-        self._mask_dirty = (0, 0)
+        # The additive mask [1, 1, N, S], zero where a node may look: at everything committed, and in its tree.
+        self._closed = torch.finfo(target.dtype).min
+        self._mask = self._closed_mask(MASK_NODES)
         self._bias_of: dict[TreeShape, Tensor] = {}
         if target not in _probed:
             self._probe()
@@ -168,86 +168,59 @@ class TargetSession(Session):
         """Forget the last sequence and read a prompt."""
         self.check_room(prompt_ids)
         self._cache.reset()
-        # Nothing is masked in the new sequence's columns yet.
-        self._mask.zero_()
-        self._mask_dirty = (0, 0)
+        self._mask.fill_(self._closed)
+        self._mask_columns = (0, 0)
         prompt_length = len(prompt_ids)
-        step = self._forward(prompt_ids, self._positions[:, :prompt_length], None, **self._prefill_options)
+        ids = to_device([prompt_ids], self.device)
+        step = self._run(ids, self._positions[:, :prompt_length], None, **self._prefill_options)
         self._cache.committed = prompt_length
-        return TargetStep(step.logits[-1:], step.features)
+        return TargetStep(step.logits[0, -1:], step.features[0])
 
     @torch.inference_mode()
     def forward_tree(self, tree: DraftTree) -> TargetStep:
-        """Run all nodes at once. Nothing is kept until `commit`."""
-        start, nodes = self._cache.committed, self._fitting(len(tree))
-        if nodes == 1:
-            # One token looks at the whole cache: without a mask the fastest attention kernels apply.
-            return self._forward(tree.tokens, self._positions[:, start : start + 1], None)
-        if tree.shape.is_chain:
-            positions = self._positions[:, start : start + nodes]
-        else:
-            positions = (tree.shape.depths_tensor.to(self.device) + start)[None]
-        return self._forward(tree.tokens, positions, self._tree_mask(tree.shape, start))
-
-    @torch.inference_mode()
-    def forward_device_tree(self, tree: DeviceTree) -> TargetStep:
-        """The same for a tree on the device, whose tokens nobody has read."""
-        start, nodes = self._cache.committed, self._fitting(len(tree))
-        ids = tree.tokens.clamp_min(0)[None]
-        if nodes == 1:
-            return self._forward(ids, self._positions[:, start : start + 1], None)
-        bias = self._device_bias(tree)
-        return self._forward(ids, (tree.depths + start)[None], self._opened_mask(bias, start))
-
-    @torch.inference_mode()
-    def commit(self, path: list[int], path_on_device: Tensor | None = None) -> None:
-        """Keep the accepted nodes (root first) of the last `forward_tree`."""
-        self._cache.keep(path, path_on_device)
-
-    def _fitting(self, nodes: int) -> int:
-        if self._cache.committed + nodes > self._cache.capacity_tokens:
-            raise UserError(f"a draft tree of {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}")
-        return nodes
-
-    def _forward(
-        self, token_ids: list[int] | Tensor, positions: Tensor, mask: Tensor | None, **options: Any
-    ) -> TargetStep:
-        """token_ids: [1, N] where they are on the device."""
-        ids = token_ids if isinstance(token_ids, Tensor) else torch.tensor([token_ids], device=self.device)
-        step = self._run(ids, positions, mask, **options)
+        """Run all nodes in one forward. Nothing is kept until `commit`."""
+        start, end = self._cache.committed, self._cache.committed + len(tree)
+        if end > self._cache.capacity_tokens:
+            raise UserError(f"a draft tree of {len(tree)} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        columns = self._columns_of(end)
+        ids, positions = to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)
+        # One token looks at the whole cache: without a mask the fastest attention kernels apply.
+        mask = None if len(tree) == 1 and columns == end else self._tree_mask(tree.shape, columns)
+        step = self._run(ids[None], positions[None], mask)
         return TargetStep(step.logits[0], step.features[0])
 
-    def _tree_mask(self, shape: TreeShape, start: int) -> Tensor:
-        """[1, 1, N, start + N] additive: a view of one buffer, of which only the tree's own columns are written."""
+    @torch.inference_mode()
+    def commit(self, path: list[int]) -> None:
+        """Keep the accepted nodes (root first) of the last `forward_tree`."""
+        self._cache.keep(path)
+
+    def _columns_of(self, end: int) -> int:
+        """How many columns of the cache are attended to, given where a tree ends."""
+        return end
+
+    def _tree_mask(self, shape: TreeShape, columns: int) -> Tensor:
+        """[1, 1, N, columns] additive: a view of one buffer, of which only what has changed is written."""
         bias = self._bias_of.get(shape)
         if bias is None:
-            bias = _bias(shape.attention_mask, self._mask.dtype).to(self.device)
             if len(self._bias_of) >= MOST_SHAPES:
                 self._bias_of.clear()
-            self._bias_of[shape] = bias
-        return self._opened_mask(bias, start)
-
-    def _device_bias(self, tree: DeviceTree) -> Tensor:
-        """[N, N] additive; a shape that recurs is remembered."""
-        if tree.shape is None or tree.shape not in self._bias_of:
-            bias = _bias(tree.seen, self._mask.dtype)
-            if tree.shape is None or tree.host is not None or len(self._bias_of) >= MOST_SHAPES:
-                return bias
-            self._bias_of[tree.shape] = bias
-        return self._bias_of[tree.shape]
-
-    def _opened_mask(self, bias: Tensor, start: int) -> Tensor:
-        """[1, 1, N, start + N]: the buffer with the tree's own columns as in [N, N]."""
-        nodes = len(bias)
+            seen = shape.attention_mask
+            bias = torch.zeros(seen.shape, dtype=self._mask.dtype).masked_fill_(~seen, self._closed)
+            bias = self._bias_of[shape] = to_device(bias, self.device)
+        start, nodes = self._cache.committed, len(shape)
         if nodes > self._mask.shape[2]:
-            self._mask = open_mask(1, 1, nodes, self._mask.shape[3], dtype=self._mask.dtype, device=self.device)
-            self._mask_dirty = (0, 0)
-        first, last = self._mask_dirty
-        if first < last:
-            self._mask[..., first:last] = 0
-        self._mask_dirty = (start, start + nodes)
+            self._mask = self._closed_mask(nodes)
+        first, last = self._mask_columns  # of the last tree, whose path has been committed since
+        self._mask[..., start:last] = self._closed
+        self._mask[..., first:start] = 0
         self._mask[0, 0, :nodes, start : start + nodes] = bias
-        return self._mask[:, :, :nodes, : start + nodes]
+        self._mask_columns = (start, start + nodes)
+        return self._mask[:, :, :nodes, :columns]
+
+    def _closed_mask(self, nodes: int) -> Tensor:
+        self._mask_columns = (0, 0)
+        shape = (1, 1, nodes, self._cache.capacity_tokens)
+        return open_mask(*shape, dtype=self._target.dtype, device=self.device).fill_(self._closed)
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -261,14 +234,13 @@ class TargetSession(Session):
             tree = DraftTree([root, elder, younger], TreeShape.of((-1, 0, 0)))
             seen = self.forward_tree(tree).logits[2]
             # What a target gives that does not see the mask: the younger at its place, looking at the elder.
-            self._cache.reset()
             self.prefill(prompt)
-            positions = torch.tensor([[2, 3, 3]], device=self.device)
-            wrong = self._forward(tree.tokens, positions, self._tree_mask(TreeShape.chain(2), 2)).logits[2]
+            ids, positions = torch.tensor([tree.tokens, [2, 3, 3]], device=self.device)
+            wrong = self._run(ids[None], positions[None], self._tree_mask(TreeShape.chain(2), 5)).logits[0, 2]
             self.prefill(prompt)
-            self.forward_tree(DraftTree([root], TreeShape.chain(0)))
+            self.forward_tree(root_only(root))
             self.commit([0])
-            right = self.forward_tree(DraftTree([younger], TreeShape.chain(0))).logits[0]
+            right = self.forward_tree(root_only(younger)).logits[0]
             self._cache.reset()
             # Another way to compute the same: in half precision kernels differ.
             ids = torch.tensor([[*prompt, root, younger]], device=self.device)
@@ -290,8 +262,3 @@ class TargetSession(Session):
                 f"target {name} ignores 4-D attention masks or position ids, which draft trees need; "
                 "use target.attn_implementation=sdpa or eager"
             )
-
-
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, N] additive, of booleans."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

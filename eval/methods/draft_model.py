@@ -21,10 +21,9 @@ from draftsmith.eval.decoding.session import cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.models.attention_masks import open_mask
-from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree, nodes_on
-from draftsmith.models.decoding.token_columns import ALL_TOKENS
-from draftsmith.models.decoding.transfers import to_device
+from draftsmith.models.decoding.cached import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.protocols import ALL_TOKENS
+from draftsmith.models.device_tensors import open_mask, to_device
 from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.packed_linear import pack_linears
@@ -35,7 +34,7 @@ from draftsmith.recipes.schema import Section
 
 
 class DraftModelDecoder:
-    """A language model at work on a sequence, see `draftsmith.models.decoding.protocols.StepwiseDecoder`.
+    """A language model that drafts, see `draftsmith.models.decoding.protocols.StepwiseDecoder`.
 
     Args:
         model: In eval mode.
@@ -87,12 +86,10 @@ class DraftModelDecoder:
         self._tree.begin()
         return logits
 
-    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
-        ids, parents_w = nodes_on(tokens, parents, self._device)
-        seen, depths = self._tree.add(parents, parents_w)
+        ids, _, depths, seen = self._tree.add(tokens, parents)
         self._cache.ahead = first - 1
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
             self._node_of.setdefault(below, node)

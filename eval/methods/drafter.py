@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.builders import DeviceBuilder, TreeBuilder, tree_builder
-from draftsmith.eval.trees.device_tree import DeviceTree
+from draftsmith.eval.trees.builders import TreeBuilder, tree_builder
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.protocols import OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
-from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.models.decoding.protocols import ALL_TOKENS, OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.device_tensors import to_device
 from draftsmith.recipes.schema import MethodRecipe
 
 
@@ -38,13 +37,12 @@ class DrafterMethod:
 
     Args:
         name: The row of the table.
-        decoder: The drafter at work on a sequence.
+        decoder: The drafter's.
         builder: The tree's form, for a decoder of this kind (see `builders.tree_builder`).
         sampling: the target's, applied to q too.
         generator: for sampled trees.
-        lookup_nodes: The places of a best-first tree for which paths that lookups continue compete; then the tree is
-            made on the host. 0: there are no lookups.
-        adaptive: What cuts best-first trees to the size that pays, on the host too; None: they stay whole.
+        lookup_nodes: The places of a best-first tree for which paths that lookups continue compete; 0: no lookups.
+        adaptive: What cuts best-first trees to the size that pays; None: they stay whole.
     """
 
     def __init__(
@@ -64,8 +62,7 @@ class DrafterMethod:
         self._lookup, self._lookup_nodes = PathLookup(sampling.temperature) if lookup_nodes else None, lookup_nodes
         self.adaptive = adaptive
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
-        self._newest, self._newest_1 = -1, torch.empty(0)
-        self._on_host = isinstance(decoder, ReadsTokens)
+        self._newest, self._on_host = -1, isinstance(decoder, ReadsTokens)
 
     def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
         """The same method over another decoder of the same kind."""
@@ -83,25 +80,13 @@ class DrafterMethod:
             tree = with_lookups(tree, self._lookup, self._lookup_nodes)
         return tree if self.adaptive is None else self.adaptive.fitting(tree)
 
-    def propose_on_device(self) -> DraftTree | DeviceTree:
-        """The tree, left on the device where builder and decoder can."""
-        builder = self._builder
-        on_host = self._on_host or self._lookup is not None or self.adaptive is not None
-        if on_host or not isinstance(builder, DeviceBuilder):
-            return self.propose()
-        return builder.propose_on_device(self._newest_1, self.decoder, self._sampling, self._generator)
-
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        self.observe_on_device(committed_ids, self._tensor(committed_ids, features), features)
-
-    def observe_on_device(self, committed_ids: list[int], ids: Tensor, features: Tensor) -> None:
-        """ids [n]: the same on the device."""
-        self._newest, self._newest_1 = committed_ids[-1], ids[-1:]
+        self._newest = committed_ids[-1]
         if self._lookup is not None:
             self._lookup.observe(committed_ids)
         if self.adaptive is not None:
             self.adaptive.observe(committed_ids)
-        self.decoder.observe(torch.tensor(committed_ids) if self._on_host else ids, features)
+        self.decoder.observe(self._tensor(committed_ids, features), features)
 
     def _tensor(self, ids: list[int], features: Tensor) -> Tensor:
-        return torch.tensor(ids, device="cpu" if self._on_host else features.device)
+        return to_device(ids, torch.device("cpu") if self._on_host else features.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.models.decoding.protocols import ALL_TOKENS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -81,7 +81,7 @@ class NgramModel:
 
 
 class NgramDecoder:
-    """The model at work on a sequence, see `draftsmith.models.decoding.protocols.StepwiseDecoder`."""
+    """The model that drafts, see `draftsmith.models.decoding.protocols.StepwiseDecoder`."""
 
     reads_tokens = True
 
@@ -102,9 +102,8 @@ class NgramDecoder:
         self._contexts = [self._newest]
         return self._model.logits(self._newest)[None].to(self._device)
 
-    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         new = [self._context([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
         self._contexts += new
         return torch.stack([self._model.logits(context) for context in new]).to(self._device)

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.eval.methods.draft_model import draft_model_decoder
 from draftsmith.eval.methods.registry import MethodSetting
-from draftsmith.eval.trees.candidates import draw_independently
+from draftsmith.eval.trees.builders import draw_independently
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import drafter_config, load_drafter
-from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES
+from draftsmith.models.decoding.cached import LONGEST_TREE_NODES
 from draftsmith.models.decoding.protocols import ReadsTokens, StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
 from draftsmith.recipes.errors import UserError
@@ -40,7 +40,7 @@ class SpecInfer:
 
     Args:
         name: The row of the table.
-        decoders: [M], the models at work on the sequence; each drafts as deep as its `num_depths` at most.
+        decoders: [M], of the models; each drafts as deep as its `num_depths` at most.
         expansion: k_d of depths 1, 2, ...
         samples: Trees that each model grows at T > 0; at T = 0 they would all be the same.
         sampling: The target's, applied to every q too.

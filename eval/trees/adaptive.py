@@ -1,7 +1,7 @@
 """How much of a draft to verify, and how deep to draft: as much as promises the most tokens per second.
 
 A tree of the N most confident paths holds the best tree of every smaller size. The tokens that a round of n of them
-promises are 1 + the sum of the n probabilities of being accepted; its cost is known (`round_costs.py`). Wanted is the
+promises are 1 + the sum of the n probabilities of being accepted; its cost is known (`RoundCosts`). Wanted is the
 largest quotient of all tokens and all costs, which is not that of each round: a second is worth the tokens that it
 brings elsewhere. So each round takes the n with the most tokens - rate x cost, where `rate` is what all rounds so far
 brought (Dinkelbach, 1967: where rate is the best quotient, that difference's best is 0). Where the drafter is sure this
@@ -20,8 +20,11 @@ many requests at once: SpecDec++, 2405.19715, and DSpark's scheduler.)
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 
-from draftsmith.eval.trees.round_costs import RoundCosts
+import numpy as np
+
 from draftsmith.eval.trees.tree import DraftTree
 
 BINS = 8  # the k-th: confidence from 2**-k down to 2**-(k+1), the last one all below
@@ -29,6 +32,52 @@ PER_NAT = 1 / math.log(2)
 FIRST_ROUNDS = 16  # whose trees stay whole: a drafter may be better than it says
 MEMORY = 0.98  # of a round's counts, after the next one
 PRIOR_ACCEPTED = 4.0  # tokens that would have been accepted, had the drafter's confidence been right
+
+
+Curve = tuple[tuple[int, float], ...]  # (nodes, root included; time of the target's forward over them), ascending
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """What a round costs by the number of its tree's nodes, in seconds or any unit of time.
+
+    draft: Of a draft that takes one forward, or of the first level of one that takes a forward a level.
+    level: Of each further level; 0 of a draft that takes one forward.
+    """
+
+    verify: Curve
+    draft: float
+    level: float = 0.0
+
+    def of(self, nodes: int, levels: int = 1) -> float:
+        """Of a round: a draft of so many levels, and the verification of so many nodes, root included."""
+        return self.draft + (levels - 1) * self.level + self._verify_of[min(nodes, len(self._verify_of)) - 1]
+
+    @cached_property
+    def _verify_of(self) -> list[float]:
+        """By number of nodes, from 1 on: read dozens of times a round."""
+        return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
+
+
+def on_curve(curve: Curve, nodes: int) -> float:
+    """Linear between the measured sizes; beyond the largest as that one."""
+    sizes, times = zip(*curve, strict=True)
+    return float(np.interp(nodes, sizes, times))
+
+
+def never_falling(curve: Curve) -> Curve:
+    """The nearest curve, in least squares, on which more nodes never take less time: what dips is noise.
+
+    Pool adjacent violators (Ayer et al., 1955).
+    """
+    pools: list[tuple[float, int]] = []  # mean, number of sizes
+    for _, time in curve:
+        pools.append((time, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, few), (high, many) = pools[-2:]
+            pools[-2:] = [((low * few + high * many) / (few + many), few + many)]
+    means = [mean for mean, count in pools for _ in range(count)]
+    return tuple((size, mean) for (size, _), mean in zip(curve, means, strict=True))
 
 
 class AdaptiveTree:
@@ -42,7 +91,7 @@ class AdaptiveTree:
         self._tree: DraftTree | None = None
         self._rounds = 0
         self._tokens, self._spent = 0.0, 0.0  # by all rounds whose costs were known
-        self._levels = 0  # drafted in the round at work, of a drafter that drafts level by level
+        self._levels = 0  # drafted in this round, of a drafter that drafts level by level
 
     @property
     def whole(self) -> bool:

@@ -1,8 +1,8 @@
 """The exact distribution of verification's result, by walking through everything that chance can do.
 
-`Outcomes` replays every way the random choices of `walk` can fall, with its probability, and `every_decision` those of
-the verification of all nodes at once; trees are drawn in every way that a drafter can draw them. Nothing is estimated:
-what differs from the target's distribution is a bug.
+`Outcomes` replays every way the random choices of `verify.walk`, the code that runs, can fall, with its probability;
+trees are drawn in every way that a drafter can draw them. Nothing is estimated: what differs from the target's
+distribution is a bug.
 
 Shapes: V tokens (a handful), N tree nodes.
 """
@@ -10,19 +10,16 @@ Shapes: V tokens (a handful), N tree nodes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.device_tree import DeviceTree
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict, walk
-from draftsmith.eval.trees.verify_at_once import acceptance
 
 V = 4
-Verdicts = Callable[[DraftTree, Tensor, Sampling], Iterator[tuple[float, Verdict]]]
 # Shapes of sampled trees, and (shape, tokens) of deterministic ones.
 SAMPLED_TREES = {
     "chain of 1": (-1, 0),
@@ -59,8 +56,8 @@ class Outcomes:
         self.probability *= probabilities[option]
         return option
 
-    def accept(self, probability: float) -> bool:
-        return self._choose([1 - probability, probability]) == 1
+    def accept(self, probability: Tensor) -> bool:
+        return self._choose([1 - float(probability), float(probability)]) == 1
 
     def draw(self, probabilities: Tensor) -> int:
         return self._choose(probabilities.tolist())
@@ -76,32 +73,6 @@ def every_verdict(
         verdict = walk(tree, logits, sampling, chooser, lenience)
         scripts += chooser.branches
         yield chooser.probability, verdict
-
-
-def every_decision(tree: DraftTree, logits: Tensor, sampling: Sampling) -> Iterator[tuple[float, Verdict]]:
-    """Everything that verification of all nodes at once can say, with its probability."""
-    on_device, p = DeviceTree.of(tree, logits.device), sampling.probabilities(logits)
-    accept_of: dict[int, list[tuple[int, float]]] = {}  # below a node: its draws, with what each is accepted with
-    if on_device.q is not None and on_device.families is not None:
-        accept, p = acceptance(on_device, p)
-        families = on_device.families
-        for node, children, row in zip(
-            families.nodes.tolist(), families.children.tolist(), accept.tolist(), strict=True
-        ):
-            accept_of[node] = list(zip(children, row, strict=True))
-    open_paths = [(1.0, [0])]
-    while open_paths:
-        left, path = open_paths.pop()
-        for child, accepted in accept_of.get(path[-1], []):
-            open_paths.append((left * accepted, [*path, child]))
-            left *= 1 - accepted
-        following = p[path[-1]].tolist()
-        if on_device.q is None:
-            # A token with a child of that name is followed.
-            for child in reversed(tree.children(path[-1])):
-                share, following[tree.tokens[child]] = following[tree.tokens[child]], 0.0
-                open_paths.append((left * share, [*path, child]))
-        yield from ((left * share, Verdict(path, token)) for token, share in enumerate(following) if left * share > 0)
 
 
 def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -121,7 +92,6 @@ def joint_distribution(
     q_of_depth: list[Tensor] | None,
     fixed_tokens: list[int] | None,
     sampling: Sampling,
-    every: Verdicts = every_verdict,
 ) -> Tensor:
     """[V, V]: the exact distribution of the first two tokens, later ones being sampled from the target itself."""
     shape = TreeShape.of(parents)
@@ -143,7 +113,7 @@ def joint_distribution(
                     tokens[child] = value
             drawn_trees.append((weight, tokens))
     for weight, tokens in drawn_trees:
-        joint += weight * _joint_of(DraftTree(tokens, shape, q_rows), target_of, sampling, every)
+        joint += weight * _joint_of(DraftTree(tokens, shape, q_rows), target_of, sampling)
     return joint
 
 
@@ -152,7 +122,6 @@ def merged_joint_distribution(
     q_of_model: list[Tensor],
     models: tuple[int, ...],
     sampling: Sampling,
-    every: Verdicts = every_verdict,
 ) -> Tensor:
     """The same, of first tokens drawn independently from these models in this order, equal ones merged.
 
@@ -170,16 +139,16 @@ def merged_joint_distribution(
         draws_below += [[(len(children) + 1, models[-1])], *([] for _ in children)]
         shape = TreeShape.of((-1, *[0] * len(children), 1))
         tree = DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
-        joint += weight * _joint_of(tree, target_of, sampling, every)
+        joint += weight * _joint_of(tree, target_of, sampling)
     return joint
 
 
-def _joint_of(tree: DraftTree, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling, every: Verdicts) -> Tensor:
+def _joint_of(tree: DraftTree, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
     """[V, V]: of one tree."""
     joint = torch.zeros(V, V, dtype=torch.float64)
     contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
     logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
-    for probability, verdict in every(tree, logits, sampling):
+    for probability, verdict in every_verdict(tree, logits, sampling):
         committed = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
         if len(committed) == 1:
             joint[committed[0]] += probability * sampling.probabilities(target_of[committed[0],])
@@ -203,26 +172,21 @@ def wanted_joint(target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -
 
 
 def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
-    """The largest |probability - the target's| of any two first tokens, over all these trees and samplings.
-
-    Of both ways to verify.
-    """
+    """The largest |probability - the target's| of any two first tokens, over all these trees and samplings."""
     target_of, draft_logits = target_and_draft(seed)
     error = 0.0
-    ways: tuple[Verdicts, ...] = (every_verdict, every_decision)
-    for sampling, every in itertools.product(samplings, ways):
+    for sampling in samplings:
         wanted = wanted_joint(target_of, sampling)
         q_of_depth = [sampling.probabilities(logits) for logits in draft_logits]
         joints = [
-            joint_distribution(parents, target_of, q_of_depth, None, sampling, every)
+            joint_distribution(parents, target_of, q_of_depth, None, sampling)
             for parents in SAMPLED_TREES.values()
             if can_be_drawn(parents, q_of_depth)
         ]
         joints += [
-            joint_distribution(parents, target_of, None, tokens, sampling, every)
-            for parents, tokens in DETERMINISTIC_TREES
+            joint_distribution(parents, target_of, None, tokens, sampling) for parents, tokens in DETERMINISTIC_TREES
         ]
-        joints += [merged_joint_distribution(target_of, q_of_depth, models, sampling, every) for models in MERGED_DRAWS]
+        joints += [merged_joint_distribution(target_of, q_of_depth, models, sampling) for models in MERGED_DRAWS]
         error = max(error, *(float((joint - wanted).abs().max()) for joint in joints))
     return error
 

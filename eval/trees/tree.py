@@ -15,6 +15,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from draftsmith.models.device_tensors import to_device
+
 
 class TreeShape:
     """Who is whose parent. Immutable; equal shapes are shared, so that masks are built once (`TreeShape.of`).
@@ -66,10 +68,6 @@ class TreeShape:
         return len(self.parents)
 
     @cached_property
-    def is_chain(self) -> bool:
-        return self.max_depth == len(self.parents) - 1
-
-    @cached_property
     def attention_mask(self) -> Tensor:
         """[N, N] bool: row u is true at u and at u's ancestors."""
         # Bytes instead of tensors: best-first trees have a new shape nearly every round, and doubling ancestors with
@@ -80,11 +78,6 @@ class TreeShape:
             rows.append(bytearray(rows[parent]) if node else bytearray(nodes))
             rows[node][node] = 1
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(nodes, nodes)
-
-    @cached_property
-    def depths_tensor(self) -> Tensor:
-        """[N] int64."""
-        return torch.tensor(self.depths)
 
     def path_to(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""
@@ -158,7 +151,8 @@ class DraftTree:
         shape = TreeShape.of_nodes(nodes, self.parents, self.shape.num_candidates)
         confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in nodes]
         if self.draws is None:
-            return DraftTree(tokens, shape, None if self.q is None else self.q[nodes], confidence)
+            q = None if self.q is None else self.q.index_select(0, to_device(nodes, self.q.device))
+            return DraftTree(tokens, shape, q, confidence)
         new_index = {node: index for index, node in enumerate(nodes)}
         draws = [[(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in nodes]
         return DraftTree(tokens, shape, self.q, confidence, draws)

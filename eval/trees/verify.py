@@ -7,8 +7,10 @@ ParallelSpec (arXiv 2410.05589) Algorithm 1; Leviathan et al. (2211.17192) for o
 Algorithm 2 for several, whose children are drawn independently, from one drafter or several; or *without* replacement
 from one.
 
-Pure: no model and no cache. All randomness goes through a `Chooser`, so that the tests can walk through every outcome
-of this very code and compare the distribution of the result with p.
+Pure: no model and no cache. All randomness goes through a `Chooser`, so that `enumeration.py` can walk through every
+outcome of this very code. On a GPU the host waits once for a greedy verdict; for a sampled one, which looks only at the
+nodes on its path, once for each draw that is tried and once for the last token. To decide all nodes at once instead
+takes 10 to 80 ms on a CPU, for 13 nodes of 49,152 tokens, and saves a GPU a tenth of a millisecond.
 
 Shapes: N tree nodes, V vocabulary. p = target, q = drafter.
 """
@@ -36,9 +38,9 @@ class Verdict:
 
 
 class Chooser(Protocol):
-    """Where the randomness comes from."""
+    """Where the randomness comes from. Probabilities are on the device of the logits: one, and [V]."""
 
-    def accept(self, probability: float) -> bool: ...
+    def accept(self, probability: Tensor) -> bool: ...
 
     def draw(self, probabilities: Tensor) -> int: ...
 
@@ -49,9 +51,8 @@ class RandomChooser:
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
 
-    def accept(self, probability: float) -> bool:
-        device = None if self._generator is None else self._generator.device
-        return float(torch.rand((), generator=self._generator, device=device)) < probability
+    def accept(self, probability: Tensor) -> bool:
+        return bool(torch.rand((), generator=self._generator, device=probability.device) < probability)
 
     def draw(self, probabilities: Tensor) -> int:
         return draw(probabilities, self._generator)
@@ -81,7 +82,6 @@ def verify(
 
 def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
     """Follow the child that equals the target's most likely token. `argmax_ids`: [N]."""
-    # In Python: the walk takes 3 us for 13 nodes as for 65, the argmax before it 50 to 240.
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
     while True:
@@ -118,9 +118,9 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
             token = tree.tokens[child]
             # 1. Accept x with probability min(1, p(x) / (l q(x))), l being the lenience; a deterministic child has q =
             # the point mass on it.
-            p_token = float(p[token])
-            q_token = 1.0 if q is None else float(q[token])
-            if chooser.accept(min(1.0, p_token / (lenience * q_token))):
+            p_token = p[token].double()
+            q_token = 1.0 if q is None else q[token].double()
+            if chooser.accept((p_token / (lenience * q_token)).clamp_max(1.0)):
                 path.append(child)
                 break
             # 2. Rejected: what is left to sample from is p minus what q has covered already.
@@ -153,12 +153,12 @@ def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
     left = (p - q).clamp_min(0)
     mass = left.sum()
     # p = q up to rounding: such a rejection has no probability, and any answer keeps the distribution.
-    return left / mass if mass > 0 else p
+    return torch.where(mass > 0, left / mass, p)
 
 
 def _without(distribution: Tensor, token: int) -> Tensor:
     """The distribution [V] without one token, renormalised."""
     left = distribution.clone()
-    left[token] = 0
+    left[token : token + 1].zero_()
     mass = left.sum()
-    return left / mass if mass > 0 else distribution
+    return torch.where(mass > 0, left / mass, distribution)

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.cached import CachedDecoder
-from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, padded_rows
+from draftsmith.models.decoding.cached import LONGEST_STATIC_ROWS, CachedDecoder, padded_rows
 
 
 class ContextLayers:

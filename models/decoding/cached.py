@@ -1,34 +1,39 @@
 """The decode side of drafters made of decoder layers: a queue of final tokens and a KV cache of their rows.
 
-`ParallelDecoder` drafts all depths in one forward; `TreeDecoder` grows a tree level by level.
-Nothing is ever rolled back: committed tokens are final, and the rows of drafted ones are overwritten.
+`ParallelDecoder` drafts all depths in one forward; `MarkovDecoder` adds to them what the tokens of a path say;
+`TreeDecoder` grows a tree level by level. Nothing is ever rolled back: committed tokens are final, and the rows of
+drafted ones are overwritten.
 
-Shapes: G depths, K masks, P prompt, n newly committed, R rows of a forward, W nodes of a call, M nodes so far, E input
-width of a layer, F features, D hidden, V columns of the logits.
+Shapes: G depths, K masks, P prompt, n newly committed, R rows of a forward, k of them kept, W nodes of a call, M nodes
+so far, E input width of a layer, F features, D hidden, V columns of the logits, S capacity.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.models.compiling import BACKEND
-from draftsmith.models.decoding.growing_tree import LONGEST_TREE_NODES, GrowingTree, nodes_on
+from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, CachedAttention
-from draftsmith.models.decoding.static_layers import LONGEST_STATIC_ROWS, StaticLayers
+from draftsmith.models.decoding.protocols import Compilable, DrafterDecoder
+from draftsmith.models.device_tensors import to_device
 
-# Pending tokens up to this many use masks that were made beforehand.
-SMALL_STEP_TOKENS = 16
+LONGEST_TREE_NODES = 256
+SMALL_STEP_TOKENS = 16  # pending tokens up to this many use masks that were made beforehand
+LONGEST_STATIC_ROWS = 32  # of a compiled forward
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class CachedDecoder:
-    """What both kinds share: one sequence at a time, its pending tokens, its cache and its positions.
+    """What the kinds share: one sequence at a time, its pending tokens, its cache and its positions.
 
     Args:
         drafter: Has `layers_config`, `reads_first_token`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as
             `GroupWiseDrafter` has.
         max_length_tokens: Committed tokens that fit, the prompt included.
-        extra_rows: Drafted rows that one forward, or one tree, may hold behind them.
+        extra_rows: Drafted rows that one forward, or one tree, may hold after them.
     """
 
     def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int) -> None:
@@ -42,7 +47,6 @@ class CachedDecoder:
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile what a round runs, before the first sequence; prompts are read as before."""
-        # Behind the rows that are wanted stands padding.
         self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
         self._static = StaticLayers(self._drafter, self._cache, backend)
 
@@ -53,7 +57,11 @@ class CachedDecoder:
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
         self._cache.length = 0
-        self._pending, skipped = first_rows(self._drafter, prompt_ids, features)
+        if not self._drafter.reads_first_token and len(prompt_ids) > 1:
+            self._pending, skipped = [(prompt_ids[1:], features[:-1])], 1
+        else:  # a prompt of a single token keeps its row, since a draft may be asked for right after it
+            previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+            self._pending, skipped = [(prompt_ids, previous)], 0
         self._position_offset = position_offset + skipped
         self._rotary_table = self._make_rotary_table()
 
@@ -76,19 +84,15 @@ class CachedDecoder:
         self._pending = []
         return ids, features
 
-    def _causal_forward(self, inputs_re: Tensor) -> Tensor:
-        """[R, D] of rows that follow the cached ones in order."""
+    def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
+        """Of rows that follow the cached ones in order, from `first_kept` on: hidden [k, D] and fp32 logits [k, V]."""
+        if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
+            return self._static.causal(inputs_re, first_kept, self._rotary_of)
         begin, num_rows = self._cache.length, len(inputs_re)
         hidden = inputs_re.unsqueeze(0)
         self._cache.begin_step(num_rows)
         rotary = self._rotary_of(hidden, slice(begin, begin + num_rows))
-        return self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
-
-    def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
-        """Of such rows from `first_kept` on, compiled or not: hidden [k, D] and fp32 logits [k, V]."""
-        if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
-            return self._static.causal(inputs_re, first_kept, self._rotary_of)
-        kept = self._causal_forward(inputs_re)[first_kept:]
+        kept = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0][first_kept:]
         return kept, self._drafter.logits_of(kept).float()
 
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
@@ -106,16 +110,6 @@ class CachedDecoder:
             return cos[:, where], sin[:, where]
         places = torch.arange(where.start, where.stop, device=self._device) if isinstance(where, slice) else where
         return self._drafter.rotary_of(hidden, places.unsqueeze(0) + self._position_offset)
-
-
-def first_rows(drafter: Any, prompt_ids: Tensor, features: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """What a prompt begins with, ids [n] and features [n, F] before them, and how many of its tokens have no row.
-
-    A prompt of a single token keeps its row, since a draft may be asked for at once.
-    """
-    if not drafter.reads_first_token and len(prompt_ids) > 1:
-        return [(prompt_ids[1:], features[:-1])], 1
-    return [(prompt_ids, torch.cat([torch.zeros_like(features[:1]), features[:-1]]))], 0
 
 
 class ParallelDecoder(CachedDecoder):
@@ -136,6 +130,119 @@ class ParallelDecoder(CachedDecoder):
         # The masks' keys and values lie behind `length`: the next round overwrites them.
         self._cache.length += len(ids)
         return logits_gv
+
+
+class MarkovDecoder:
+    """A `StepwiseDecoder` over one that drafts all depths in one forward; no layer runs after `begin`.
+
+    Args:
+        decoder: Its logits are those before the bias.
+        bias_of: Tokens [W], those before, to what they add to the logits [W, V].
+        num_depths: G.
+        device: The drafter's.
+    """
+
+    one_forward = True
+
+    def __init__(
+        self, decoder: DrafterDecoder, bias_of: Callable[[Tensor], Tensor], num_depths: int, device: torch.device
+    ) -> None:
+        self.num_depths, self.columns = num_depths, decoder.columns
+        self._decoder, self._bias_of, self._device = decoder, bias_of, device
+        self._newest_1 = torch.empty(0)
+        self._logits_gv = torch.empty(0)
+        self._depths: list[int] = []  # of every node
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Compile the one forward, where it can be; a bias is three small operations."""
+        if isinstance(self._decoder, Compilable):
+            self._decoder.compile(backend)
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        self._decoder.start(prompt_ids, features, position_offset)
+        self._newest_1 = prompt_ids[-1:]
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        self._decoder.observe(committed_ids, features)
+        if len(committed_ids):
+            self._newest_1 = committed_ids[-1:]
+
+    @torch.inference_mode()
+    def begin(self) -> Tensor:
+        """fp32 logits [1, V] of the children of the newest committed token."""
+        self._logits_gv, self._depths = self._decoder.draft(), [0]
+        return self._logits_gv[:1] + self._bias_of(self._newest_1)
+
+    @torch.inference_mode()
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
+        self._depths += depths
+        tokens_w, depths_w = to_device([tokens, depths], self._device)
+        return self._logits_gv.index_select(0, depths_w) + self._bias_of(tokens_w)
+
+
+def depths_below(parents: list[int], depths: list[int], num_depths: int, of_them: str) -> list[int]:
+    """The depths of W new nodes below `parents`, [W].
+
+    Args:
+        depths: Of the nodes there are.
+        num_depths: Nodes of this depth would have no children.
+        of_them: What says how many depths there are, for the error.
+
+    Raises:
+        ValueError: A parent does not exist, or nothing is drafted so deep.
+    """
+    if not depths or max(parents) >= len(depths):
+        raise ValueError(f"parents {parents} must be among the {len(depths)} nodes there are: begin() first")
+    below = [depths[parent] + 1 for parent in parents]
+    if max(below) >= num_depths:
+        raise ValueError(f"a node at depth {max(below)} has no children: {of_them}")
+    return below
+
+
+class GrowingTree:
+    """The nodes of a draft tree while it grows level by level: their depths, and who sees whom.
+
+    Node 0 is the newest committed token, which every node sees.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: list[bytearray] = []  # of node i: a 1 for each of the nodes 1, 2, ... that it sees
+        self.depths: list[int] = []
+
+    def begin(self) -> None:
+        """Start a tree of node 0 alone."""
+        self.depths, self._seen = [0], [bytearray()]
+
+    def forget(self) -> None:
+        """Have no tree at all, until `begin`."""
+        self.depths = []
+
+    def add(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Add W nodes below `parents`.
+
+        Returns:
+            On the device: tokens, parents and depths [W], and [W, M + W - 1] bool, which nodes after node 0 each sees,
+            itself too.
+
+        Raises:
+            ValueError: A parent does not exist, or the tree grows too large.
+        """
+        first, end = len(self.depths), len(self.depths) + len(parents)
+        if not self.depths or max(parents) >= first:
+            raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
+        if end > LONGEST_TREE_NODES:
+            raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        depths = [self.depths[parent] + 1 for parent in parents]
+        rows = [bytearray(self._seen[parent]).ljust(end - 1, b"\0") for parent in parents]
+        for place, row in enumerate(rows, start=first - 1):
+            row[place] = 1
+        self.depths += depths
+        self._seen += rows
+        seen = torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(rows), end - 1)
+        return (*to_device([tokens, parents, depths], self._device), to_device(seen, self._device))
 
 
 class TreeDecoder(CachedDecoder):
@@ -162,10 +269,9 @@ class TreeDecoder(CachedDecoder):
         return logits_1v
 
     @torch.inference_mode()
-    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        ids, parents_w = nodes_on(tokens, parents, self._device)
-        seen, depths = self._tree.add(parents, parents_w)
+        ids, parents_w, depths, seen = self._tree.add(tokens, parents)
         above = self._feedback_md.index_select(0, parents_w)
         hidden = self._drafter.drafted_inputs(ids, above).unsqueeze(0)
         places = depths + (self._cache.length - 1)
@@ -178,3 +284,73 @@ class TreeDecoder(CachedDecoder):
             logits_wv = self._drafter.logits_of(hidden_wd).float()
         self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
         return logits_wv
+
+
+class StaticLayers:
+    """Layers and logits, compiled: rows padded to a few numbers, attention over the whole cache.
+
+    Padding stands after the rows that are wanted: causal order hides it from them, and the next forward overwrites it.
+
+    Args:
+        drafter: Has `run_layers` and `logits_of`, as `GroupWiseDrafter` has.
+        cache: With room for `LONGEST_STATIC_ROWS` after the rows that are ever wanted.
+        backend: Of `torch.compile`.
+    """
+
+    def __init__(self, drafter: Any, cache: CachedAttention, backend: str) -> None:
+        self._cache, self._dtype = cache, drafter.dtype
+        cache.hold_still()
+        self._columns = torch.arange(cache.capacity, device=drafter.device)
+        self._copies = drafter.device.type == "cuda"
+
+        def run(
+            inputs: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor, kept: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            cache.begin_static_step(places, mask)
+            hidden = drafter.run_layers(inputs, (cos, sin), cached_attention=cache)[0].index_select(0, kept)
+            cache.end_static_step()
+            return hidden, drafter.logits_of(hidden).float()
+
+        self._run = compiled(run, drafter.device, f"drafter {type(drafter).__name__}", backend)
+
+    def causal(self, inputs_re: Tensor, first_kept: int, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V] from `first_kept` on."""
+        begin, rows = self._cache.length, len(inputs_re)
+        places = self._columns[begin : begin + padded_rows(rows)]
+        kept = self._columns[first_kept:rows]
+        return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
+
+    def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V]; seen [W, M] as in `CachedAttention`."""
+        (nodes, known), size = seen.shape, padded_rows(len(inputs_we))
+        begin = self._cache.length + known - nodes
+        places = self._columns[begin : begin + size]
+        hidden = (self._columns >= self._cache.length).expand(size, -1).clone()
+        hidden[:nodes, self._cache.length : self._cache.length + known] = ~seen.to(hidden.device)
+        positions = F.pad(positions, (0, size - nodes))
+        kept = self._columns[:size]
+        hidden_wd, logits_wv = self._forward(inputs_we, places, positions, hidden, kept, rotate)
+        return hidden_wd[:nodes], logits_wv[:nodes]
+
+    def _forward(
+        self,
+        inputs_re: Tensor,
+        places: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        kept: Tensor,
+        rotate: Rotate,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden: [R, S], what a row may not see."""
+        inputs = F.pad(inputs_re, (0, 0, 0, len(places) - len(inputs_re)))[None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
+        rotary = [part.clone() for part in rotate(inputs, positions)]
+        results = self._run(inputs, *rotary, places.clone(), mask, kept.clone())
+        # Results are kept over the next call, which on CUDA may reuse their memory.
+        return tuple(result.clone() for result in results) if self._copies else results
+
+
+def padded_rows(rows: int) -> int:
+    """The next power of two: few shapes, and at most as much again of what costs little."""
+    return 1 << (rows - 1).bit_length()

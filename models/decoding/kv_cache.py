@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draftsmith.models.attention_masks import ALIGNMENT, aligned, open_mask
 from draftsmith.models.cpu_kernels import can_attend
+from draftsmith.models.device_tensors import ALIGNMENT, aligned, open_mask
 
 # RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

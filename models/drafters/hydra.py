@@ -30,9 +30,8 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig
 from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.cached import CachedDecoder
-from draftsmith.models.decoding.growing_tree import depths_below, nodes_on
-from draftsmith.models.decoding.static_layers import padded_rows
+from draftsmith.models.decoding.cached import CachedDecoder, depths_below, padded_rows
+from draftsmith.models.device_tensors import to_device
 from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows, depth_labels, previous_features
 from draftsmith.models.losses import DrafterOutput
@@ -247,11 +246,10 @@ class HydraDecoder:
         return self._logits(row, 0)
 
     @torch.inference_mode()
-    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")
-        tokens_w, _ = nodes_on(tokens, parents, self._drafter.device)
-        embedded_wd = self._drafter.embedded(tokens_w)
+        embedded_wd = self._drafter.embedded(to_device(tokens, self._drafter.device))
         rows: Sequence[Tensor]
         if len(set(depths)) == 1:  # a level of the tree, as trees are grown
             level = torch.cat([torch.stack([self._rows[parent] for parent in parents]), embedded_wd], dim=-1)

@@ -1,6 +1,6 @@
-"""A KV cache of fixed size: a forward writes behind the committed tokens, and `commit` keeps the accepted path.
+"""A KV cache of fixed size: a forward writes after the committed tokens, and `keep` keeps the accepted path.
 
-All layers lie in one tensor, so that moving an accepted path together is two operations, whatever the number of layers.
+All layers are views of one tensor, so that moving an accepted path together is two operations, whatever their number.
 
 Shapes: L layers, B batch (1), H key-value heads, S capacity in tokens, D head dimension, n new tokens.
 """
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith.models.device_tensors import to_device
 from draftsmith.recipes.errors import UserError
 
 
 class TreeCache(Cache):
-    """The cache of one model. `committed` tokens are kept; whatever a forward wrote behind them is a proposal.
+    """The cache of one model. `committed` tokens are kept; whatever a forward wrote after them is a proposal.
 
-    `ahead` rows behind the committed ones are part of the proposal too: the next forward writes after them. Zero where
+    `ahead` rows after the committed ones are part of the proposal too: the next forward writes after them. Zero where
     a tree is run in one forward.
     """
 
@@ -44,24 +44,18 @@ class TreeCache(Cache):
         assert self.all_values is not None
         return self.all_keys[index], self.all_values[index]
 
-    def keep(self, path: list[int], path_on_device: Tensor | None = None) -> None:
-        """Commit the nodes of `path` (root first, ascending) of what the last forward wrote; forget the rest.
-
-        path_on_device: The same, where somebody has copied it already.
-        """
-        settled = 0
-        while settled < len(path) and path[settled] == settled:
-            settled += 1
+    def keep(self, path: list[int]) -> None:
+        """Commit the nodes of `path` (root first, ascending) of what the last forward wrote; forget the rest."""
+        in_place = 0
+        while in_place < len(path) and path[in_place] == in_place:
+            in_place += 1
         start = self.committed
-        if settled < len(path):
+        if in_place < len(path):
             assert self.all_keys is not None
             assert self.all_values is not None
-            if path_on_device is None:
-                path_on_device = torch.tensor(path, device=self.all_keys.device)
-            source = path_on_device[settled:] + start
-            count = len(path) - settled
+            source = to_device(path[in_place:], self.all_keys.device) + start
             for slab in (self.all_keys, self.all_values):
-                slab.narrow(3, start + settled, count).copy_(slab.index_select(3, source))
+                slab.narrow(3, start + in_place, len(source)).copy_(slab.index_select(3, source))
         self.committed, self.ahead = start + len(path), 0
 
     def reset(self) -> None:
@@ -96,7 +90,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write n tokens behind what is there; returns views of both together, [B, H, committed + ahead + n, D]."""
+        """Write n tokens after what is there; returns views of both together, [B, H, committed + ahead + n, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, count = self._cache.committed + self._cache.ahead, key_states.shape[2]

@@ -16,10 +16,17 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder, TreeBuilder
-from draftsmith.eval.trees.growers import BestFirstGrower, ChainGrower, StaticGrower
+from draftsmith.eval.trees.builders import (
+    BestFirstBuilder,
+    BestFirstGrower,
+    ChainBuilder,
+    ChainGrower,
+    StaticBuilder,
+    StaticGrower,
+    TreeBuilder,
+)
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.models.decoding.protocols import ALL_TOKENS
 
 GREEDY = Sampling()
 DEPTHS = 4

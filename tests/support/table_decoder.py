@@ -5,8 +5,9 @@ import itertools
 import torch
 from torch import Tensor
 
+from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.token_columns import ALL_TOKENS, TokenColumns
+from draftsmith.models.decoding.protocols import ALL_TOKENS, TokenColumns
 
 Path = tuple[int, ...]
 
@@ -32,8 +33,7 @@ class TableDecoder:
         self._paths, self.widths = [()], []
         return self._drafted([()])
 
-    def expand(self, tokens: Tensor | list[int], parents: list[int]) -> Tensor:
-        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         self.widths.append(len(tokens))
         # The parents are nodes of earlier calls.
         added = [(*self._paths[parent], token) for token, parent in zip(tokens, parents, strict=True)]
@@ -43,6 +43,22 @@ class TableDecoder:
     def _drafted(self, paths: list[Path]) -> Tensor:
         logits = torch.stack([self._logits_of[path] for path in paths])
         return logits if self.columns.ids is None else logits[:, self.columns.ids]
+
+
+class DepthsDecoder:
+    """A `DrafterDecoder` that drafts the same logits [G, V'] every time."""
+
+    def __init__(self, logits: Tensor, columns: TokenColumns = ALL_TOKENS) -> None:
+        self._logits, self.columns = logits, columns
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        pass
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        pass
+
+    def draft(self) -> Tensor:
+        return self._logits
 
 
 def every_path(vocabulary: int, lengths: range) -> list[Path]:
@@ -61,3 +77,17 @@ def random_table(seed: int, vocabulary: int, num_depths: int) -> dict[Path, Tens
 def paths_in(tree: DraftTree) -> list[Path]:
     """The tokens from the root to each node but the root, in node order."""
     return [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(1, len(tree))]
+
+
+def draw_rows(
+    chooser: Outcomes, q: Tensor, count: int, _: object, columns: TokenColumns = ALL_TOKENS
+) -> list[list[int]]:
+    """In place of `builders.draw_without_replacement`: the draws of an outcome."""
+    rows = []
+    for row in q:
+        left, drawn = row.clone(), []
+        for _ in range(count):
+            drawn.append(chooser.draw(left / left.sum()) if left.sum() > 0 else -1)
+            left[drawn[-1]] = 0 if drawn[-1] >= 0 else left[drawn[-1]]
+        rows.append(columns.tokens(drawn))
+    return rows

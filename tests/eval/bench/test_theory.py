@@ -31,8 +31,7 @@ from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import has_kernels
-from draftsmith.models.decoding.protocols import StepwiseDecoder
-from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.models.decoding.protocols import ALL_TOKENS, StepwiseDecoder
 from draftsmith.models.target.packed_linear import PackedLinear, pack_linears
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -71,7 +71,7 @@ def test_lossless_sampling_passes_and_what_is_not_lossless_fails(monkeypatch: py
     assert proof.holds(1e-3)
     original = verify.RandomChooser.accept
     with monkeypatch.context() as patch:
-        patch.setattr(verify.RandomChooser, "accept", lambda self, p: original(self, min(1.0, 2.0 * p)))
+        patch.setattr(verify.RandomChooser, "accept", lambda self, p: original(self, (2.0 * p).clamp_max(1.0)))
         assert distribution_proof().p_value < 1e-4
 
     def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> verify.Verdict:

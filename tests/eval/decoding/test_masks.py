@@ -70,15 +70,13 @@ def test_of_target_and_drafter(kind: str, tree: str) -> None:
     drafter = tiny_drafter_of(kind, target)
     with (
         TargetSession(target, 61, drafter.feature_layers) as session,
-        CompiledSession(target, 61, drafter.feature_layers, backend="eager") as padded,
+        CompiledSession(target, 61, drafter.feature_layers, backend="eager", static=True) as padded,
         masks_are_aligned(at_least=30),
     ):
         generate(session, method_of(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 50)
-        with padded.learning():
-            generate(padded, method_of(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 9)
         with torch.inference_mode():
             padded.prefill([5, 9, 33])
-            mask = padded._static_mask(TreeShape.of((-1, 0, 0)), padded._sizes[-1])
+            mask = padded._tree_mask(TreeShape.of((-1, 0, 0)), padded._cache.capacity_tokens)
         assert (mask.storage_offset(), mask.shape[-1] % 8) == (0, 0)
 
 

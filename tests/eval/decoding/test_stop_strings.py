@@ -11,16 +11,15 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.answer import AnswerRecord, StopStrings
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.models.decoding.protocols import ALL_TOKENS
 
 GREEDY = Sampling()
 PROMPT = [1, 2, 3]

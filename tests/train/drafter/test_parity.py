@@ -8,7 +8,7 @@ import torch
 from support.tiny_models import VOCABULARY, random_batch, tiny_target
 from torch import Tensor
 
-from draftsmith.models.decoding.token_columns import ALL_TOKENS
+from draftsmith.models.decoding.protocols import ALL_TOKENS
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.train.drafter.parity import TOLERANCE, loop_like_prefixes, perturb, worst_difference
 

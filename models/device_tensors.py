@@ -1,8 +1,10 @@
-"""Additive attention masks that every kernel can read as they are.
+"""Tensors as devices want them: masks that every kernel can read, and copies that nobody waits for.
 
 CUDA's memory-efficient and cuDNN attention load 16 bytes at a time: in half precision the rows of a mask must begin at
 multiples of 8 elements. Masks with any number of columns are therefore views of wider ones.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,3 +20,12 @@ def aligned(columns: int) -> int:
 def open_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros [..., R, S], which hide nothing, with rows that begin aligned."""
     return torch.zeros(*shape[:-1], aligned(shape[-1]), dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """A tensor, or nested lists of integers of equal lengths as an int64 tensor.
+
+    A copy from ordinary memory waits for all that a GPU has to do; one from pinned memory joins the queue.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,103 @@
+"""How often the host waits for a GPU in a round, counted on a ghost of one (`support.ghost_device`).
+
+It cannot show what a wait costs: 10 to 20 us, in rounds of 10 to 30 ms for a target of 8B.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
+from support.tiny_models import tiny_drafter_of, tiny_target
+
+from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.recipes.schema import MethodRecipe
+
+PROMPT = [5, 9, 33, 12, 40, 7]
+TREES: dict[str, dict[str, Any]] = {
+    "chain": {"tree": "chain"},
+    "static": {"tree": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
+    "adaptive": {"tree": "adaptive", "nodes": 9, "branch": 3, "lookup": True},
+}
+# One that drafts in one forward, one level by level; of the others each is like one of them.
+FEW_FIRST = [k if k in ("parallel", "hydra") else pytest.param(k, marks=pytest.mark.nightly) for k in drafter_kinds()]
+
+
+def waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling) -> tuple[float, float]:
+    """Waits of a round for what the device has made, and for copies to it; with its prompt, but without its end."""
+    generator = torch.Generator()
+    with TargetSession(target, 64, layers) as session:
+        generate(session, method, PROMPT, sampling, 12, (), generator.manual_seed(2))  # what is made once
+        prefill = session.prefill
+
+        def counting(prompt_ids: list[int]) -> Any:
+            GhostDevice.forget()
+            GhostDevice.counting = True
+            return prefill(prompt_ids)
+
+        session.prefill = counting  # type: ignore[method-assign]
+        answer = generate(session, method, PROMPT, sampling, 12, (), generator.manual_seed(2))
+        GhostDevice.counting = False
+    assert answer.rounds >= 3
+    back = GhostDevice.of("back") - 2  # the first token, and the answer's end for its time
+    sent = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR]
+    return back / answer.rounds, sent / answer.rounds
+
+
+def waits_of(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, int]:
+    """And how often the drafter is asked in a round."""
+    with ghost_device():
+        target = tiny_target(num_hidden_layers=4)
+        drafter = tiny_drafter_of(kind, target)
+        target.to("cuda:0")
+        drafter = drafter.to("cuda:0")
+        drafter.attach(target)
+        recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
+        method = drafter_method(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
+        levels = method.decoder.num_depths if isinstance(method.decoder, StepwiseDecoder) else 1
+        return *waits(method, drafter.feature_layers, target, sampling), levels
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", FEW_FIRST)
+def test_a_greedy_round_waits_for_its_draft_and_its_verification(kind: str, tree: str) -> None:
+    """For its draft once, or once a level; and nobody waits for what is sent to the device."""
+    back, sent, levels = waits_of(kind, tree, Sampling())
+    assert back == 2 if levels == 1 else 2 < back <= levels + 1
+    assert sent == 0
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_sampled_round_waits_for_every_draw_that_is_tried(tree: str) -> None:
+    """Between three times, where the first draw is accepted and the last, and six in the mean."""
+    back, sent, _ = waits_of("parallel", tree, Sampling(1.0))
+    assert 3 <= back < 6
+    assert sent == 0
+
+
+def test_a_round_without_drafts_waits_once() -> None:
+    with ghost_device():
+        target = tiny_target().to("cuda:0")
+        for method in (Autoregressive(), PromptLookup("lookup", num_tokens=4, partial=True)):
+            assert waits(method, (-1,), target, Sampling()) == (1, 0)
+
+
+def test_the_ghost_sees_a_wait() -> None:
+    """A counter that counted nothing would pass all of the above."""
+    with ghost_device():
+        target = tiny_target(num_hidden_layers=4, head_dim=16).to("cuda:0")
+        with TargetSession(target, 64) as session:
+            step = session.prefill(PROMPT)
+            GhostDevice.counting = True
+            step.logits.max().item()
+        assert GhostDevice.of("back") == 1
+        with pytest.raises(RuntimeError, match="same device"):
+            target.lm_head.weight @ torch.zeros(32)
