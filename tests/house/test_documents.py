@@ -3,11 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 from generate.picture import pictures
 from support.places import PACKAGES, ROOT
-from support.quoted_figures import LINK, disagreements
 
 from draftsmith.recipes.results import RESULT_KEYS
 from draftsmith.recipes.schema import Recipe
@@ -19,6 +19,9 @@ PAGES = [
     ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+
+
+QUOTED = re.compile(r"\[([^\]\[]+)\]\(((?:[\w.-]+/)*results/(?:[\w.-]+/)*[\w.-]+\.json)#([^)\s]+)\)")
 
 
 def text_of(page: Path) -> str:
@@ -61,11 +64,34 @@ def test_yaml_blocks_are_recipes() -> None:
     assert [recipe.drafter.kind for recipe in found if recipe.name != "mine"] == ["one_block"]
 
 
+def value_at(tree: Any, path: str) -> Any:
+    """What stands there, key by key; None if nothing does. A key may hold dots itself."""
+    keys = range(len(tree)) if isinstance(tree, list) else tree if isinstance(tree, dict) else ()
+    inner = (value_at(tree[key], path[len(str(key)) + 1 :]) for key in keys if f"{path}.".startswith(f"{key}."))
+    return tree if not path else next((value for value in inner if value is not None), None)
+
+
+def says(text: str, value: float) -> bool:
+    """Whether the first number of the text is this value, rounded to as many digits; `%` means hundredths."""
+    number = re.search(r"-?\d[\d,]*(\.\d+)?", text)
+    assert number is not None, text
+    value *= 100 if re.match(r"\s*%", text[number.end() :]) else 1
+    half_a_digit = 0.5 * 10.0 ** -len((number[1] or ".")[1:])
+    return abs(value - float(number[0].replace(",", ""))) <= half_a_digit + 1e-9
+
+
 def test_quoted_figures_are_those_of_the_files() -> None:
-    assert [wrong for page in PAGES for wrong in disagreements(text_of(page), page.parent)] == []
+    """`[1.52x](docs/results/name.json#figures.rows.tree@0.tau)` is what that file says there."""
+    wrong = []
+    for page in PAGES:
+        for text, name, path in QUOTED.findall(text_of(page)):
+            value = value_at(json.loads((page.parent / name).read_text(encoding="utf-8")), path)
+            if not isinstance(value, int | float) or not says(text, value):
+                wrong.append(f"{page.name}: {text} is quoted from {name}, where {path} is {value!r}")
+    assert wrong == []
     for name in ("README.md", "docs/smollm2.md"):  # a link that the pattern does not know would not be compared
         text = text_of(ROOT / name)
-        assert len(LINK.findall(text)) == text.count(".json#") >= 8
+        assert len(QUOTED.findall(text)) == text.count(".json#") >= 8
 
 
 def test_a_result_says_where_it_comes_from() -> None:
@@ -75,14 +101,12 @@ def test_a_result_says_where_it_comes_from() -> None:
         assert all(result.values()), file
 
 
-def test_how_a_quoted_figure_is_checked(tmp_path: Path) -> None:
+def test_how_a_quoted_figure_is_checked() -> None:
     figures = {"rows": {"a/tree@0.5": {"tau": 2.348}}, "list": [{"n": 2200}], "share": 0.857}
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "a.json").write_text(json.dumps(figures))
-    place = "results/a.json#"
-    right = f"[2.35]({place}rows.a/tree@0.5.tau) [2,200 conversations]({place}list.0.n) [86 %]({place}share)"
-    assert disagreements(right, tmp_path) == []
-    assert len(disagreements(right.replace("2.35", "2.34x") + f"[2]({place}rows.b.tau)", tmp_path)) == 2
+    for text, path in (("2.35", "rows.a/tree@0.5.tau"), ("2,200 conversations", "list.0.n"), ("86 %", "share")):
+        assert says(text, value_at(figures, path))
+    assert not says("2.34x", 2.348)
+    assert value_at(figures, "rows.b.tau") is None
 
 
 def test_the_pictures_are_made_of_the_figures() -> None:
