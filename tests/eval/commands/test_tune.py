@@ -18,7 +18,6 @@ from draftsmith.eval.commands.tune import (
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.adaptive import on_curve
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
