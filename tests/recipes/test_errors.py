@@ -11,7 +11,6 @@ import transformers
 import yaml
 from datasets.arrow_writer import ArrowWriter
 from safetensors.torch import save_file
-from support.places import ROOT
 from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
@@ -23,23 +22,22 @@ from draftsmith.recipes.run_folder import write_atomically
 RUNNER = CliRunner()
 
 
-def to_safetensors(file: Path) -> None:
-    save_file({"a": torch.zeros(40_000)}, file)
-
-
 def to_arrow(file: Path) -> None:
     with ArrowWriter(path=str(file)) as writer:
         writer.write_batch({"a": list(range(40_000))})
         writer.finalize()
 
 
-def to_text(file: Path) -> None:
-    write_atomically(file, "x" * 100_000)
-
-
-@pytest.mark.parametrize("write", [to_safetensors, to_arrow, to_text])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda file: save_file({"a": torch.zeros(40_000)}, file),
+        lambda file: write_atomically(file, "x" * 100_000),
+        to_arrow,
+    ],
+)
 def test_no_library_hides_a_full_disk(tiny_disk: Path, capsys: pytest.CaptureFixture[str], write: Any) -> None:
-    """As they word it."""
+    """Whatever words they have for it."""
     with pytest.raises(SystemExit) as caught, exit_with_one_sentence():
         write(tiny_disk / "file")
     assert caught.value.code == 2
@@ -53,10 +51,7 @@ def test_no_library_hides_a_full_disk(tiny_disk: Path, capsys: pytest.CaptureFix
     ("error", "sentence"),
     [
         (OSError(28, "No space left on device", "a"), "no space left on device: a: make room or put that right"),
-        (OSError(122, "Disk quota exceeded"), "disk quota exceeded: make room"),
-        (OSError(27, "File too large", "a"), "file too large: a: make room or put that right (`ulimit -a`"),
         (PermissionError(13, "Permission denied", "a"), "permission denied: a: "),
-        (NotADirectoryError(20, "Not a directory", "a/b"), "not a directory: a/b: "),
         (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "no space left on"),
         (
             RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed"),
@@ -132,24 +127,21 @@ def test_json_to_a_device_does_not_replace_it(tmp_path: Path, capsys: pytest.Cap
 
 
 LIMITED = """
-import resource, sys
+import resource, sys, torch
+from draftsmith.recipes.errors import exit_with_one_sentence
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
-from draftsmith.eval.commands.cli import main
-main()
+with exit_with_one_sentence():
+    torch.save(torch.zeros(40_000), sys.argv[1])
 """
 
 
-@pytest.mark.slow
-def test_training_within_a_limit_is_one_sentence_and_goes_on_without_it(tmp_path: Path) -> None:
-    """The optimiser's state is what does not fit."""
-    recipe = tmp_path / "a.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_run(tmp_path).model_dump()))
-    command = [sys.executable, "-c", LIMITED, "train", str(recipe)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+def test_a_limit_of_the_shell_is_one_sentence(tmp_path: Path) -> None:
+    """`ulimit -f`, where torch writes what it says nothing of: an optimiser's state, say."""
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "state.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     assert "(`ulimit -a` tells the limits)" in result.stderr.splitlines()[-1]
-    assert RUNNER.invoke(cli.app, ["train", str(recipe)]).exit_code == 0
 
 
 def test_a_disk_that_does_not_hold_the_weights_is_told_before_the_first_step(tmp_path: Path, tiny_disk: Path) -> None:

@@ -36,6 +36,7 @@ def small_target(model_type: str, num_layers: int, vocabulary: int) -> PreTraine
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
+    assert recipe.name == name
     arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
     assert arguments.learning_rate == recipe.train["learning_rate"]
     layers, vocabulary = SMOLLM2_SIZES if name.startswith(SMOLLM2) else FEW

@@ -1,0 +1,149 @@
+"""A run's folder belongs to one process at a time, and is continued with what it was begun with, or not at all."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import (
+    OWNER_FILE,
+    RunFolder,
+    alone_in_its_run,
+    check_settings,
+    run_lock,
+    sha256_of,
+    write_settings,
+)
+from draftsmith.recipes.schema import Recipe
+
+
+def test_the_run_folder_records_recipe_and_provenance(tmp_path: Path) -> None:
+    recipe = Recipe(name="a", runs_dir=str(tmp_path / "runs"))
+    folder = RunFolder(recipe)
+    assert not folder.root.exists()
+    source = tmp_path / "mine.yaml"
+    source.write_text("name: a")
+    folder.record("distill")
+    folder.record("train", {"recipe": source})
+    assert load_recipe(folder.root / "recipe.yaml") == recipe
+    stages = yaml.safe_load((folder.root / "provenance.json").read_text())
+    assert list(stages) == ["distill", "train"]
+    assert stages["train"]["inputs_sha256"] == {"recipe": sha256_of(source)}
+    assert {"python", "torch", "transformers"} <= set(stages["train"]["versions"])
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from draftsmith.recipes.run_folder import run_lock
+
+with run_lock(Path(sys.argv[1]), "train"):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that trains in `tmp_path/runs/mine`."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "runs" / "mine")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+@alone_in_its_run("eval")
+def stage(recipe: Recipe, answer: int) -> int:
+    return answer
+
+
+def test_the_other_process_is_named(
+    tmp_path: Path, holder: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(name="mine", runs_dir=str(tmp_path / "runs"))
+    with pytest.raises(UserError, match=rf"mine is in use by `draftsmith train` \(process {holder.pid} on .*`name`"):
+        stage(recipe, 3)
+    assert stage(recipe.model_copy(update={"name": "other"}), 3) == 3
+    monkeypatch.setenv("RANK", "1")  # the second process of a training whose first one holds the lock
+    assert stage(recipe, 3) == 3
+
+
+def test_a_dead_process_holds_nothing(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+    holder.kill()
+    holder.wait()
+    root = tmp_path / "runs" / "mine"
+    assert (root / OWNER_FILE).is_file()  # it had no time to tidy up
+    with run_lock(root, "eval"):
+        assert '"eval"' in (root / OWNER_FILE).read_text()
+    assert not (root / OWNER_FILE).exists()
+
+
+def test_an_error_gives_it_back(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError), run_lock(tmp_path, "tune"):
+            raise KeyError
+
+
+SETTINGS: dict[str, Any] = {
+    "eval": {"max_new_tokens": 10, "stop": [], "methods": [{"name": "a"}]},
+    "drafter_weights": ["12ab"],
+    "data.max_length_tokens": 512,
+}
+WAY_OUT = "restore the key, give the recipe another `name`, or delete that folder to measure again"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"eval": {"max_new_tokens": 20, "stop": [], "methods": [{"name": "a"}]}, "drafter_weights": ["34cd"]},
+            "eval.max_new_tokens = 10, now it is 20 (drafter_weights changed too)",
+        ),
+        (
+            {"eval": {"max_new_tokens": 10, "stop": ["x"], "methods": [{"name": "b"}]}},
+            "eval.stop = [], now it is ['x'] (eval.methods.0.name changed too)",
+        ),
+        (
+            {"eval": {"max_new_tokens": 10, "stop": [], "methods": [{"name": "a"}, {"name": "b"}]}},
+            "eval.methods.1.name = None, now it is 'b'",
+        ),
+        ({"eval": {"max_new_tokens": 10, "stop": []}}, "eval.methods.0.name = 'a', now it is None"),
+        ({"seed": 1}, "seed = None, now it is 1"),
+        ({"data.max_length_tokens": 1024}, "data.max_length_tokens = 512, now it is 1024"),
+    ],
+)
+def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    file = tmp_path / "settings.json"
+    check_settings(file, SETTINGS, "measure again")  # nothing was begun
+    write_settings(file, SETTINGS)
+    check_settings(file, SETTINGS, "measure again")
+    check_settings(file, SETTINGS | {"data.max_length_tokens": 8}, "measure again", ["data.max_length_tokens"])
+    with pytest.raises(UserError) as caught:
+        check_settings(file, SETTINGS | changed, "measure again", ["data.max_length_tokens"])
+    assert str(caught.value) == f"{tmp_path} was begun with {told}: {WAY_OUT}"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "settings.json"
+    file.write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"settings.json is damaged or of another version: delete the folder .* to train anew"
+    ):
+        check_settings(file, SETTINGS, "train anew")
+
+
+def test_a_key_that_may_fall_may_not_go_missing(tmp_path: Path) -> None:
+    write_settings(tmp_path / "settings.json", SETTINGS)
+    without = {key: value for key, value in SETTINGS.items() if key != "data.max_length_tokens"}
+    with pytest.raises(UserError, match=r"data.max_length_tokens = 512, now it is None"):
+        check_settings(tmp_path / "settings.json", without, "distil again", ["data.max_length_tokens"])
