@@ -62,12 +62,12 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
 
 
 def weights_sha256(folder: Path) -> dict[str, str]:
-    """Of each weights file in a folder, by its name."""
+    """Hash each weights file in a folder, by its name."""
     return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
 def sampled_hash(files: Iterable[Path]) -> str:
-    """What changes when another model is put in a file's place, read in a moment: sizes, and parts of them."""
+    """Hash sizes and parts of files: it changes when another model is put in a file's place, and takes a moment."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
@@ -79,6 +79,6 @@ def sampled_hash(files: Iterable[Path]) -> str:
 
 
 def some_of(names: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """Name the first few, and say how many more there are."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -34,7 +34,7 @@ class UserError(Exception):
     exit_code = USER_ERROR_EXIT_CODE
 
     def __str__(self) -> str:
-        """The sentence, without the secrets of a URL or an override that it quotes."""
+        """Return the sentence without the secrets of a URL or an override that it quotes."""
         return masked(super().__str__())
 
 
@@ -121,7 +121,7 @@ def masked(value: Any) -> Any:
     """A text, or a tree of mappings and lists, without its secrets.
 
     In a mapping they are left out, since such keys are read from the environment too. In a text they become `***`, and
-    so does what stands before the @ of a URL, unless the environment holds the password (`http://me:$PASSWORD@host`).
+    so does what is before the @ of a URL, unless the environment holds the password (`http://me:$PASSWORD@host`).
     """
     if isinstance(value, dict):
         return {key: masked(inner) for key, inner in value.items() if not _is_secret(str(key), str(inner))}
@@ -134,7 +134,7 @@ def masked(value: Any) -> Any:
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """Who gives the key itself where the name of a variable is asked for has given it away too."""
+    """Whether it is a secret: also a key given where the name of a variable is asked for."""
     return re.fullmatch(_SECRET_KEY, key) is not None or (key == "api_key_env" and not value.isidentifier())
 
 

@@ -70,7 +70,7 @@ def told_in_one_sentence(doing: str, repo: str) -> Iterator[None]:
 
 
 def _sentence(error: BaseException, repo: str) -> str | None:
-    """What this one error says to a user; None if it says nothing by itself."""
+    """Say what this one error means to a user; None if it says nothing by itself."""
     sentence, status = next((said for kind, said in BY_TYPE if isinstance(error, kind)), None), None
     if sentence is None:
         if isinstance(error, errors.HfHubHTTPError):

@@ -45,7 +45,7 @@ def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] |
         recipe = schema.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{file}: {explain(schema, error)}") from None
-    except RecursionError:  # an alias of what it stands in
+    except RecursionError:  # an alias of what it is part of
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
     if unwritable := _unwritable(recipe.model_dump()):
         raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
@@ -62,7 +62,7 @@ def _read_yaml(file: Path) -> Any:
 
 
 def _unwritable(value: Any, key: str = "") -> str | None:
-    """The first key under which a text holds NUL, which no path can, or half a surrogate pair, which no UTF-8 can."""
+    """Find the first key under which a text holds NUL, which no path can, or half a surrogate pair, as no UTF-8 can."""
     if isinstance(value, dict | list):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         found = (_unwritable(part, f"{key}.{name}".removeprefix(".")) for name, part in parts)
@@ -71,7 +71,7 @@ def _unwritable(value: Any, key: str = "") -> str | None:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """The recipe's file: the path itself, or the shipped recipe of that name."""
+    """Find the recipe's file: the path itself, or the shipped recipe of that name."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -120,7 +120,7 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
     """The first mistake, as `section.key`: what is wrong and what would be right.
 
     Args:
-        section: Where in the recipe the schema's keys lie.
+        section: Where in the recipe the schema's keys are.
     """
     first = error.errors()[0]
     key = ".".join(str(part) for part in ([section] if section else []) + list(first["loc"]))
@@ -137,7 +137,7 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
 
 
 def _keys_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that the schema knows at a location of the recipe."""
+    """List the keys that the schema knows at a location of the recipe."""
     model: Any = schema
     for part in location:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""How far a stage is: tqdm's bar on a terminal, the same every half minute in a log file, nothing with `--quiet`."""
+"""Show how far a stage is: tqdm's bar on a terminal, a line every half minute in a log file, nothing with `--quiet`."""
 
 import os
 import sys

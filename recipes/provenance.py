@@ -60,11 +60,11 @@ class Provenance:
 
 
 def source_commit() -> str | None:
-    """The commit of the source tree, when we run from one: an environment may lie in somebody else's."""
+    """Return the commit of the source tree if we run from one: an environment may be inside somebody else's tree."""
     here = Path(__file__).resolve()
     if shutil.which("git") is None:
         return None
-    # Without the lock that `--dirty` takes: a process that is killed here would leave it behind.
+    # Without the lock that `--dirty` takes: a process that is killed here would leave it there.
     git = ["git", "--no-optional-locks", "-C", str(here.parent)]
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
     for command in (["ls-files", "--error-unmatch", here.name], describe):
@@ -75,7 +75,7 @@ def source_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that results depend on, as far as they are installed."""
+    """Return versions of Python and of the packages that results depend on, as far as they are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES_OF_RECORD:
         try:

@@ -2,7 +2,7 @@
 
     {"machine": {...}, "date": "...", "commit": "...", "versions": {...}, "command": "...", "figures": {...}}
 
-A run writes it to `eval/result.json`, a benchmark where `--json` says; what documents quote is kept in `docs/results`.
+A run writes it to `eval/result.json`, a benchmark where `--json` says; what documents quote is in `docs/results`.
 """
 
 import json
@@ -20,7 +20,7 @@ from draftsmith.recipes.run_folder import write_atomically
 
 RESULT_KEYS = ("machine", "date", "commit", "versions", "command", "figures")
 FOLD_DEPTH, FOLD_CHARACTERS = 3, 100  # of a result's lines: see `folded_json`
-# From the root, behind a space, a quote, a bracket or a sign; not the path of a URL.
+# From the root, after a space, a quote, a bracket or a sign; not the path of a URL.
 _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:~-])/(?:[^\s/'",:{}\[\]]+/)+(?=[^\s/'",{}\[\]])""")
 
 
@@ -62,7 +62,7 @@ def folded_json(value: Any, depth: int = 0) -> str:
 
 
 def portable(value: Any) -> Any:
-    """A text, or a tree of mappings and lists, in which `.../name` stands for `/folders/of/this/machine/name`."""
+    """Write `.../name` for `/folders/of/this/machine/name` in a text, or in a tree of mappings and lists."""
     if isinstance(value, dict):
         return {_shortened(key) if isinstance(key, str) else key: portable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import yaml
 from filelock import FileLock, Timeout
@@ -101,20 +101,20 @@ class RunFolder:
 # ---- who may write ----
 
 
-def alone_in_its_run(
-    stage: str,
-) -> Callable[[Callable[Concatenate[Recipe, Options], Result]], Callable[Concatenate[Recipe, Options], Result]]:
-    """Decorates a stage, a function of a recipe: it holds the run's lock while it works. `stage`: for the sentence."""
+def alone_in_its_run(stage: str) -> Callable[[Callable[Options, Result]], Callable[Options, Result]]:
+    """Decorate a stage, a function whose first argument is a recipe: it holds the run's lock while it works.
 
-    def decorate(
-        function: Callable[Concatenate[Recipe, Options], Result],
-    ) -> Callable[Concatenate[Recipe, Options], Result]:
+    Args:
+        stage: Its name, for the sentence.
+    """
+
+    def decorate(function: Callable[Options, Result]) -> Callable[Options, Result]:
         @functools.wraps(function)
-        def locked(recipe: Recipe, *args: Options.args, **options: Options.kwargs) -> Result:
+        def locked(*args: Options.args, **options: Options.kwargs) -> Result:
             if int(os.environ.get("RANK", "0")) > 0:  # of several processes of one training the first holds it
-                return function(recipe, *args, **options)
-            with run_lock(RunFolder(recipe).root, stage):
-                return function(recipe, *args, **options)
+                return function(*args, **options)
+            with run_lock(RunFolder(cast(Recipe, args[0])).root, stage):
+                return function(*args, **options)
 
         return locked
 
@@ -222,7 +222,7 @@ def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = Non
     Args:
         form: What pydantic checks it against, a dataclass or `dict[str, Any]`; keys that it does not know are left out.
         way_out: What to do about a damaged file.
-        key: Only what stands there under this key.
+        key: Only the value of this key.
 
     Raises:
         UserError: No JSON, or of another form.
@@ -295,7 +295,7 @@ def bytes_text(size: float) -> str:
 
 
 def scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str]:
-    """The amount in the largest of these units that leaves at least 1."""
+    """Return the amount in the largest of these units that leaves at least 1."""
     exponent = 0
     while amount >= step and exponent < len(units) - 1:
         amount, exponent = amount / step, exponent + 1

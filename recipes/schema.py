@@ -150,7 +150,7 @@ class ConversationsRecipe(SourceRecipe):
         0.0, ge=0, lt=1, description="put aside by a hash of the id; stdlib has a split of its own, by module"
     )
     decontaminate: list[str] | None = Field(
-        None, description="question files whose questions are kept out; by default eval.questions, [] for none"
+        None, description="question files whose questions are left out; by default eval.questions, [] for none"
     )
     contamination_words: int = Field(
         13, ge=5, description="that many words in a row in common with a question are too many"
@@ -244,7 +244,7 @@ class DataRecipe(Section):
         None,
         ge=1,
         description="train on the rows that hold so many answer tokens, by the same hash: a smaller part of the same "
-        "data lies in every larger one. By default all of them",
+        "data is part of every larger one. By default all of them",
     )
     tokenize_processes: int | None = Field(None, ge=1, description="by default one a processor, 8 at most")
 
@@ -263,7 +263,7 @@ class DrafterRecipe(Section):
 
 
 class ValidationRecipe(Section):
-    """What rows kept out of training (`data.eval_rows_frac`) decide, by tau of a chain, every `train.eval_steps`."""
+    """What rows left out of training (`data.eval_rows_frac`) decide, by tau of a chain, every `train.eval_steps`."""
 
     keep: Literal["last", "best"] = Field(
         "last",
@@ -328,7 +328,7 @@ class MethodRecipe(Section):
         if self.tree == "adaptive" and self.kind != DRAFTER_KIND:
             raise ValueError("`tree: adaptive` goes with `kind: drafter` and with no other")
         if self.kind == DRAFTER_KIND and self.options:
-            raise ValueError("`options` are of methods of another `kind`; a drafter's lie with its weights")
+            raise ValueError("`options` are of methods of another `kind`; a drafter's are stored with its weights")
         return self
 
 

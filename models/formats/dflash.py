@@ -112,7 +112,7 @@ OF_SGLANG = (
 
 
 def has_draft_vocabulary(config: DrafterConfig) -> bool:
-    """Whether rows of the target's head go along."""
+    """Whether rows of the target's head are written too."""
     return config.draft_vocab_size is not None
 
 
@@ -120,12 +120,12 @@ def has_draft_vocabulary(config: DrafterConfig) -> bool:
 
 
 def to_dflash(drafter: Drafter) -> Checkpoint:
-    """For both engines."""
+    """Write it for both engines."""
     return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, _tensors(drafter))
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
-    """For both engines, which look for its keys at the top of the config."""
+    """Write it for both engines, which look for its keys at the top of the config."""
     has_confidence = bool(drafter.config.confidence_weight)
     own = {
         **DSPARK,

@@ -322,7 +322,7 @@ def with_own_head(found: Parameters) -> Parameters:
 
 
 def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> list[int]:
-    """By default what engines and the authors' code read: 2, L/2 and L-3, where these are three layers."""
+    """Return the layers that are read: by default 2, L/2 and L-3, as all readers have it, where these are three."""
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None:
         return list(ids)

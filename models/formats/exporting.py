@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, heads
+from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.formats.layout import Checkpoint, Exporter, Parameters, config_differences, drafted_tokens
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
 from draftsmith.recipes.errors import UserError, did_you_mean
-from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json, share_as_usual
+from draftsmith.recipes.run_folder import RunFolder, check_writable, share_as_usual
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 FORMATS = {
@@ -78,7 +79,7 @@ class Exported:
     caveat: str | None
 
     def lines(self) -> list[str]:
-        """What to print; the command is alone on the last line."""
+        """Say what to print; the command is alone on the last line."""
         done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
         warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
         return [done, *warned] if self.made.command is None else [done, *warned, "Serve it:", self.made.command]
@@ -147,7 +148,7 @@ def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
 
 
 def loading_words(recipe: TargetRecipe) -> list[str]:
-    """How the recipe loads its target, in options that vLLM and SGLang share; their own choice of dtype may differ."""
+    """Say how the recipe loads its target in options of vLLM and SGLang, whose own choice of dtype may differ."""
     words = ["--dtype", recipe.dtype] if recipe.dtype in ("float32", "bfloat16", "float16") else []
     words += [] if recipe.revision is None else ["--revision", recipe.revision]
     return [*words, "--trust-remote-code"] if recipe.trust_remote_code else words
@@ -273,20 +274,12 @@ def _write_checkpoint(checkpoint: Checkpoint, folder: Path, weights_file: str) -
     share_as_usual(folder)
 
 
-def read_checkpoint(folder: Path, weights_file: str) -> Checkpoint:
-    """Read what `export_drafter` wrote, with a flat config."""
-    config = read_json(folder / "config.json", dict[str, Any], "export it again")
-    file = folder / weights_file
-    tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-    return Checkpoint(eagle3.flattened(config), tensors)
-
-
 def check_written(folder: Path, drafter: Drafter, exporter: Exporter) -> None:
     """
     Raises:
         RuntimeError: The folder holds not what its reader asks for, or not the drafter: a bug of ours.
     """
-    read = read_checkpoint(folder, exporter.weights_file)
+    read = read_checkpoint(folder)
     target_config = drafter.config.target_config
     if exporter.rules is None:
         load_weights("export", str(folder), AutoModelForCausalLM, dtype="auto")

@@ -81,7 +81,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: name another place with --to")
     source = _place(location)
-    drafter = _as_drafter(_read_published(source), target)
+    drafter = _as_drafter(read_checkpoint(source), target)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -145,7 +145,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
     return drafter.attach(target).freeze()
 
 
-def _read_published(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a flat config, and all tensors of all weights files.
 
     Raises:
@@ -226,7 +226,7 @@ def _weights_files(folder: Path) -> list[Path]:
 
 
 def _place(location: str) -> Path:
-    """The folder itself, or where the repository was downloaded to."""
+    """Return the folder itself, or where the repository was downloaded to."""
     folder, published = Path(location).expanduser(), hub_id(location)
     if folder.is_dir():
         return folder

@@ -106,12 +106,12 @@ class Exporter:
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
-    """How many tokens a chain of this drafter drafts."""
+    """Return how many tokens a chain of this drafter drafts."""
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
 def always(config: DrafterConfig) -> bool:
-    """For `Exporter.needs_target`."""
+    """Need the target for every drafter, for `Exporter.needs_target`."""
     return True
 
 

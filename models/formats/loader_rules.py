@@ -36,7 +36,7 @@ class LoaderRules:
     weights_file: str = "model.safetensors"
 
     def complaints(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """What is wrong with a checkpoint of this config and these tensors, one sentence each; none if it is right."""
+        """List what is wrong with a checkpoint of this config and these tensors, one sentence each."""
         asked = self.tensors(config)
         known = {**self.optional(config), **asked}
         found = [f"{name} is missing" for name in sorted(asked.keys() - shapes.keys())]
@@ -52,7 +52,7 @@ class LoaderRules:
 
 
 def fused_layers(config: Config) -> int:
-    """How many layers of the target are read."""
+    """Return how many layers of the target are read."""
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     ids = ids or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ids = ids or (config.get("dflash_config") or config).get("target_layer_ids") or [0, 0, 0]
@@ -60,7 +60,7 @@ def fused_layers(config: Config) -> int:
 
 
 def draft_vocabulary_size(config: Config) -> int:
-    """Size of the draft vocabulary, by default all tokens."""
+    """Return the size of the draft vocabulary, by default all tokens."""
     return int(config.get("draft_vocab_size") or config["vocab_size"])
 
 
