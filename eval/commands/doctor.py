@@ -261,12 +261,9 @@ def _source(recipe: Recipe, expected: Expected) -> Checked:
         severity = "defect" if stops or len(problems) == len(sample) else "warning"
         sentence = f"{len(problems)} of {len(sample)} do not go through: {problems[0]}"
     findings.append(Finding("chat template", severity, sentence, {"refused": len(problems), "sampled": len(sample)}))
-    limit = recipe.data.max_length_tokens
-    severity = "ok"
-    sentence = (
-        f"of {len(sample)} conversations {shortened} are shortened by whole turns to {limit} tokens, {too_long} are "
-        "too long altogether"
-    )
+    length = recipe.data.max_length_tokens
+    counted = f"of {len(sample)} conversations {shortened} are shortened by whole turns to {length} tokens"
+    severity, sentence = "ok", f"{counted}, {too_long} are too long altogether"
     if shortened + too_long > MANY_LOST_FRAC * len(sample):
         severity = "defect" if too_long == len(sample) else "warning"
         sentence += ", so nothing is left" if severity == "defect" else ""

@@ -1,8 +1,7 @@
-"""What each of two processes over gloo holds of a frozen target, for tests to start by `multiprocessing`."""
+"""What each of two processes over gloo holds of a frozen target, for `support.processes` to start."""
 
 import json
 import os
-from pathlib import Path
 
 import torch
 from torch import distributed
@@ -11,28 +10,36 @@ from torch.distributed.tensor import DTensor
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target import loading
 from draftsmith.models.target.features import decoder_layers, target_features
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 
 
-def hold_target(rank: int, port: int, recipe: Recipe, folder: str) -> None:
-    """Write `<rank>.json` into the folder: bytes of the layers held here, files read, features, drafter."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def hold_targets(recipes: list[Recipe]) -> None:
+    """Write `<rank>.json` into each recipe's run, one after the other in one group of processes."""
+    for recipe in recipes:
+        _hold_target(recipe)
+
+
+def _hold_target(recipe: Recipe) -> None:
+    """Write bytes of the layers held here, files read, features, drafter."""
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    distributed.init_process_group("gloo", rank=rank, world_size=2)
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
     reads, load_weights = [], loading.load_weights
 
     def counted(*args: object, **options: object) -> object:
         reads.append(1)
         return load_weights(*args, **options)  # type: ignore[arg-type]
 
-    loading.load_weights = counted
+    loading.load_weights = counted  # type: ignore[assignment]
     device = torch.device("cpu")
     with outside_the_launch():
         target = load_frozen_target(recipe, device)
         torch.manual_seed(0)
         drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
         sync_models(recipe, target, drafter, device)
+    loading.load_weights = load_weights
     ids = torch.arange(3, 15)[None]
     offline = recipe.data.features.source == "offline"
     layers = [] if offline else decoder_layers(target)
@@ -47,6 +54,4 @@ def hold_target(rank: int, port: int, recipe: Recipe, folder: str) -> None:
         "head": target.get_output_embeddings().weight.flatten().tolist(),
         "drafter": drafted,
     }
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    (RunFolder(recipe).root / f"{distributed.get_rank()}.json").write_text(json.dumps(found))

@@ -21,7 +21,7 @@ from draftsmith.train.batches.collate import even_out
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer, generator_of
 
-LAYOUTS = ((1, 4), (2, 2), (4, 1))  # processes, micro-batches of each
+ALONE, OF_TWO, OF_FOUR = (1, 4), (2, 2), (4, 1)  # processes, micro-batches of each
 # 13 rows in steps of 8: of the second step only 5 are left, for four micro-batches of 2 and so for four processes.
 LENGTHS = (12, 30, 7, 21, 9, 40, 15, 8, 26, 11, 33, 19, 10)
 EPOCHS, EVAL_ROWS = 2, 3
@@ -71,18 +71,22 @@ def train_and_note(recipe: Recipe) -> None:
     note.write_text(json.dumps({"rows": seen, "drawn": drawn}))
 
 
+NOISY = {"kind": "eagle_parallel", "options": {"num_masks": 3, "keep_ratio": 0.7, "feature_noise": 0.1}}
+MEDUSA = {"kind": "medusa", "options": {"num_heads": 3, "lm_heads": "shared"}}
+
+
 @pytest.mark.parametrize(
-    "drafter",
+    ("drafter", "layout"),
     [
-        {"kind": "eagle_parallel", "options": {"num_masks": 3, "keep_ratio": 0.7, "feature_noise": 0.1}},
-        {"kind": "medusa", "options": {"num_heads": 3, "lm_heads": "shared"}},
+        (NOISY, OF_TWO),
+        pytest.param(NOISY, OF_FOUR, marks=pytest.mark.nightly),
+        pytest.param(MEDUSA, OF_TWO, marks=pytest.mark.nightly),
     ],
-    ids=["eagle_parallel", "medusa"],
 )
-def test_layouts_train_the_same_weights(target_folder: Path, drafter: dict[str, Any]) -> None:
+def test_layouts_train_the_same_weights(target_folder: Path, drafter: dict[str, Any], layout: tuple[int, int]) -> None:
     """In real gloo processes, with uneven last batches, shuffled rows, noise and dropped masks. Bound: of the issue."""
     weights, histories, notes = [], [], []
-    for processes, accumulation in LAYOUTS:
+    for processes, accumulation in (ALONE, layout):
         recipe = prepared(target_folder.parent, processes, accumulation, drafter)
         if processes == 1:
             train_and_note(recipe)

@@ -15,12 +15,13 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     [
         {"kind": "parallel", "options": {"num_masks": 2}},
-        pytest.param({"kind": "eagle", "options": {}}, marks=pytest.mark.slow),
-        pytest.param({"kind": "medusa", "options": {"num_heads": 2}}, marks=pytest.mark.slow),
+        pytest.param({"kind": "eagle", "options": {}}, marks=pytest.mark.nightly),
+        pytest.param({"kind": "medusa", "options": {"num_heads": 2}}, marks=pytest.mark.nightly),
     ],
     ids=lambda drafter: drafter["kind"],
 )

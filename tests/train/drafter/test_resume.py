@@ -153,6 +153,7 @@ def test_what_is_damaged(whole: list[Recipe], tmp_path: Path, damage: Callable[[
         assert sentence.endswith(f"set aside as damaged-checkpoint-{number}")
 
 
+@pytest.mark.slow
 def test_the_same_bits_with_several_threads(target_folder: Path) -> None:
     """The backward of indexing adds up in parallel where there is much: here 32 rows of 64 tokens and two masks."""
     trained = []
@@ -160,7 +161,7 @@ def test_the_same_bits_with_several_threads(target_folder: Path) -> None:
     torch.set_num_threads(2)
     try:
         for name in ("first", "second"):
-            recipe = make_recipe(target_folder, name, per_device_train_batch_size=32, max_steps=6)
+            recipe = make_recipe(target_folder, name, per_device_train_batch_size=32, max_steps=3)
             generator = torch.Generator().manual_seed(0)
             rows = [
                 {"input_ids": torch.randint(3, 40, (64,), generator=generator).tolist(), "loss_mask": [1] * 64}

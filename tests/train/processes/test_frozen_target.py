@@ -1,15 +1,14 @@
 """The frozen target beside a launch: which process reads it, and what each then holds."""
 
 import json
-import multiprocessing
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.held_targets import hold_target
+from support.held_targets import hold_targets
+from support.processes import in_processes
 from support.tiny_models import tiny_target
 from support.tiny_runs import save_target, tiny_run
 from torch import distributed
@@ -21,58 +20,50 @@ from draftsmith.models.target import loading
 from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.quantized import saved_bytes
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, _shard, outside_the_launch
 
-
-def two_processes(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=hold_target, args=(rank, port, recipe, str(folder))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=300)
-    assert [process.exitcode for process in processes] == [0, 0]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+CASES: tuple[tuple[dict[str, Any], str, float, list[int]], ...] = (
+    ({}, "parallel", 1.0, [1, 1]),
+    ({"sharded": True}, "parallel", 0.5, [1, 0]),
+    ({"sharded": True}, "draft_model", 0.5, [1, 0]),  # starts from the target's layers
+    ({"sharded": True}, "medusa", 0.5, [1, 0]),  # and from its LM head
+    ({"source": "offline"}, "draft_model", 0.0, [1, 0]),
+)  # features, kind, share of the layers in each process, files that each reads
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("features", "kind", "share", "reads"),
-    [
-        ({}, "parallel", 1.0, [1, 1]),
-        ({"sharded": True}, "parallel", 0.5, [1, 0]),
-        ({"sharded": True}, "draft_model", 0.5, [1, 0]),  # starts from the target's layers
-        ({"sharded": True}, "medusa", 0.5, [1, 0]),  # and from its LM head
-        ({"source": "offline"}, "draft_model", 0.0, [1, 0]),
-    ],
-)
-def test_what_each_process_holds(
-    tmp_path: Path, features: dict[str, Any], kind: str, share: float, reads: list[int]
-) -> None:
+def test_what_each_process_holds(tmp_path: Path) -> None:
     """Under FSDP's RAM-efficient loading, which would leave zeros in the second. The drafters are those of one process.
 
     Only the first reads the files where the target is split or dropped.
     """
-    options = {"feature_layers": [1, 3, -1]} if kind == "parallel" else {}
-    recipe = tiny_run(tmp_path, drafter={"kind": kind, "options": options}, data={"features": features})
-    found = two_processes(recipe, tmp_path)
-    target, _ = load_target(recipe.target)
-    torch.manual_seed(0)
-    drafter = load_drafter_class(kind).from_target(target, options)
-    layers_bytes = sum(p.numel() * p.element_size() for layer in decoder_layers(target) for p in layer.parameters())
-    expected = {name: tensor.double().sum().item() for name, tensor in drafter.state_dict().items()}
-    for each in found:
-        assert each["layer_bytes"] == share * layers_bytes
-        assert each["head"] == target.get_output_embeddings().weight.flatten().tolist()
-        assert each["drafter"] == expected
-        if share:
-            alone = target_features(target, torch.arange(3, 15)[None], layers=(1, 3, -1))
-            assert each["features"] == alone.flatten().tolist()
-    assert [each["reads"] for each in found] == reads
+    options = {"parallel": {"feature_layers": [1, 3, -1]}}
+    recipes = [
+        tiny_run(
+            tmp_path,
+            f"case{number}",
+            drafter={"kind": kind, "options": options.get(kind, {})},
+            data={"features": features},
+        )
+        for number, (features, kind, _, _) in enumerate(CASES)
+    ]
+    in_processes(hold_targets, 2, recipes)
+    for recipe, (_, kind, share, reads) in zip(recipes, CASES, strict=True):
+        found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
+        target, _ = load_target(recipe.target)
+        torch.manual_seed(0)
+        drafter = load_drafter_class(kind).from_target(target, options.get(kind, {}))
+        layers_bytes = sum(p.nbytes for layer in decoder_layers(target) for p in layer.parameters())
+        expected = {name: tensor.double().sum().item() for name, tensor in drafter.state_dict().items()}
+        for each in found:
+            assert each["layer_bytes"] == share * layers_bytes
+            assert each["head"] == target.get_output_embeddings().weight.flatten().tolist()
+            assert each["drafter"] == expected
+            if share:
+                alone = target_features(target, torch.arange(3, 15)[None], layers=(1, 3, -1))
+                assert each["features"] == alone.flatten().tolist()
+        assert [each["reads"] for each in found] == reads
 
 
 def test_a_sharded_target_is_split_again_after_its_forward(tmp_path: Path) -> None:

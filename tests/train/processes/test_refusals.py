@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.target import quantized
 from draftsmith.recipes.errors import UserError
+from draftsmith.train.drafter.checkpoints import refuse_other_launch, write_manifest
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
@@ -92,14 +93,23 @@ def test_refused_by_name(
         refuse_what_cannot_work(recipe, arguments(tmp_path, **train), launch)
 
 
-@pytest.mark.parametrize("launch", [ALONE, DDP, FSDP2, ZERO2, ZERO3])
-@pytest.mark.parametrize("kind", drafter_kinds())
-def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, kind: str) -> None:
+def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
-    if launch.splits_weights and load_drafter_class(kind).split_obstacle is not None:
-        pytest.skip("refused")
-    recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}})
-    refuse_what_cannot_work(recipe, arguments(tmp_path), launch)
+    args = arguments(tmp_path)
+    for kind in drafter_kinds():
+        recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}})
+        for launch in (ALONE, DDP, FSDP2, ZERO2, ZERO3):
+            if not (launch.splits_weights and load_drafter_class(kind).split_obstacle):
+                refuse_what_cannot_work(recipe, args, launch)
+
+
+def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
+    write_manifest(tmp_path, FSDP2)
+    refuse_other_launch(tmp_path, FSDP2)
+    with pytest.raises(UserError, match="was written under FSDP2, which DDP cannot read: launch it as before"):
+        refuse_other_launch(tmp_path, DDP)
+    with pytest.raises(UserError, match=r"was written by 2 processes and there is one now: .* launch 2 again"):
+        refuse_other_launch(tmp_path, ALONE)
 
 
 @pytest.mark.parametrize(

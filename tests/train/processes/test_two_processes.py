@@ -1,12 +1,14 @@
 """Two processes over gloo, as `accelerate launch` starts them with the shipped configurations: DDP, FSDP2, ZeRO.
 
 DeepSpeed's tests are skipped where it is not installed (on a CPU: `DS_BUILD_OPS=0 pip install --no-build-isolation
-deepspeed`).
+deepspeed`). A launch takes seconds, so one of each kind is made with every change; the others are nightly.
 """
 
+import functools
 import importlib.util
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,24 @@ from support.launched_training import NOT_LEFT, launch, on_two_cpus, start_each
 from support.tiny_runs import tiny_run
 from torch import Tensor
 
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 
 pytestmark = pytest.mark.slow
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
-OTHERS = ["fsdp2", *(pytest.param(f"zero{stage}", marks=NEEDS_DEEPSPEED) for stage in (1, 2, 3))]
 SHARDED: dict[str, Any] = {"features": {"sharded": True}}
 STEPS = 50
 CURVE = {"max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
 HALF = {**CURVE, "max_steps": 12, "bf16": True}
+
+
+def case(name: str, *values: Any, nightly: bool = False) -> Any:
+    marks = [*([NEEDS_DEEPSPEED] if name.startswith("zero") else []), *([pytest.mark.nightly] if nightly else [])]
+    return pytest.param(name, *values, marks=marks)
+
+
+EVERY_LAUNCH = [case(name, nightly=True) for name in ("cpu_x2", "fsdp2", "zero1", "zero2", "zero3")]
 
 
 def weights(recipe: Recipe) -> dict[str, Tensor]:
@@ -43,6 +51,12 @@ def losses(recipe: Recipe) -> list[float]:
     return [log["loss"] for log in record(recipe)["history"] if "loss" in log]
 
 
+def launched(name: str, recipe: Recipe) -> Recipe:
+    result = launch(on_two_cpus(name, Path(recipe.runs_dir).parent), recipe)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return recipe
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """One process with the batch of two."""
@@ -52,19 +66,27 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def half_alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    recipe = tiny_run(tmp_path_factory.mktemp("half"), train={**HALF, "per_device_train_batch_size": 6})
-    train_drafter(recipe)
-    return recipe
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Recipe]:
+    """Trained by two processes of a launch, once for all tests."""
+
+    @functools.cache
+    def of(name: str, sharded: bool) -> Recipe:
+        folder = tmp_path_factory.mktemp(name)
+        return launched(name, tiny_run(folder, "whole", train=CURVE, data=SHARDED if sharded else {}))
+
+    return of
 
 
-@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
-@pytest.mark.parametrize("data", [{}, SHARDED], ids=["replicated", "sharded"])
-def test_two_processes_are_one(alone: Recipe, tmp_path: Path, name: str, data: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    [
+        case("cpu_x2", True), case("fsdp2", False), case("zero2", True), case("cpu_x2", False, nightly=True),
+        case("fsdp2", True, nightly=True), case("zero1", False, nightly=True), case("zero3", True, nightly=True),
+    ],
+)  # fmt: skip
+def test_two_processes_are_one(alone: Recipe, trained: Callable[[str, bool], Recipe], name: str, sharded: bool) -> None:
     """The loss curve, the weights, and the file that training ends with, which is whole."""
-    recipe = tiny_run(tmp_path, name, train=CURVE, data=data)
-    result = launch(on_two_cpus(name, tmp_path), recipe)
-    assert result.returncode == 0, result.stderr[-3000:]
+    recipe = trained(name, sharded)
     assert record(recipe)["batch_size"] == record(alone)["batch_size"] == 6
     assert record(recipe)["tokens"] == record(alone)["tokens"]
     assert len(losses(recipe)) == STEPS
@@ -76,77 +98,62 @@ def test_two_processes_are_one(alone: Recipe, tmp_path: Path, name: str, data: d
     assert config["architectures"] == ["ParallelDrafter"]
 
 
-@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
-def test_half_precision(alone: Recipe, half_alone: Recipe, tmp_path: Path, name: str) -> None:
-    """Rounded otherwise in batches of another shape, but the same training: from weights in fp32 to weights in fp32."""
-    recipe = tiny_run(tmp_path, name, train=HALF)
-    result = launch(on_two_cpus(name, tmp_path), recipe)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert record(recipe)["tokens"] == record(half_alone)["tokens"]
-    assert losses(recipe) == pytest.approx(losses(half_alone), rel=2e-3)
-    assert abs(losses(recipe)[0] - losses(alone)[0]) > 1e-4  # the same weights and rows, in fp32
-    assert {value.dtype for value in weights(recipe).values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
 @pytest.mark.parametrize(
-    "drafter",
+    ("name", "number", "checkpoint"),
     [
-        {"options": {"num_masks": 2, "markov_rank": 5}},
-        {"kind": "dspark", "options": {"block_size": 3, "num_layers": 2, "markov_rank": 5}},
+        case("fsdp2", "SIGKILL", 4),
+        *(case(name, "SIGKILL", 4, nightly=True) for name in ("cpu_x2", "zero1", "zero2", "zero3")),
+        *(case(name, "SIGTERM", 5, nightly=True) for name in ("cpu_x2", "fsdp2", "zero1", "zero2", "zero3")),
     ],
-    ids=["parallel", "dspark"],
-)
-def test_a_markov_head_is_split_as_the_rest(tmp_path: Path, drafter: dict[str, Any], name: str) -> None:
-    """Its factors are weights that the loss reads itself; both learn, and alike however they are split."""
-    train = {**CURVE, "max_steps": 12}
-    alone = tiny_run(tmp_path, "alone", drafter=drafter, train={**train, "per_device_train_batch_size": 6})
-    train_drafter(alone)
-    recipe = tiny_run(tmp_path, name, drafter=drafter, train=train)
-    result = launch(on_two_cpus(name, tmp_path), recipe)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert losses(recipe) == pytest.approx(losses(alone), abs=1e-5)
-    for key, value in weights(alone).items():
-        torch.testing.assert_close(weights(recipe)[key], value, atol=1e-5, rtol=0)
-    assert all(weights(recipe)[f"markov_head.markov_{part}.weight"].abs().sum() > 0 for part in ("w1", "w2"))
-
-
-@pytest.mark.parametrize("name", ["cpu_x2", *OTHERS])
-@pytest.mark.parametrize(
-    ("number", "checkpoint"), [(signal.SIGTERM, 5), (signal.SIGKILL, 4)], ids=["SIGTERM", "SIGKILL"]
 )
 def test_stopped_and_resumed_is_unbroken_bit_for_bit(
-    tmp_path: Path, name: str, number: signal.Signals, checkpoint: int
+    trained: Callable[[str, bool], Recipe], tmp_path: Path, name: str, number: str, checkpoint: int
 ) -> None:
     """SIGTERM of one process saves in all of them; SIGKILL of one leaves the other a sentence to say."""
-    whole, broken = tiny_run(tmp_path, "whole"), tiny_run(tmp_path, "broken")
-    config = on_two_cpus(name, tmp_path)
-    assert launch(config, whole).returncode == 0
-    result = launch(config, broken, signals={1: (5, number.name)})
+    broken, config = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2}), on_two_cpus(name, tmp_path)
+    result = launch(config, broken, signals={1: (5, number)})
     assert result.returncode != 0
     checkpoints = RunFolder(broken).drafter / "checkpoints"
     assert not (RunFolder(broken).drafter / "training.json").exists()
     assert max(int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*")) == checkpoint
     assert "[rank0]" not in result.stderr  # of a traceback
     assert NOT_LEFT not in result.stderr
-    if number == signal.SIGKILL:
+    if number == signal.SIGKILL.name:
         assert "another process of this training ended" in result.stderr
     resumed = launch(config, broken)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert f"going on from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
-    found, expected = weights(broken), weights(whole)
+    found, expected = weights(broken), weights(trained(name, False))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
-    recipe = tiny_run(tmp_path)
-    launch(on_two_cpus("fsdp2", tmp_path), recipe, signals={0: (5, "SIGTERM")})
-    refused = launch(on_two_cpus("cpu_x2", tmp_path), recipe).stderr
-    assert "was written under FSDP2, which DDP cannot read: launch it as before" in refused
-    with pytest.raises(UserError, match=r"was written by 2 processes and there is one now: .* launch 2 again"):
-        train_drafter(recipe)
+@pytest.mark.parametrize("name", EVERY_LAUNCH)
+def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
+    """Rounded otherwise in batches of another shape, but the same training: from weights in fp32 to weights in fp32."""
+    half_alone = tiny_run(tmp_path, "alone", train={**HALF, "per_device_train_batch_size": 6})
+    train_drafter(half_alone)
+    recipe = launched(name, tiny_run(tmp_path, name, train=HALF))
+    assert record(recipe)["tokens"] == record(half_alone)["tokens"]
+    assert losses(recipe) == pytest.approx(losses(half_alone), rel=2e-3)
+    assert abs(losses(recipe)[0] - losses(alone)[0]) > 1e-4  # the same weights and rows, in fp32
+    assert {value.dtype for value in weights(recipe).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("name", EVERY_LAUNCH)
+def test_a_markov_head_is_split_as_the_rest(tmp_path: Path, name: str) -> None:
+    """Its factors are weights that the loss reads itself; both learn, and alike however they are split."""
+    train = {**CURVE, "max_steps": 12}
+    drafter = {"kind": "dspark", "options": {"block_size": 3, "num_layers": 2, "markov_rank": 5}}
+    alone = tiny_run(tmp_path, "alone", drafter=drafter, train={**train, "per_device_train_batch_size": 6})
+    train_drafter(alone)
+    recipe = launched(name, tiny_run(tmp_path, name, drafter=drafter, train=train))
+    assert losses(recipe) == pytest.approx(losses(alone), abs=1e-5)
+    for key, value in weights(alone).items():
+        torch.testing.assert_close(weights(recipe)[key], value, atol=1e-5, rtol=0)
+    assert all(weights(recipe)[f"markov_head.markov_{part}.weight"].abs().sum() > 0 for part in ("w1", "w2"))
+
+
+@pytest.mark.nightly
 def test_as_slurm_starts_them(tmp_path: Path) -> None:
     """Each process by the environment alone, without a launcher: SIGTERM of one ends both with 143, all saved."""
     recipe = tiny_run(tmp_path)
