@@ -165,6 +165,7 @@ def test_a_ramp_resumes_bit_for_bit(target_folder: Path, monkeypatch: pytest.Mon
     assert shares[0] > shares[1] > shares[2] == pytest.approx(4 / 7, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_offline_and_packed_rows_know_their_features(tmp_path: Path) -> None:
     """Features from disk belong to rows by number: after a split the figures are those of features computed anew."""
     from draftsmith.train.features.write import project_features, write_features

@@ -14,7 +14,7 @@ from support.processes import in_processes
 from support.tiny_runs import recipe_in
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.groups.rows import active, depth_labels
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import even_out
@@ -154,5 +154,6 @@ def test_expected_rows_are_what_is_kept(target_folder: Path) -> None:
     mask = torch.ones_like(ids)
     expected = drafter.label_counts(ids, mask)
     assert expected[0].tolist() == pytest.approx([3990, 3980 / 2, 3970 / 4, 3960 / 5])
-    kept = drafter.present(depth_labels(ids, mask, 4)).sum((0, 2))[1:]
+    labels = depth_labels(ids, mask, 4)
+    kept = active(labels, drafter.config.options.kept_shares, drafter.generator).sum((0, 2))[1:]
     assert torch.allclose(kept.float(), expected[0, 1:], rtol=0.1)

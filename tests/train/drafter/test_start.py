@@ -70,18 +70,6 @@ def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Pat
     assert str(tmp_path) not in card
 
 
-def test_kinds_that_share_a_part(tmp_path: Path) -> None:
-    """A parallel drafter takes EAGLE's attention and MLP; EAGLE's `fc` has no place in it."""
-    source = trained(tmp_path, "first", drafter_of("eagle"))
-    recipe = from_source(tmp_path, source, drafter_of("parallel", num_masks=2))
-    train_drafter(recipe)
-    first, second = weights_of(source), weights_of(recipe)
-    assert torch.equal(second["layers.0.mlp.up_proj.weight"], first["layers.0.mlp.up_proj.weight"])
-    start = json.loads((RunFolder(recipe).drafter / "training.json").read_text())["start"]
-    assert start["unused"] == ["fc.weight"]
-    assert {"masks", "fuse.weight", "norm.weight", "layers.0.input_layernorm.weight"} <= set(start["fresh"])
-
-
 @pytest.mark.parametrize(
     ("first", "second", "sentence"),
     [
@@ -228,7 +216,8 @@ def two_stages(folder: Path, runs: str) -> Recipe:
     return tiny_run(folder, "both", drafter=drafter, train={"max_steps": 5}, runs_dir=str(folder / runs))
 
 
-@pytest.mark.parametrize("interrupted", ["eagle", "both"])
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [pytest.param("eagle", marks=pytest.mark.nightly), "both"])
 def test_two_stages_broken_off_in_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
     """The same weights in the end as without a break, bit for bit."""
     monkeypatch.setattr(stages, "run_distill", lambda recipe: None)
