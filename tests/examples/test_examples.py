@@ -15,7 +15,7 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow  # one trains, the others need its drafter
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,6 @@ def test_there_are_five_short_ones_and_the_readme_names_each() -> None:
     assert max(len(script.read_text(encoding="utf-8").splitlines()) for script in SCRIPTS) < 60
 
 
-@slow
 def test_decode_with_a_tree(run: Callable[..., str]) -> None:
     """What the marks say is committed, round after round, is the answer."""
     out = run("decode_with_a_tree.py", "--new-tokens", "20")
@@ -71,7 +70,6 @@ def test_decode_with_a_tree(run: Callable[..., str]) -> None:
     assert out.endswith("identical to the target's own answer: True\n")
 
 
-@slow
 def test_draw_acceptance(run: Callable[..., str], folder: Path) -> None:
     """Sums of the marginal shares are the mean number of drafts that rounds kept."""
     out = run("draw_acceptance.py", "--new-tokens", "24")
@@ -88,7 +86,6 @@ def test_draw_acceptance(run: Callable[..., str], folder: Path) -> None:
     assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
-@slow
 def test_measure_a_drafter(run: Callable[..., str], folder: Path) -> None:
     """Of the one in the folder; what is printed is what the run's result holds."""
     run("decode_with_a_tree.py", "--new-tokens", "4")
@@ -103,7 +100,6 @@ def test_measure_a_drafter(run: Callable[..., str], folder: Path) -> None:
     assert (folder / "runs/example-measured/report.html").is_file()
 
 
-@slow
 def test_verify_a_distribution(run: Callable[..., str], folder: Path) -> None:
     """The test has the power to see a verifier that is not lossless."""
     p_values = {}
@@ -115,7 +111,6 @@ def test_verify_a_distribution(run: Callable[..., str], folder: Path) -> None:
     assert p_values["0.3"] < 0.0001
 
 
-@slow
 def test_train_your_own_drafter(run: Callable[..., str], folder: Path) -> None:
     out = run("train_your_own_drafter.py", "--steps", "40")
     accuracy = [float(share) for share in re.findall(r"'accuracy_depth1': '?([\d.]+)", out)]
