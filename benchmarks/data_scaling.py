@@ -78,7 +78,7 @@ def fit_scaling(answer_tokens: list[int], taus: list[float]) -> ScalingFit:
 
 
 def as_stored(result: dict[str, Any]) -> dict[str, Any]:
-    """Of a whole result file, what `draftsmith plan` reads: where it comes from, and the fits alone."""
+    """Return what `draftsmith plan` reads of a whole result file: where it comes from, and the fits alone."""
     figures = result["figures"]
     return {**result, "figures": {"target": figures["target"], "trees": figures["fits"]["tree"]}}
 

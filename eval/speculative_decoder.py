@@ -70,7 +70,7 @@ class SpeculativeDecoder:
     def ask(
         self, question: str, max_new_tokens: int = 128, on_round: Callable[[Round], None] | None = None
     ) -> AnswerRecord:
-        """The answer to a question, asked as the chat template has it; its `text` is filled in."""
+        """Answer a question, asked as the chat template has it; its `text` is filled in."""
         if self.tokenizer is None:
             raise ValueError("a question needs a tokenizer with a chat template: give one, or call answer() with ids")
         record = self.answer(prompt_token_ids(self.tokenizer, [Turn("user", question)]), max_new_tokens, on_round)
@@ -80,7 +80,7 @@ class SpeculativeDecoder:
     def answer(
         self, prompt_ids: list[int], max_new_tokens: int, on_round: Callable[[Round], None] | None = None
     ) -> AnswerRecord:
-        """The answer to token ids.
+        """Answer token ids.
 
         Args:
             on_round: Told of every round: its tree, what was accepted, and the target's logits.

@@ -34,7 +34,7 @@ drafter = load_drafter(args.drafter or RunFolder(recipe).drafter, target)
 
 
 def show(round_: Round) -> None:
-    """The tree below its root, the last committed token: `*` was accepted, `+` is what the target adds."""
+    """Print the tree below its root, the last committed token: `*` was accepted, `+` is what the target adds."""
     tree, accepted = round_.tree, set(round_.verdict.path)
 
     def below(node: int) -> None:

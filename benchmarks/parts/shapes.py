@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"parallel": {"num_masks": 4, "inputs": "bo
 
 @dataclass(frozen=True)
 class Shape:
-    """A target, and how much is done with it.
+    """Hold the sizes of a target, and how much is done with it.
 
     Args:
         dtype: Of the target, and of drafters while decoding; they are trained in fp32, under autocast if this is half.

@@ -31,7 +31,7 @@ KINDS = {
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line with `--json`; the script's docstring is its help."""
+    """Make a command line with `--json`; the script's docstring is its help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures there too")
     return parser

@@ -26,7 +26,7 @@ class PlainConsole(Console):
 
     @property
     def encoding(self) -> str:
-        """Where there is no terminal, rich is told that there are no box characters; the text itself stays as it is."""
+        """Tell rich that there are no box characters where there is no terminal; the text itself stays as it is."""
         return super().encoding if self.is_terminal else "ascii"
 
     @property  # type: ignore[misc]  # nobody sets it
@@ -40,7 +40,7 @@ class PlainConsole(Console):
         return iter(segments) if self.is_terminal else _without_blanks_at_ends(segments)
 
     def look_again(self) -> None:
-        """At where stdout leads now, and at the environment."""
+        """Look again at where stdout leads, and at the environment."""
         PlainConsole.__init__(self, self.soft_wrap)
 
 
@@ -64,6 +64,6 @@ console = PlainConsole()
 
 
 def heading(stage: str, what: str) -> None:
-    """A rule across the terminal. `what` may hold names of the user's, which are no markup."""
+    """Print a rule across the terminal. `what` may hold names of the user's, which are no markup."""
     rule = Rule(f"[bold]{stage}[/bold]  {escape(what)}")
     console.print(rule, width=RULE_COLUMNS if console.width == ENDLESS_COLUMNS else None)

@@ -94,7 +94,7 @@ def moved_to_front(arguments: list[str]) -> list[str]:
 
 @dataclass
 class Output:
-    """Where `--json` leads, `-` to stdout and None to nowhere, and what the command has told so far."""
+    """Hold where `--json` leads, `-` to stdout and None to nowhere, and what the command has told so far."""
 
     json: str | None = None
     found: Any = None

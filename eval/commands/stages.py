@@ -74,7 +74,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
 
 
 def local_target(target: Any) -> "LocalTarget":
-    """The loaded target as `engine: transformers` runs it."""
+    """Make of the loaded target what `engine: transformers` runs."""
     from draftsmith.data.engines.engine import LocalTarget
     from draftsmith.eval.trees.sampling import Sampling, first_token
     from draftsmith.models.target.loading import longest_sequence_tokens
@@ -131,7 +131,7 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
 
 
 def make_drafter(recipe: Recipe) -> dict[str, Any]:
-    """Every stage before the measurement; features only where they come from disk.
+    """Run every stage before the measurement; features only where they come from disk.
 
     Where `drafter.init` names a recipe, its drafter is made before, on the same conversations.
     """
@@ -175,5 +175,5 @@ def run_eval(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
 
 
 def measured_result(recipe: Recipe) -> dict[str, Any]:
-    """What `run_eval` wrote to `eval/result.json`: figures, with machine, versions and command."""
+    """Read what `run_eval` wrote to `eval/result.json`: figures, with machine, versions and command."""
     return read_json(RunFolder(recipe).eval / "result.json", dict[str, Any], "run `draftsmith report` again")

@@ -28,7 +28,7 @@ def expanded(
     replace_to: Any,
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
-    """Each request's value, once for every drafted token of it; the arguments are named as vLLM's kernel has them.
+    """Repeat each request's value for every drafted token of it; the arguments are named as vLLM's kernel has them.
 
     Args:
         output: [tokens], written to.

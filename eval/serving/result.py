@@ -21,8 +21,6 @@ DEFINITIONS = (
     "draftsmith's tau. Kept at depth 1, 2, ...: share of drafts; given the one before: of those whose token one depth "
     "before was kept. At once: questions in flight; first token and ms per token: medians over answers."
 )
-CLOCK_HEADINGS = ("who", "arm", "T", "at once", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
-DRAFT_HEADINGS = ("who", "T", "at once", "tau", "by question", "committed", "kept at depth", "given the one before")
 
 
 @dataclass
@@ -63,9 +61,9 @@ class Served:
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         """Return headings and cells of two tables: the clock, and the drafts."""
         named = [("vLLM", row) for row in self.rows] + [("draftsmith", row) for row in self.own]
-        clock = [_clock_cells(who, row) for who, row in named]
-        drafts = [_draft_cells(who, row) for who, row in named if row.arm == DRAFTING]
-        return [(CLOCK_HEADINGS, clock), (DRAFT_HEADINGS, drafts)]
+        clock = [{"who": who, **clock_cells(row)} for who, row in named]
+        drafts = [{"who": who, **draft_cells(row)} for who, row in named if row.arm == DRAFTING]
+        return [(tuple(cells[0]), [list(row.values()) for row in cells]) for cells in (clock, drafts) if cells]
 
     def show(self, console: Console) -> None:
         for headings, rows in self.tables():
@@ -96,30 +94,29 @@ def recorded_served(recipe: Recipe) -> list[Served]:
     return [read_json(file, _ResultFile, way_out.format(file.name)).figures for file in files if file.is_file()]
 
 
-def _clock_cells(who: str, row: ServedRow) -> list[str]:
-    return [
-        who,
-        row.arm,
-        f"{row.temperature:g}",
-        str(row.concurrency),
-        _number(row.tokens_per_s, 1),
-        _number(row.speedup),
-        _number(row.time_per_output_token_s, 2, 1000),
-        _number(row.first_token_s, 1, 1000),
-        str(sum(row.failures.values())),
-    ]
+def clock_cells(row: ServedRow) -> dict[str, str]:
+    return {
+        "arm": row.arm,
+        "T": f"{row.temperature:g}",
+        "at once": str(row.concurrency),
+        "tokens/s": _number(row.tokens_per_s, 1),
+        "speedup": _number(row.speedup),
+        "ms per token": _number(row.time_per_output_token_s, 2, 1000),
+        "first token, ms": _number(row.first_token_s, 1, 1000),
+        "failed": str(sum(row.failures.values())),
+    }
 
 
-def _draft_cells(who: str, row: ServedRow) -> list[str]:
-    taus = [_number(value) for value in (row.tau, row.tau_by_question, row.tau_committed)]
-    shares = (row.acceptance_by_depth, row.acceptance_conditional)
-    return [
-        who,
-        f"{row.temperature:g}",
-        str(row.concurrency),
-        *taus,
-        *(" ".join(map(_number, values)) or "-" for values in shares),
-    ]
+def draft_cells(row: ServedRow) -> dict[str, str]:
+    return {
+        "T": f"{row.temperature:g}",
+        "at once": str(row.concurrency),
+        "tau": _number(row.tau),
+        "by question": _number(row.tau_by_question),
+        "committed": _number(row.tau_committed),
+        "kept at depth": " ".join(map(_number, row.acceptance_by_depth)) or "-",
+        "given the one before": " ".join(map(_number, row.acceptance_conditional)) or "-",
+    }
 
 
 def _number(value: float | None, digits: int = 2, times: float = 1) -> str:
