@@ -74,7 +74,7 @@ def test_where_answers_part() -> None:
 
 
 def test_a_tie_and_a_bug_in_records(target: Any, asked: Asked) -> None:
-    """In the second turn, whose prompt has the first answer; turns behind it are other conversations."""
+    """In the second turn, whose prompt has the first answer; turns after it are other conversations."""
     answer = greedy_answer(target)
     position = 11
     twin = with_equal_logits(target, answer[position])

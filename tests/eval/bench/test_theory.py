@@ -1,7 +1,6 @@
 """alpha as E[sum min(p, q)]: by hand, against the acceptances that it predicts, and operations by parameter counts."""
 
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -25,13 +24,13 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.specinfer import SpecInfer
-from draftsmith.eval.trees.builders import ChainBuilder, tree_builder
+from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import has_kernels
-from draftsmith.models.decoding.protocols import ALL_TOKENS, StepwiseDecoder
+from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.target.packed_linear import PackedLinear, pack_linears
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -161,38 +160,11 @@ def test_measuring_changes_nothing(kind: str, shape: str, temperature: float) ->
         assert sum(meter.overlap) == sum(answers[1].draft_lengths)
 
 
-class Noise:
-    """Drafts three tokens from fixed logits."""
-
-    columns = ALL_TOKENS
-
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        pass
-
-    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        pass
-
-    def draft(self) -> Tensor:
-        return torch.randn(3, 61, generator=torch.Generator().manual_seed(1))
-
-
-def test_corollary_3_6() -> None:
-    """At every position the chance of acceptance is sum min(p, q): the means of 1000 agree within 4 sigma."""
-    sampling, generator = Sampling(1.0), torch.Generator().manual_seed(2)
-    meter = OverlapMeter(DrafterMethod("x", Noise(), ChainBuilder(), sampling, generator), sampling)
-    accepted = tried = 0
-    with TargetSession(tiny_target(), 128) as session:
-        for _ in range(10):
-            out = generate(session, meter, PROMPT, sampling, 120, (), generator, on_round=meter.on_round)
-            accepted, tried = accepted + out.accepted_drafts, tried + out.tried
-    assert tried == len(meter.overlap) > 1000
-    alpha = sum(meter.overlap) / tried
-    assert 0.2 < alpha < 0.8
-    assert accepted / tried == pytest.approx(alpha, abs=4 * (0.25 / tried) ** 0.5)
-
-
 def test_corollary_3_6_of_the_first_of_several_models() -> None:
-    """SpecInfer with two models that differ: how often the draw that is tried first is accepted."""
+    """The chance of acceptance of the draw that is tried first is sum min(p, q): means of 1000 agree within 4 sigma.
+
+    SpecInfer with two models that differ.
+    """
     sampling, generator = Sampling(1.0), torch.Generator().manual_seed(2)
     tables = [TableDecoder(random_table(seed, 61, 2), 2) for seed in (3, 4)]
     meter = OverlapMeter(SpecInfer("x", list[StepwiseDecoder](tables), [1, 1], 1, sampling, generator), sampling)
@@ -297,17 +269,6 @@ def test_theory_by_hand() -> None:
 def test_expected_improvement_of_table_4() -> None:
     assert walltime_factor(0.75, 7, 0.02) == pytest.approx(3.2, abs=0.05)
     assert walltime_factor(0.62, 7, 0.02) == pytest.approx(2.3, abs=0.05)
-
-
-def test_equation_1_by_simulation() -> None:
-    rng, alpha, gamma, rounds = random.Random(0), 0.7, 4, 40_000
-    lengths = []
-    for _ in range(rounds):
-        length = 0
-        while length < gamma and rng.random() < alpha:
-            length += 1
-        lengths.append(length)
-    assert 1 + sum(lengths) / rounds == pytest.approx(expected_tokens(alpha, gamma), abs=0.02)
 
 
 def test_best_gamma() -> None:

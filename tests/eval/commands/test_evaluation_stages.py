@@ -176,8 +176,8 @@ def test_figures_come_from_records_and_verdicts_from_figures(recipe: Recipe) -> 
     """What somebody wrote into `summary.json`, or as the proof's verdict, reaches no card."""
     folder = RunFolder(recipe)
     summary_file, proof_file = folder.eval / "summary.json", folder.eval / "proof.json"
-    kept = {file: file.read_text() for file in (summary_file, proof_file)}
-    rows, proof = json.loads(kept[summary_file]), json.loads(kept[proof_file])
+    written = {file: file.read_text() for file in (summary_file, proof_file)}
+    rows, proof = json.loads(written[summary_file]), json.loads(written[proof_file])
     summary_file.write_text(json.dumps([{**row, "speedup_mean": 99.0, "tau": 98.0} for row in rows]))
     proof_file.write_text(json.dumps({**proof, "holds": True, "enumeration_error": 0.5}))
     update_card(recipe)
@@ -185,7 +185,7 @@ def test_figures_come_from_records_and_verdicts_from_figures(recipe: Recipe) -> 
     assert "99.00" not in text
     assert "98.00" not in text
     assert "NOT PROVED: " in text
-    for file, content in kept.items():
+    for file, content in written.items():
         file.write_text(content)
     update_card(recipe)
     test_the_model_card_carries_figures_and_proof(recipe)

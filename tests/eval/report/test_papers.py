@@ -22,7 +22,6 @@ from draftsmith.eval.report.papers.tables import (
     operations_and_speed,
     place,
     ratio,
-    table,
 )
 
 
@@ -70,21 +69,13 @@ def test_a_ratio_is_of_one_measurement(tmp_path: Path) -> None:
     assert ratio(above, Place(folder, "a", "q@0"), "speedup_mean") == "1.50x"
     assert ratio(above, Place(folder, "b", "q@0"), "speedup_mean") == "-"
     assert ratio(above, Place(folder, "a", "r@0"), "speedup_mean") == "-"
-
-
-def test_a_table_may_have_several_runs(tmp_path: Path) -> None:
-    folder = results(tmp_path, t={"p@0": row(3, 2)}, t_b={"p@0": row(2, 2), "p@1": row(2, 1)}, tea={"p@2": row(1, 1)})
+    # A table may have several runs.
+    folder = results(
+        tmp_path / "t", t={"p@0": row(3, 2)}, t_b={"p@0": row(2, 2), "p@1": row(2, 1)}, tea={"p@2": row(1, 1)}
+    )
     assert place(folder, "t", "p", 0.0).file == "t"
     assert place(folder, "t", "p", 1.0).quoted("tau") == "[1.00](results/t_b.json#figures.rows.p@1.tau)"
     assert place(folder, "t", "p", 2.0).quoted("tau") == "-"
-
-
-def test_rows_without_a_figure_are_left_out() -> None:
-    assert (
-        table(["a", "T", "b"], [["x", "0", "-"], ["y", "1", "2"]], labels=2)
-        == "| a | T | b |\n| --- | --- | --- |\n| y | 1 | 2 |"
-    )
-    assert table(["a", "b"], [["x", "-"]]) == "*Not measured yet.*"
 
 
 def test_the_main_table_sets_each_flavour_over_what_it_replaces(tmp_path: Path) -> None:
@@ -112,12 +103,9 @@ def test_the_main_table_sets_each_flavour_over_what_it_replaces(tmp_path: Path) 
     assert over[:2] == ["*flavour over base*", "1.25x"]
     assert over[7:9] == ["1.33x", "1.25x"]
     assert main_table(folder, EMBEDDED, 1.0) == "*Not measured yet.*"
-
-
-def test_one_seed_is_not_told_twice(tmp_path: Path) -> None:
-    """Where only one was trained, methods have no recipe's name before their own."""
-    folder = results(tmp_path, table={"eagle-tree@1": row(1.5, 2.0), "eagle-parallel-tree@1": row(1.8, 1.9)})
-    named = [line[0] for line in cells(main_table(folder, EMBEDDED, 1.0))[2:]]
+    # Where only one seed was trained, methods have no recipe's name before their own.
+    one = results(tmp_path / "one", table={"eagle-tree@1": row(1.5, 2.0), "eagle-parallel-tree@1": row(1.8, 1.9)})
+    named = [line[0] for line in cells(main_table(one, EMBEDDED, 1.0))[2:]]
     assert named == ["EAGLE", "EAGLE-ParallelSpec", "*flavour over base*"]
 
 
