@@ -121,30 +121,6 @@ def fastest_trained(verdict: Verdict, summary: list[Row], recipe: dict[str, Any]
     return best_row([row for row in rows if row["temperature"] == verdict.row["temperature"]])
 
 
-def headline(summary: list[Row]) -> str:
-    """One sentence: the best method, how much faster, and whether the output stayed the same."""
-    rows = drafted_rows(summary)
-    best = best_row(rows)
-    if best is None:
-        return "Only the autoregressive baseline was measured."
-    spread = "" if best["speedup_std"] is None else f" +- {best['speedup_std']:.2f}"
-    sentence = (
-        f"{series_name(best, summary)} generates {best['speedup_mean']:.2f}{spread} times as fast as the "
-        f"autoregressive loop, at {best['tau']:.2f} tokens per round "
-        f"({best['tau_without_bonus']:.2f} without the target's own)"
-    )
-    greedy = [row for row in rows if row["greedy_identical"] is not None]
-    if not greedy:
-        return sentence + "."
-    whose = "the changed target's" if best.get("target_change") else "the target's"
-    if all(row["greedy_identical"] for row in greedy):
-        return sentence + f"; every greedy answer is identical to {whose}."
-    if all(only_ties(row) for row in greedy):
-        ties = sum(row["numerical_ties"] for row in greedy)
-        return sentence + f"; the greedy answers are {whose}, but for {ties} that part from it at a numerical tie."
-    return sentence + f"; NOT LOSSLESS: some greedy answers differ from {whose}."
-
-
 @dataclass(frozen=True)
 class Lossless:
     """Whether the answers stayed the target's; tone: a class of the page's style sheet."""

@@ -86,7 +86,6 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     categories, parts = [*shown_categories(summary), OVERALL], parts_of_mt_bench(summary)
     values = {
         **facts,
-        "headline": report.headline(summary),
         "verdicts": told,
         "trained_row": report.fastest_trained(told[0], summary, recipe) if told else None,
         "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
