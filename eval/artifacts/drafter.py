@@ -57,7 +57,7 @@ def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
 
 
 def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
-    """Note the tree down in the drafter's config, which goes wherever its weights go."""
+    """Write the tree into the drafter's config, which goes wherever its weights go."""
     config = {**drafter_config(drafter_folder), TUNED_TREE: shape_of(method)}
     write_atomically(drafter_folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
@@ -80,7 +80,7 @@ def update_card(recipe: Recipe, publication: Publication | None = None) -> None:
 
 
 def card_figures(recipe: Recipe) -> dict[str, Any] | None:
-    """For `write_drafter_card`; None without a measurement of these weights."""
+    """Collect the figures for `write_drafter_card`; None without a measurement of these weights."""
     folder = RunFolder(recipe)
     if not (folder.eval / NOTES).is_file():
         return None
@@ -90,7 +90,7 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
     own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
     notes = recorded_notes(measured)
     machine = folder.provenance("eval").machine
-    recipe_file = shlex.quote((folder.root / "recipe.yaml").as_posix())  # which lies beside the card on the Hub
+    recipe_file = shlex.quote((folder.root / "recipe.yaml").as_posix())  # which is beside the card on the Hub
     records = measured_records(measured)
     timed = {(row["method"], row["temperature"]): row for row in summarize_timing(records)}
     rows = [

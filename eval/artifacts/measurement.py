@@ -153,13 +153,13 @@ def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:
-    """SHA-256 of the weights of the drafters that are measured."""
+    """Hash the weights of the drafters that are measured (SHA-256)."""
     files = [folder / WEIGHTS for folder in drafter_folders(recipe)]
     return [sha256_of(file) if file.is_file() else None for file in files]
 
 
 def untimed_figures(recipe: Recipe) -> dict[str, Any] | None:
-    """By `method@temperature`, what was measured off the clock with as many questions as the recipe asks for."""
+    """Read what was measured off the clock, by `method@temperature`, with as many questions as the recipe asks for."""
     file = RunFolder(recipe).eval / UNTIMED
     untimed = read_json(file, Untimed, EVAL_AGAIN) if file.is_file() else None
     return untimed.arms if untimed is not None and untimed.questions == recipe.eval.untimed_questions else None
@@ -179,7 +179,7 @@ def recorded_trainings(recipe: Recipe) -> dict[str, Training]:
 
 
 def recorded_data_card(recipe: Recipe) -> DataCard | None:
-    """`data/card.json`; None of data that has none.
+    """Read `data/card.json`; None for data that has none.
 
     Raises:
         UserError: It is damaged.

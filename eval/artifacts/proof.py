@@ -56,7 +56,7 @@ class Proof:
 
     @property
     def significance(self) -> float:
-        """Of one distribution test."""
+        """The significance of one distribution test."""
         return SIGNIFICANCE / max(1, len(self.distribution))
 
     @property
@@ -68,7 +68,7 @@ class Proof:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """With the verdicts beside the figures."""
+        """The figures with their verdicts, as JSON stores them."""
         return {
             "holds": self.holds,
             "greedy": [

@@ -38,7 +38,7 @@ class WeightReading:
         self.bytes = None if experts else sum(weight.nbytes for weight in self._weights)
 
     def seconds(self) -> float | None:
-        """To read them all once, the median of a few reads; None where `bytes` is."""
+        """The median seconds of a few reads of all of them; None where `bytes` is."""
         if self.bytes is None:
             return None
         if self._device.type == "cpu" and has_kernels():
@@ -53,7 +53,7 @@ class WeightReading:
 
 
 def weights_of_a_step(target: nn.Module) -> list[Tensor]:
-    """All parameters but those of embeddings only; what modules share is there once."""
+    """All parameters but those of embeddings; what modules share is there once."""
     weights: dict[int, Tensor] = {}
     for module in target.modules():
         if not isinstance(module, nn.Embedding):
@@ -63,7 +63,7 @@ def weights_of_a_step(target: nn.Module) -> list[Tensor]:
 
 
 def _read_buffer(buffer: Tensor, words: int) -> int:
-    """The sum of as many words, which also waits for the device."""
+    """Sum as many words, which also waits for the device."""
     total = buffer.sum()
     for begin in range(len(buffer), words, len(buffer)):
         total += buffer[: words - begin].sum()

@@ -79,7 +79,7 @@ def round_costs(session: TargetSession, decoder: SequenceDecoder, prompt: list[i
 
 
 def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
-    """(nodes, root included; median seconds of a forward over so many), sizes in turns."""
+    """Measure verification in turns of sizes: (nodes, root included; median seconds of a forward over so many)."""
     sizes = [size for size in (1, *(size + 1 for size in SIZES)) if len(prompt) + size <= session.max_length_tokens]
     session.prefill(prompt)
     trees = {size: DraftTree([prompt[-1]] * size, bushy(size)) for size in sizes}
@@ -95,14 +95,14 @@ def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
 
 
 def bushy(size: int) -> TreeShape:
-    """A tree of so many nodes, root included, with two children a node."""
+    """A tree of `size` nodes, root included, with two children a node."""
     return TreeShape.of((-1, *((node - 1) // 2 for node in range(1, size))))
 
 
 def draft_seconds(
     session: TargetSession, decoder: SequenceDecoder, depth: int | None, prompt: list[int], new_tokens: int
 ) -> float:
-    """Mean seconds of a draft of that depth, over the rounds of one answer."""
+    """Measure the mean seconds of a draft of that depth, over the rounds of one answer."""
     recipe = MethodRecipe(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth)
     out = generate(session, drafter_method(recipe, decoder, Sampling()), prompt, Sampling(), new_tokens)
     return out.draft_s / max(1, out.rounds)

@@ -2,10 +2,10 @@
 
 Rounding depends on how many tokens are computed at once, so a draft tree's forward and single steps do not give the
 same bits, and where two logits are nearly equal either may come out larger. In fp32 that is rare; in half precision an
-answer of some dozens of tokens often has such a place. Behind it the two answers are answers to different prefixes.
+answer of some dozens of tokens often has such a place. After it the two answers are answers to different prefixes.
 
 Of a tie, the token that was found has a logit as large as the target's largest, within the noise between correct ways
-of computing the same logits: all at once, in blocks behind a cache as a draft tree's, and token by token as without a
+of computing the same logits: all at once, in blocks after a cache as a draft tree's, and token by token as without a
 draft.
 
 Shapes: P prompt, n answer tokens, V vocabulary.
@@ -49,7 +49,7 @@ class Divergence:
 
 @dataclass
 class RecordedDivergence(Divergence):
-    """Of one answer in records.jsonl."""
+    """The divergence of one answer in `records.jsonl`."""
 
     run: int
     turn: int
@@ -57,7 +57,7 @@ class RecordedDivergence(Divergence):
 
 
 def first_difference(expected: list[int], found: list[int]) -> int | None:
-    """Where two answers first differ; None if they do not."""
+    """Find where two answers first differ; None if they do not."""
     if expected == found:
         return None
     pairs = enumerate(zip(expected, found, strict=False))
@@ -75,12 +75,12 @@ def divergence_at(
     found: list[int],
     blocks_tokens: Sequence[int] = BLOCKS_TOKENS,
 ) -> Divergence:
-    """By how little the target decided where a greedy answer parts from the expected one.
+    """Measure by how little the target decided where a greedy answer parts from the expected one.
 
     Args:
         position: See `first_difference`.
-        session: Of the target, long enough for `expected` behind its prompt.
-        blocks_tokens: Of the answer at once behind the cache, tried in turn until one explains the gap.
+        session: Of the target, long enough for `expected` after its prompt.
+        blocks_tokens: Tokens of the answer in one forward after the cache, tried in turn until one explains the gap.
     """
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     at_once_v = target(input_ids=ids, use_cache=False).logits[0, -1].float()
@@ -98,7 +98,7 @@ def divergence_at(
 
 
 def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[int], block_tokens: int) -> Tensor:
-    """[V] after the answer."""
+    """The logits [V] after the answer, computed block by block."""
     step = session.prefill(prompt)
     for start in range(0, len(answer), block_tokens):
         block = answer[start : start + block_tokens]
@@ -108,7 +108,7 @@ def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[in
 
 
 def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodRecord, MethodRecord]]:
-    """Lossless greedy methods whose answers are not the baseline's: method@temperature, its answers, the baseline's."""
+    """Yield (method@temperature, its answers, the baseline's) where a lossless greedy method's answers differ."""
     for key in record.answers:
         answer, baseline = record.beside_baseline(key)
         if answer.temperature == 0 and answer.lossless and answer.ids != baseline.ids:
@@ -118,7 +118,7 @@ def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodRecor
 def find_divergences(
     bench: SpecBench, records: Iterable[QuestionRecord], known: Iterable[RecordedDivergence]
 ) -> list[RecordedDivergence]:
-    """Of every greedy answer that is not the baseline's, the first place; those that are known are not looked at again.
+    """Find the first differing place of every greedy answer that is not the baseline's; known ones stay as they are.
 
     A later turn's prompt has the answers before it, so that only the first turn which differs can be compared.
     """

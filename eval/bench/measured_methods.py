@@ -113,7 +113,7 @@ def measured_methods(
 
 
 def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
-    """Where the method's drafter lies: the run's own, unless it names another, a folder or one of the Hub's.
+    """Find the method's drafter: the run's own, unless it names another, a folder or one of the Hub's.
 
     Raises:
         UserError: The Hub does not give it.
@@ -124,7 +124,7 @@ def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
 
 
 def drafter_folders(recipe: Recipe) -> list[Path]:
-    """Each once, in the order of the methods."""
+    """The folders of all measured drafters, each once, in the order of the methods."""
     drafted = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND)
     return list(dict.fromkeys(drafter_folder(recipe, method) for method in drafted))
 

@@ -20,7 +20,7 @@ from draftsmith.train.batches.heldout import answers_in
 
 @dataclass
 class Replayed:
-    """Tokens committed, the first of each answer aside, and rounds."""
+    """Counts of committed tokens, the first of each answer aside, and of rounds."""
 
     tokens: int = 0
     rounds: int = 0

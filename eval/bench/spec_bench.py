@@ -178,7 +178,7 @@ class SpecBench:
         )
 
     def prompt_ids(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-        """Of the turn that follows so many answers, with these and the turns before it as history."""
+        """Tokenise the turn that follows so many answers, with these and the turns before it as history."""
         history: list[Turn] = []
         for text, answer in zip(turns, answers, strict=False):
             history += [Turn("user", text), Turn("assistant", answer)]
@@ -186,7 +186,7 @@ class SpecBench:
 
 
 def request_seed(seed: int, run: int, question_id: int | str, turn: int, method_key: str) -> int:
-    """Of one answer's generator: what is sampled for a turn depends on nothing that was measured before it."""
+    """The seed of one answer's generator, so that what is sampled depends on nothing that was measured before it."""
     return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{method_key}".encode())
 
 
@@ -197,7 +197,7 @@ def first_turn_ids(tokenizer: Any, question: Question) -> list[int]:
 def first_turn_prompts(
     tokenizer: Any, questions: list[Question], count: int, max_new_tokens: int, limit: int | None
 ) -> list[tuple[int | str, list[int]]]:
-    """(question id, prompt ids) of `count` first turns, spread over the questions that leave room for an answer.
+    """Choose (question id, prompt ids) of `count` first turns, spread over the questions that leave room for an answer.
 
     Raises:
         UserError: None of them does.
@@ -210,7 +210,7 @@ def first_turn_prompts(
 
 
 def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tokens: int, limit: int | None) -> int:
-    """Room for the longest conversation: answers read back may tokenise a little longer than they were generated."""
+    """The tokens of the longest conversation: answers read back may be a little longer than they were generated."""
     longest = 0
     for question in questions:
         turns = [Turn("user", question.turns[0])]
@@ -222,7 +222,7 @@ def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tok
 
 
 def write_answers(records: Iterable[QuestionRecord], folder: Path, run_name: str) -> list[Path]:
-    """Spec-Bench answer files, one for each method, temperature and run, from the harness's records."""
+    """Write Spec-Bench's answer files, one for each method, temperature and run, from the harness's records."""
     lines: dict[str, list[str]] = {}
     for record in records:
         for answer in record.answers.values():

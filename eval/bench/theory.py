@@ -85,7 +85,7 @@ def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
 
 
 def best_gamma(alpha: float, c: float, at_most: int = MOST_TOKENS) -> int:
-    """Section 3.5: the gamma of the largest speedup; 0 where drafting does not pay."""
+    """Section 3.5: find the gamma of the largest speedup; 0 where drafting does not pay."""
     return max(range(at_most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c))
 
 
@@ -229,7 +229,7 @@ class OverlapMeter:
                 self.drafter.append(_overlap(p, q))
 
     def figures(self, target_operations: int) -> dict[str, Any]:
-        """Means, and ratios to the target's operations for one token. None where nothing was drafted."""
+        """The means, and ratios to the target's operations for one token; None where nothing was drafted."""
         drafted = sum(self.depths)
         in_steps = self.operations.total / target_operations
         return {
@@ -246,7 +246,7 @@ def _overlap(p: Tensor, q: Tensor) -> float:
 
 
 def measure_untimed(bench: SpecBench, methods: list[MeasuredMethod], questions: int) -> dict[str, dict[str, Any]]:
-    """`OverlapMeter.figures` of every method but the baseline, by `method@temperature`.
+    """Measure `OverlapMeter.figures` of every method but the baseline, by `method@temperature`.
 
     Args:
         questions: Asked in full, spread over the bench's.

@@ -28,7 +28,7 @@ Figure = Callable[["QuestionSums", Floats], Floats]
 
 @dataclass(frozen=True)
 class QuestionSums:
-    """[Q] each, over a question's turns and runs: of a method's answers, and of its baseline's."""
+    """Sums [Q] over a question's turns and runs, of a method's answers and of its baseline's."""
 
     kept: Floats  # tokens of rounds
     rounds: Floats
@@ -39,7 +39,7 @@ class QuestionSums:
 
     @staticmethod
     def of(pairs_by_question: Sequence[Sequence[tuple[MethodRecord, MethodRecord]]]) -> QuestionSums:
-        """Of each question, a method's answers beside the baseline's."""
+        """Sum up, for each question, a method's answers beside the baseline's."""
         rows = []
         for pairs in pairs_by_question:
             turns = [turn for answer, _ in pairs for turn in answer.turns]
@@ -58,24 +58,24 @@ class QuestionSums:
 
 
 def tau(sums: QuestionSums, counts_rq: Floats) -> Floats:
-    """[R] pooled over rounds; counts_rq: how often each question was drawn."""
+    """tau [R] pooled over rounds; counts_rq: how often each question was drawn."""
     return (counts_rq @ sums.kept) / np.maximum(counts_rq @ sums.rounds, 1)
 
 
 def speedup(sums: QuestionSums, counts_rq: Floats) -> Floats:
-    """[R] all tokens over all seconds, against the baseline's."""
+    """Speedup [R]: all tokens over all seconds, against the baseline's."""
     mine = (counts_rq @ sums.tokens) / (counts_rq @ sums.seconds)
     return mine / ((counts_rq @ sums.baseline_tokens) / (counts_rq @ sums.baseline_seconds))
 
 
 def interval(figure: Figure, sums: QuestionSums) -> list[float] | None:
-    """In which the figure lies with `LEVEL`, over questions like these. None: too few of them to say."""
+    """The interval that holds the figure with `LEVEL`, over questions like these. None: too few of them to say."""
     counts = resamples(len(sums.rounds))
     return None if counts is None else _ends(figure(sums, counts))
 
 
 def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> list[float] | None:
-    """The same of a method's figure over another's, who answered the same questions in the same order.
+    """The interval of a method's figure over that of another, which answered the same questions in the same order.
 
     Raises:
         ValueError: They have not as many questions.
@@ -87,13 +87,13 @@ def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> lis
 
 
 def every_question(questions: int) -> Floats:
-    """[1, Q] each once: the figure itself."""
+    """Counts [1, Q] that draw each question once: the figure itself."""
     return np.ones((1, questions))
 
 
 @lru_cache(maxsize=8)
 def resamples(questions: int) -> Floats | None:
-    """[R, Q] how often each question is drawn: the same draws for every method, which pairs them."""
+    """Counts [R, Q] of how often each question is drawn: the same for every method, which pairs them."""
     if questions < FEWEST_QUESTIONS:
         return None
     chance = np.random.default_rng(0)

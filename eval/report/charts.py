@@ -100,7 +100,7 @@ def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: st
 
 
 def save_figure(figure: Figure, axes: Axes, columns: int, file: Path) -> Path:
-    """With the legend of `axes` below them, where it covers nothing."""
+    """Save the figure with the legend of `axes` below it, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     figure.set_layout_engine("constrained")

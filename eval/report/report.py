@@ -78,7 +78,7 @@ def verdict_word(ends: list[float] | None) -> str:
 
 
 def verdicts(summary: list[Row], timing: list[Row]) -> list[Verdict]:
-    """Of each temperature, the lowest first; empty where only the baseline was measured.
+    """Judge the fastest method of each temperature, the lowest first; none where only the baseline was measured.
 
     Args:
         summary: Rows of `summarize`.
@@ -209,7 +209,7 @@ def proof_sentence(proof: dict[str, Any] | None) -> str | None:
 
 
 def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) -> list[str]:
-    """What would make it faster, read off the numbers."""
+    """Advise what would make it faster, from the numbers."""
     steps = []
     drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     if drafted:
@@ -243,7 +243,7 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
 
 
 def print_table(summary: list[Row], console: Console | None = None, baseline: list[Row] | None = None) -> None:
-    """The summary in the terminal, and how good the baseline is.
+    """Print the summary in the terminal, and how good the baseline is.
 
     Args:
         baseline: Rows of `baseline_speeds`.
@@ -294,7 +294,7 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
 
 
 def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:
-    """The baseline is 1 by definition and only shown when it is alone."""
+    """Group the rows by method; the baseline is 1 by definition and only shown when it is alone."""
     methods: dict[str, list[Row]] = {}
     for row in summary:
         methods.setdefault(series_name(row, summary), []).append(row)

@@ -58,7 +58,7 @@ Pair = tuple[int, MethodRecord, MethodRecord]  # run, the method's answers, the 
 
 
 def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[Row]:
-    """One row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
+    """Compute a row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
 
     Args:
         divergences: Of greedy answers that differ, where what is known of them was found out.
@@ -126,7 +126,7 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
 
 
 def question_sums(records: list[QuestionRecord], key: str, category: str = OVERALL) -> bootstrap.QuestionSums:
-    """Of `method@temperature`, by question in the order of the first run."""
+    """Sum up the answers of `method@temperature` by question, in the order of the first run."""
     by_question: dict[int | str, list[tuple[MethodRecord, MethodRecord]]] = {}
     for record in records:
         if _belongs(record, category):
@@ -146,7 +146,7 @@ def _intervals(records: list[QuestionRecord], key: str, category: str) -> dict[s
 def _identity(
     records: list[QuestionRecord], key: str, category: str, ties: Collection[tuple[int, int | str, str]]
 ) -> dict[str, bool | int | None]:
-    """Of greedy answers of a lossless method: are they the baseline's, how many are not, how many of these are ties."""
+    """Compare a lossless method's greedy answers with the baseline's: how many differ, how many of these are ties."""
     answer = records[0].answers[key]
     if answer.temperature > 0 or not answer.lossless:
         return {"greedy_identical": None, "different_answers": None, "numerical_ties": None}
@@ -167,7 +167,7 @@ def draft_vocabulary_figures(turns: list[AnswerRecord]) -> dict[str, float | Non
 
     decoded_coverage           share of the tokens kept in rounds that it has
     rounds_ended_outside       share of the rounds that ended at a token which it has not, its drafts there rejected.
-                               What is behind the longest draft was never drafted for, and does not count
+                               What comes after the longest draft was never drafted for, and does not count
     tau_lost_at_most           what tau would gain if each of these had kept the rest of its longest draft as well
     """
     keys = ("decoded_coverage", "rounds_ended_outside", "tau_lost_at_most")
@@ -201,7 +201,7 @@ def latency_percentiles(turns: list[AnswerRecord], *percents: float) -> list[flo
 
 
 def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | None = None) -> list[Row]:
-    """For each method and temperature: where a round's time went, and predicted beside measured speedup.
+    """Compute for each method and temperature where a round's time went, and predicted beside measured speedup.
 
     Args:
         untimed: By `method@temperature`, figures of `measure_untimed`.

@@ -37,12 +37,12 @@ def identity(row: dict[str, Any]) -> str:
 
 
 def only_ties(row: dict[str, Any]) -> bool:
-    """Of a greedy row: every answer that differs, if any, was found to part at a numerical tie."""
+    """Whether every answer of a greedy row that differs, if any, was found to part at a numerical tie."""
     return bool(row["different_answers"] == row["numerical_ties"])
 
 
 def escaped(text: str) -> str:
-    """As it is, in a cell of a Markdown table."""
+    """Escape text for a cell of a Markdown table."""
     return re.sub(r"([\\`*\[\]<>|~$&]|\b_|_\b)", r"\\\1", " ".join(text.split()))
 
 
@@ -66,7 +66,7 @@ def place_name(source: str) -> str:
 
 
 def drafter_name(folder: str) -> str:
-    """Of a run's drafter the run's name, else the folder's, or the id on the Hub."""
+    """Name a drafter: by its run, else by its folder, or by its id on the Hub."""
     path = Path(folder)
     return path.parent.name if path.name == "drafter" and path.parent.name else place_name(folder)
 

@@ -41,7 +41,7 @@ History = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class Scale:
-    """From `low` to `high`; what is outside is drawn at the end."""
+    """A scale from `low` to `high`; what is outside is drawn at its end."""
 
     low: float
     high: float
@@ -57,7 +57,7 @@ class Scale:
 
 
 def scale_around(values: Sequence[float], *also: float) -> Scale:
-    """With a little room on both sides."""
+    """A scale over the values, with a little room on both sides."""
     every = [*values, *also]
     low, high = min(every), max(every)
     room = 0.06 * (high - low) or 0.5
@@ -65,7 +65,7 @@ def scale_around(values: Sequence[float], *also: float) -> Scale:
 
 
 def round_values(low: float, high: float, about: int = 5) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten, from low to high."""
+    """Choose multiples of 1, 2, 2.5 or 5 times a power of ten, from low to high."""
     if not low < high:
         return [low]
     raw = (high - low) / max(1, about)
@@ -131,7 +131,7 @@ def line_chart(
 
 
 def _spread(heights: list[float]) -> list[float]:
-    """The same, moved down where they are closer than a line of text, and up again where they left the picture."""
+    """Move heights down where they are closer than a line of text, and up again where they left the picture."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved = list(heights)
     for before, after in itertools.pairwise(order):
@@ -226,7 +226,7 @@ def compared_drafters(
 
 
 def differing_settings(settings: list[dict[str, Any]]) -> list[str]:
-    """Keys whose values are not the same for all; hashes of data and weights say nothing to a reader."""
+    """Find the keys whose values are not the same for all; hashes of data and weights say nothing to a reader."""
     keys = dict.fromkeys(key for each in settings for key in each if "(" not in key)
     return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
 
@@ -241,7 +241,7 @@ def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:
 
 
 def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
-    """(step, value) of each depth: `accuracy` of `accuracy_depth1`, `accuracy_depth2`, ..."""
+    """Collect (step, value) of each depth: `accuracy` of `accuracy_depth1`, `accuracy_depth2`, ..."""
     found: dict[int, list[Point]] = {}
     for entry in history:
         for key, value in entry.items():

@@ -38,7 +38,7 @@ class MethodTable:
 
 
 def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) -> list[MethodTable]:
-    """Of each temperature, the lowest first, all on one scale.
+    """Compare the methods of each temperature, the lowest first, all on one scale.
 
     Args:
         summary: Rows of `summarize`.
@@ -70,7 +70,7 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
 def category_tables(
     summary: list[Row], categories: list[str]
 ) -> list[tuple[float, list[tuple[Row, list[Row | None]]]]]:
-    """Of each temperature every method's overall row, the fastest first, and its row of each category."""
+    """Of each temperature, list every method's overall row, the fastest first, and its row of each category."""
     cells = {(method_key(row), row["category"]): row for row in summary}
     return [
         (
@@ -110,7 +110,7 @@ class Depths:
 
 
 def depths_of(timing: list[Row]) -> list[Depths]:
-    """Of every method that drafts, the one that keeps most first, temperature by temperature.
+    """Compute the shares of every method that drafts, the one that keeps most first, temperature by temperature.
 
     Args:
         timing: Rows of `summarize_timing`, whose `acceptance_by_depth` are the conditional shares.
@@ -129,7 +129,7 @@ def depths_of(timing: list[Row]) -> list[Depths]:
 
 
 def predictions(timing: list[Row]) -> tuple[list[Row], Scale] | None:
-    """The timing of every method that drafts, the fastest first, and a scale for its speedups: predicted and measured.
+    """Choose the timing of every method that drafts, the fastest first, and a scale for predicted and measured speedups.
 
     None if no method drafts.
     """

@@ -147,7 +147,7 @@ def _code(sentence: str) -> Markup:
 
 
 def _drafters(kinds: list[str]) -> str:
-    """`an eagle drafter`, `medusa and parallel drafters`."""
+    """Name the kinds: `an eagle drafter`, `medusa and parallel drafters`."""
     if not kinds:
         return "no trained drafter"
     if len(kinds) == 1:
@@ -156,7 +156,7 @@ def _drafters(kinds: list[str]) -> str:
 
 
 def _by_category(summary: list[Row], categories: list[str]) -> dict[str, list[tuple[str, Row]]]:
-    """Of these categories every method's row, with the method's name."""
+    """List every method's name and row, by category."""
     named = [(name, row) for name, rows in report.rows_by_method(summary).items() for row in rows]
     return {category: [pair for pair in named if pair[1]["category"] == category] for category in categories}
 

@@ -184,7 +184,7 @@ class ShownQuestion:
 
 
 def shown_answers(traced: list[TracedAnswer]) -> list[ShownQuestion]:
-    """By question, in the order in which they were traced; answers of no round are left out."""
+    """Group the answers by question, in the order in which they were traced; those of no round are left out."""
     questions: dict[int | str, ShownQuestion] = {}
     for answer in traced:
         if not answer.rounds:

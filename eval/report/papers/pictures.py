@@ -97,7 +97,7 @@ def draw_answer(question: ShownQuestion, file: Path) -> Path:
 
 
 def pieces(answer: ShownAnswer) -> list[tuple[str, bool]]:
-    """(text, whether it was drafted), in the order of the answer."""
+    """Split an answer into (text, whether it was drafted)."""
     found = [(answer.first, False)]
     for each in answer.rounds:
         found += [(each.drafted, True), (each.own or "", False)]
@@ -126,7 +126,7 @@ def _block(answer: ShownAnswer, row: int) -> tuple[int, list[str]]:
 
 
 def _text(column: int, row: int, text: str, colour: str) -> str:
-    """`textLength` keeps the columns where a machine's font is wider or narrower."""
+    """A text element; `textLength` keeps the columns where a machine's font is wider or narrower."""
     x, y = MARGIN + column * CHARACTER, row * LINE + 6
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" textLength="{len(text) * CHARACTER:.1f}" '

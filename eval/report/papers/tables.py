@@ -57,7 +57,7 @@ class Place:
         return found if isinstance(found, int | float) else None
 
     def quoted(self, path: str, form: str = "{:.2f}") -> str:
-        """`[2.78](results/name.json#figures.rows.key.path)`, or a dash."""
+        """The figure as a link, `[2.78](results/name.json#figures.rows.key.path)`, or a dash."""
         value = self.value(path)
         if value is None:
             return NOT_MEASURED
@@ -74,19 +74,19 @@ def place(results: Path, file: str, method: str, temperature: float) -> Place:
 
 @lru_cache(maxsize=16)
 def _rows(file: Path, _written_ns: int) -> dict[str, Any]:
-    """A page asks for a hundred figures of one file."""
+    """Read a result file once, as a page asks for a hundred figures of it."""
     rows: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"]["rows"]
     return rows
 
 
 def ratio(above: Place, below: Place, path: str, form: str = TIMES) -> str:
-    """One figure over another of the same measurement; a dash where either was not measured."""
+    """Divide one figure by another of the same measurement; a dash where either was not measured."""
     top, bottom = above.value(path), below.value(path)
     return form.format(top / bottom) if above.file == below.file and top is not None and bottom else NOT_MEASURED
 
 
 def table(heads: Sequence[str], rows: list[list[str]], labels: int = 1) -> str:
-    """In Markdown; a row of which nothing was measured is left out, and of a table without rows a sentence is left.
+    """Write a table in Markdown, without rows of which nothing was measured; a sentence if there are no others.
 
     Args:
         labels: The first columns, which say what a row is of.
