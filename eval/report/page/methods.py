@@ -129,7 +129,7 @@ def depths_of(timing: list[Row]) -> list[Depths]:
 
 
 def predictions(timing: list[Row]) -> tuple[list[Row], Scale] | None:
-    """Choose the timing of every method that drafts, the fastest first, and a scale for predicted and measured speedups.
+    """Choose the timing of every method that drafts, the fastest first, and a scale for its speedups.
 
     None if no method drafts.
     """
