@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.run_folder import sha256_of
 
 MOST_NAMES = 4  # of tensors, in one sentence
-LONGEST_REASON = 300
 # Of a weights file: a retrained model differs everywhere.
 HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
@@ -25,12 +24,9 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # of any kind: it is whatever a damaged file leads to in transformers and tokenizers
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if len(reason) > LONGEST_REASON:
-            reason = reason[:LONGEST_REASON] + " ..."
         raise UserError(
-            f"{what} {location} cannot be loaded ({reason}): give a folder with a transformers checkpoint, or a Hub id "
-            "that this machine can reach"
+            f"{what} {location} cannot be loaded ({reason(error)}): give a folder with a transformers checkpoint, or a Hub "
+            "id that this machine can reach"
         ) from None
 
 

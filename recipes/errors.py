@@ -25,6 +25,7 @@ OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 OF_A_PATH = {
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
 }  # fmt: skip
+LONGEST_REASON = 300
 TORCH_WRITERS = ("PytorchStreamWriter", "inline_container.cc")
 
 
@@ -50,6 +51,12 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float 
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean `{nearest[0]}`?" if nearest else otherwise
+
+
+def reason(error: BaseException) -> str:
+    """Return what an error says in one line, not too long; its type's name if it says nothing."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= LONGEST_REASON else said[:LONGEST_REASON] + " ..."
 
 
 @contextmanager

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 import httpx2
 from huggingface_hub import constants, errors
 
-from draftsmith.recipes.errors import UserError, what_the_system_refused
+from draftsmith.recipes.errors import UserError, reason, what_the_system_refused
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 # What hf_xet, which is written in Rust, says in errors without a type of their own.
 _XET_STATUS, _XET_NETWORK = re.compile(r"HTTP status \w+ error \((\d{3})\b"), "error sending request"
-LONGEST_REASON = 300
 AGAIN = "run the same command again to go on"
 # With `{repo}`, `{hub}` for its address and `{tokens}` for the page of tokens.
 BY_TYPE = (
@@ -66,7 +65,7 @@ def told_in_one_sentence(doing: str, repo: str) -> Iterator[None]:
         if any(what_the_system_refused(cause) for cause in chain if isinstance(cause, Exception)):
             raise
         said = next(filter(None, (_sentence(cause, repo) for cause in chain)), None)
-        raise UserError(f"{doing}: {said or _reason(error)}") from None
+        raise UserError(f"{doing}: {said or reason(error)}") from None
 
 
 def _sentence(error: BaseException, repo: str) -> str | None:
@@ -80,11 +79,6 @@ def _sentence(error: BaseException, repo: str) -> str | None:
         elif isinstance(error, httpx2.TransportError) or _XET_NETWORK in str(error):
             sentence = NO_CONNECTION
         if status is not None and (sentence := BY_STATUS.get(min(status, 500))) is None:
-            return f"the Hub refuses (HTTP {status}: {_reason(error)})"
+            return f"the Hub refuses (HTTP {status}: {reason(error)})"
     hub, kind = constants.ENDPOINT, type(error).__name__
     return sentence and sentence.format(repo=repo, hub=hub, tokens=f"{hub}/settings/tokens", status=status, type=kind)
-
-
-def _reason(error: BaseException) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= LONGEST_REASON else said[:LONGEST_REASON] + " ..."

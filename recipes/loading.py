@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 RECIPE_SUFFIXES = (".yaml", ".yml")
@@ -58,7 +58,7 @@ def _read_yaml(file: Path) -> Any:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid YAML: {_one_line(error)}") from None
+        raise UserError(f"{file} is not valid YAML: {reason(error)}") from None
 
 
 def _unwritable(value: Any, key: str = "") -> str | None:
@@ -103,7 +103,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     try:
         section[leaf] = _number_or(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"override `{override}`: the value is not valid YAML: {_one_line(error)}") from None
+        raise UserError(f"override `{override}`: the value is not valid YAML: {reason(error)}") from None
 
 
 def _number_or(value: Any) -> Any:
@@ -150,10 +150,6 @@ def _keys_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[s
 
 def _kind(value: Any) -> str:
     return {type(None): "empty", list: "a list", dict: "a mapping", str: "text"}.get(type(value), f"`{value!r}`")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def first_stage(recipe: Recipe) -> Recipe | None:

@@ -26,7 +26,7 @@ from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import some_of, weights_sha256
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
 from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json, sha256_of, share_as_usual
 from draftsmith.recipes.schema import Recipe
@@ -161,7 +161,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             safe = file.suffix == ".safetensors"
             tensors |= load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
         except Exception as error:
-            raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:200]}): fetch it again") from None
+            raise UserError(f"{file} cannot be read ({reason(error)}): fetch it again") from None
     return Checkpoint(eagle3.flattened(read_json(config, dict[str, Any], "fetch it again")), tensors)
 
 

