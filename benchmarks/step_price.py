@@ -20,8 +20,8 @@ from draftsmith.eval.bench.costs import bushy
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 

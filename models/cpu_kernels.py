@@ -1,7 +1,8 @@
-"""The operations of `cpu_kernels.cpp`, `torch.ops.draftsmith.linear`, `attention` and `read`: built once on a machine.
+"""The operations of `cpu_kernels.cpp`, `torch.ops.draftsmith.linear`, `attention` and `read`, and how models use them.
 
-The library lies in draftsmith's cache, named after its source, torch, the compiler and the processor. Where there is no
-compiler, or it refuses, decoding goes on with torch's own operations, and one sentence says what that costs.
+They are built once on a machine. The library is stored in draftsmith's cache, named after its source, torch, the
+compiler and the processor. Where there is no compiler, or it refuses, decoding goes on with torch's own operations, and
+one sentence says what that costs.
 """
 
 import hashlib
@@ -11,10 +12,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from filelock import FileLock
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from draftsmith.recipes.provenance import Machine
 from draftsmith.recipes.run_folder import cache_root
@@ -22,6 +28,8 @@ from draftsmith.recipes.run_folder import cache_root
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
+GROUPED_SDPA = "grouped_sdpa"
+MOST_PACKED_ROWS = 512  # of one product: beyond it torch's own is as fast
 MOST_ROWS = 64  # of one attention: beyond it, as in a prompt, torch's own is as fast
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 WITHOUT = (
@@ -139,3 +147,102 @@ def _register_shapes() -> None:
     def _(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         batch, heads, rows, head_size = query.shape
         return query.new_empty((batch, rows, heads, head_size))
+
+
+# ---- in a model ----
+
+
+def grouped_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """query [B, H, n, D], key and value [B, Hkv, S, D], additive or boolean mask [B or 1, 1, n, S] to [B, n, H, D].
+
+    transformers' `sdpa` repeats the whole cache for every query head whenever there is a mask, as there is in tree
+    verification. A tree of one sequence goes through `cpu_kernels.cpp`; the rest through torch's kernel for CPUs, which
+    reads shared heads as they are.
+    """
+    plain = options.get("position_bias") is None and options.get("cache") is None
+    scale = options.get("scaling")
+    if plain and _alike(query, key, value) and can_attend(query, attention_mask):
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return torch.ops.draftsmith.attention(query, key, value, attention_mask, scale), None
+    is_ours = attention_mask is not None and query.device.type == "cpu" and not torch.is_grad_enabled()
+    if not is_ours or not plain:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """DeepSeek's values, for one, are of another size than its keys."""
+    return all(of.dtype == query.dtype and of.shape[3] == query.shape[3] and of.stride(3) == 1 for of in (key, value))
+
+
+AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
+AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+
+
+def use_grouped_sdpa(model: PreTrainedModel) -> None:
+    """In place of `sdpa`, where the model is on a CPU."""
+    if model.config.get_text_config()._attn_implementation == "sdpa" and model.device.type == "cpu":
+        model.set_attn_implementation(GROUPED_SDPA)
+
+
+class PackedLinear(nn.Linear):
+    """A frozen linear layer with a second, packed copy of its weight; where that cannot serve, it is a plain one.
+
+    torch reads a weight at a third to a half of the memory's speed when a few rows are multiplied by it; from a packed
+    copy `cpu_kernels.cpp` reads it at all of it, and a tree's rows cost what one costs until arithmetic is what counts.
+    The copy is the price: `packable_bytes`.
+
+    A layer becomes one in place, by its class (`pack_linears`), so that whoever borrows the module has the packed one.
+    """
+
+    _packed: Tensor | None = None
+    _packed_bias: Tensor | None = None  # in fp32
+    _packed_of: tuple[object, ...] = ()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
+        trains = torch.is_grad_enabled() and (input.requires_grad or _trains(self))
+        rows = input.numel() // self.in_features
+        if trains or input.dtype != self.weight.dtype or rows > MOST_PACKED_ROWS or not _can_be_packed(self):
+            return super().forward(input)
+        if not torch.compiler.is_compiling():  # what is compiled was called before
+            self._pack_again_if_changed()
+        return torch.ops.draftsmith.linear(input, self._packed, self.out_features, self._packed_bias)
+
+    def _pack_again_if_changed(self) -> None:
+        """Weights may change in place, as when an adapter is merged, or be others; the copy would be the old ones."""
+        weight, bias = self.weight, self.bias
+        of = (weight.data_ptr(), weight._version, weight.dtype, bias is not None and (bias.data_ptr(), bias._version))
+        if self._packed_of != of:
+            self._packed, self._packed_of = torch.ops.draftsmith.pack(weight.detach()), of
+            self._packed_bias = None if bias is None else bias.detach().float()
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Pack the frozen linear layers in place, each when it is first called.
+
+    Nothing happens elsewhere than in fp32 and bf16 on a CPU, or where there is no compiler to build the products with.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear and not _trains(module) and _can_be_packed(module) and has_kernels():
+            module.__class__ = PackedLinear
+
+
+def packable_bytes(model: nn.Module) -> int:
+    """What packed copies take at most: of every frozen linear layer, in fp32 or bf16."""
+    weights = {
+        id(module.weight): module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad and module.weight.dtype in DTYPES
+    }
+    return sum(weight.element_size() * weight.numel() for weight in weights.values())
+
+
+def _trains(linear: nn.Linear) -> bool:
+    return linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
+
+
+def _can_be_packed(linear: nn.Linear) -> bool:
+    return linear.weight.device.type == "cpu" and linear.weight.dtype in DTYPES

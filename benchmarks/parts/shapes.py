@@ -17,7 +17,7 @@ from draftsmith.eval.trees.builders import StaticPaths
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
+from draftsmith.models.cpu_kernels import use_grouped_sdpa
 
 SEED = 0
 FAVOURITE = 7  # the token that is agreed on

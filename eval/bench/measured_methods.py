@@ -17,10 +17,10 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.published import drafter_place
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.compiling import compiles_by_default
+from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, target_device
-from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe

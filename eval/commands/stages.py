@@ -35,6 +35,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, open_engine
     from draftsmith.data.tokens.chat_tokens import answer_end_ids
+    from draftsmith.models.cpu_kernels import pack_linears
     from draftsmith.models.target.loading import (
         load_generation_config,
         load_target,
@@ -42,7 +43,6 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
         target_location,
         weights_hash,
     )
-    from draftsmith.models.target.packed_linear import pack_linears
 
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
     heading("1 distil", f"{recipe.target.model} answers {sources}")

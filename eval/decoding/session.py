@@ -46,42 +46,65 @@ class TargetStep:
 def cached_logits(
     model: Any, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any
 ) -> Tensor:
-    """[A, N, V] of a causal language model at ids and positions [A, N], whose keys and values join the cache."""
+    """[1, N, V] of a causal language model at ids and positions [1, N], whose keys and values join the cache."""
     return model(
         input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, **options
     ).logits
 
 
-class Session:
-    """What the sessions of one and of several sequences share: the target, its features, and a limit of length.
+class TargetSession:
+    """One sequence at a time on one target: `prefill`, then rounds of `forward_tree` and `commit`.
 
-    While one is open, cuDNN's attention is off: on Hopper torch prefers it, and it plans anew for every length.
+    While a session is open, cuDNN's attention is off: on Hopper torch prefers it, and it plans anew for every length.
+
+    Args:
+        target: The model, in eval mode.
+        max_length_tokens: Prompt and answer together must fit; memory for them is allocated once.
+        feature_layers: What the drafter reads; see `draftsmith.models.target.features.FeatureTap`.
+
+    Raises:
+        UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
     """
 
-    _cache: TreeCache
+    cache_class: type[TreeCache] = TreeCache
     _num_open: ClassVar[int] = 0
     _cudnn_before: ClassVar[bool] = True
 
-    def __init__(self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...]) -> None:
-        self.max_length_tokens = max_length_tokens
-        self.device = target.device
-        self._target = target
+    def __init__(
+        self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    ) -> None:
+        limit = longest_sequence_tokens(target)
+        if limit is not None and max_length_tokens > limit:
+            raise UserError(
+                f"prompt and answer of {max_length_tokens} tokens do not fit into the target's {limit} positions: "
+                "lower eval.max_new_tokens or shorten the prompt"
+            )
+        self.max_length_tokens, self.device, self._target = max_length_tokens, target.device, target
         takes = inspect.signature(target.forward).parameters
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._feature_layers = feature_layers
-        self._tap = FeatureTap(target, feature_layers)
-        if Session._num_open == 0:
-            Session._cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
-        Session._num_open += 1
+        self._feature_layers, self._tap = feature_layers, FeatureTap(target, feature_layers)
+        if TargetSession._num_open == 0:
+            TargetSession._cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
+        TargetSession._num_open += 1
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Once: at `close`, or when the session is gone that nobody closed.
-        self._cudnn_off = weakref.finalize(self, Session._one_less)
+        self._cudnn_off = weakref.finalize(self, TargetSession._one_less)
+        capacity = aligned(max_length_tokens + 1 + LONGEST_TREE_NODES)
+        self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, capacity)
+        self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
+        # The additive mask [1, 1, N, S], zero where a node may look: at everything committed, and in its tree.
+        self._closed = torch.finfo(target.dtype).min
+        self._mask = self._closed_mask(MASK_NODES)
+        self._bias_of: dict[TreeShape, Tensor] = {}
+        if target not in _probed:
+            self._probe()
+            _probed.add(target)
 
     @staticmethod
     def _one_less() -> None:
-        Session._num_open -= 1
-        if Session._num_open == 0:
-            torch.backends.cuda.enable_cudnn_sdp(Session._cudnn_before)
+        TargetSession._num_open -= 1
+        if TargetSession._num_open == 0:
+            torch.backends.cuda.enable_cudnn_sdp(TargetSession._cudnn_before)
 
     def close(self) -> None:
         """Take the feature hooks off the target again."""
@@ -113,44 +136,8 @@ class Session:
 
     @torch.inference_mode()
     def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
-        """ids and positions [A, N] to logits [A, N, V] and features [A, N, F]."""
+        """ids and positions [1, N] to logits [1, N, V] and features [1, N, F]."""
         return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
-
-
-class TargetSession(Session):
-    """One sequence at a time on one target: `prefill`, then rounds of `forward_tree` and `commit`.
-
-    Args:
-        target: The model, in eval mode.
-        max_length_tokens: Prompt and answer together must fit; memory for them is allocated once.
-        feature_layers: What the drafter reads; see `draftsmith.models.target.features.FeatureTap`.
-
-    Raises:
-        UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
-    """
-
-    cache_class: type[TreeCache] = TreeCache
-
-    def __init__(
-        self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
-    ) -> None:
-        limit = longest_sequence_tokens(target)
-        if limit is not None and max_length_tokens > limit:
-            raise UserError(
-                f"prompt and answer of {max_length_tokens} tokens do not fit into the target's {limit} positions: "
-                "lower eval.max_new_tokens or shorten the prompt"
-            )
-        super().__init__(target, max_length_tokens, feature_layers)
-        capacity = aligned(max_length_tokens + 1 + LONGEST_TREE_NODES)
-        self._cache = self.cache_class(target.config.get_text_config().num_hidden_layers, capacity)
-        self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
-        # The additive mask [1, 1, N, S], zero where a node may look: at everything committed, and in its tree.
-        self._closed = torch.finfo(target.dtype).min
-        self._mask = self._closed_mask(MASK_NODES)
-        self._bias_of: dict[TreeShape, Tensor] = {}
-        if target not in _probed:
-            self._probe()
-            _probed.add(target)
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
         """Give other features from now on: before a sequence, for the method that will decode it."""

@@ -21,12 +21,11 @@ from draftsmith.eval.decoding.session import cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.cached import LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.decoding.protocols import ALL_TOKENS
 from draftsmith.models.device_tensors import open_mask, to_device
-from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.models.target.tree_cache import TreeCache
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError

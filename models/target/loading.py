@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.gguf_file import converted_folder
-from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
 from draftsmith.models.target.quantized import quantization_options
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.errors import UserError

@@ -1,16 +1,31 @@
-"""Products and attention on a CPU: against fp64, the same bits wherever a token stands, and without a compiler."""
+"""Products and attention on a CPU: against fp64, the same bits wherever a token is, in models; without a compiler."""
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor, nn
 
 from draftsmith.models import cpu_kernels
-from draftsmith.models.cpu_kernels import DTYPES, MOST_ROWS, MOST_VECTORS, can_attend, cpp_compiler, has_kernels
-from draftsmith.models.target.packed_linear import pack_linears
+from draftsmith.models.cpu_kernels import (
+    DTYPES,
+    GROUPED_SDPA,
+    MOST_PACKED_ROWS,
+    MOST_ROWS,
+    MOST_VECTORS,
+    PackedLinear,
+    can_attend,
+    cpp_compiler,
+    has_kernels,
+    pack_linears,
+    packable_bytes,
+    use_grouped_sdpa,
+)
 
 KERNELS = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -25,7 +40,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 @KERNELS
 @EVERY_DTYPE
-@pytest.mark.parametrize(("outputs", "inputs"), [(33, 71), (7, 5), (1, 1), (64, 96), (130, 16)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 71), (1, 1), (64, 96)])
 def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """Of every number of rows that fits into registers, and of several times as many."""
     weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, seed=1)
@@ -109,8 +124,7 @@ def exact_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
 
 @KERNELS
 @EVERY_DTYPE
-@pytest.mark.parametrize("head_size", [32, 64, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 2), (4, 4)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(9, 3, 64), (8, 2, 32), (4, 4, 128)])
 def test_attention(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
     for rows, columns in ((1, 1), (5, 37), (MOST_ROWS, 130)):
         query, keys, values, mask = some_attention(heads, kv_heads, head_size, rows, columns, dtype)
@@ -208,6 +222,198 @@ def test_reading_reads_everything() -> None:
     assert KERNEL.read(torch.ones(100_000 // 16 * 16, dtype=torch.int32)) == 100_000
     with pytest.raises(RuntimeError, match="contiguous"):
         KERNEL.read(torch.ones(4, 4)[:, :2])
+
+
+# ---- attention in a model ----
+
+IDS = torch.tensor([[5, 9, 33, 7], [3, 4, 8, 2]])
+# The second row sees neither its first token nor, in the last place, its third.
+HIDDEN = torch.tensor([[[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]] * 2, dtype=torch.bool)
+HIDDEN[1, 1:, 0] = True
+HIDDEN[1, 3, 2] = True
+MASK = torch.zeros(2, 1, 4, 4).masked_fill(HIDDEN[:, None], torch.finfo(torch.float32).min)
+
+
+@KERNELS
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    ("case", "by_kernels"),
+    [("alike", True), ("a boolean mask", False), ("narrow values", False), ("odd heads", False), ("strided", False)],
+)
+def test_one_sequence_goes_through_the_kernels(
+    case: str, by_kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine heads on three, if mask, keys and values are of the query's form, and heads fill vectors."""
+    torch.manual_seed(0)
+    size = 62 if case == "odd heads" else 64
+    query = torch.randn(1, 5, 9, size, dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, 1, 3, 20, size, dtype=dtype)[..., :11, :]
+    hidden = torch.arange(11) % 3 == torch.arange(5)[:, None] % 3
+    mask = torch.zeros(1, 1, 5, 11, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    if case == "a boolean mask":
+        mask = mask == 0
+    elif case == "narrow values":
+        value = value[..., :32].contiguous()
+    elif case == "strided":
+        key = key.transpose(2, 3).contiguous().transpose(2, 3)
+    torch_own, used = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **o: (used.append(1), torch_own(*a, **o))[1])
+    with torch.inference_mode():
+        out, _ = cpu_kernels.grouped_sdpa(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+        wanted = torch_own(query, key, value, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    close = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out, wanted, atol=close, rtol=close)
+    assert out.is_contiguous()
+    assert (not used) == by_kernels
+
+
+def test_the_same_bits_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    with torch.inference_mode():
+        expected = target(input_ids=IDS, attention_mask=MASK).logits
+        use_grouped_sdpa(target)
+        assert target.config._attn_implementation == GROUPED_SDPA
+        called = []
+        plain = cpu_kernels.sdpa_attention_forward
+        monkeypatch.setattr(
+            cpu_kernels, "sdpa_attention_forward", lambda *a, **o: (called.append(1), plain(*a, **o))[1]
+        )
+        assert torch.equal(target(input_ids=IDS, attention_mask=MASK).logits, expected)
+        assert not called
+        causal = target(input_ids=IDS).logits
+    assert len(called) == target.config.num_hidden_layers
+    with torch.inference_mode():
+        target.set_attn_implementation("sdpa")
+        assert torch.equal(target(input_ids=IDS).logits, causal)
+
+
+def test_with_gradients_transformers_own_is_used() -> None:
+    target = tiny_target().requires_grad_(True)
+    use_grouped_sdpa(target)
+    target(input_ids=IDS, attention_mask=MASK).logits.sum().backward()
+    ours = target.base_model.layers[0].self_attn.k_proj.weight.grad.clone()
+    target.zero_grad()
+    target.set_attn_implementation("sdpa")
+    target(input_ids=IDS, attention_mask=MASK).logits.sum().backward()
+    assert torch.equal(target.base_model.layers[0].self_attn.k_proj.weight.grad, ours)
+
+
+# ---- linear layers in a model ----
+
+
+def packed_of(plain: nn.Linear) -> PackedLinear:
+    """A packed layer with the same weight."""
+    packed = copy.deepcopy(plain)
+    packed.weight = plain.weight
+    pack_linears(packed)
+    assert isinstance(packed, PackedLinear)
+    return packed
+
+
+def frozen(inputs: int, outputs: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_same_product(bias: bool, dtype: torch.dtype) -> None:
+    """In bf16 within its last bit: sums are of fp32 in both."""
+    plain = frozen(48, 103, dtype, bias)
+    packed = packed_of(plain)
+    close = 1e-5 if dtype == torch.float32 else 2**-7
+    for shape in ((48,), (1, 48), (2, 7, 48), (33, 48), (0, 48)):
+        x = torch.randn(shape, dtype=dtype)
+        torch.testing.assert_close(packed(x), plain(x), atol=close, rtol=close)
+    assert packed.weight.data_ptr() == plain.weight.data_ptr()
+    assert set(packed.state_dict()) == set(plain.state_dict())
+
+
+def is_plain(packed: nn.Linear, rows: Tensor) -> bool:
+    """Whether the layer reads its own weight: the packed one is ruined meanwhile."""
+    assert isinstance(packed, PackedLinear)
+    packed(torch.zeros(1, packed.in_features, dtype=packed.weight.dtype))
+    kept = packed._packed
+    packed._packed = None if kept is None else torch.zeros_like(kept)
+    found = packed(rows)
+    packed._packed = kept
+    return bool((found.detach() - packed.bias.detach()).abs().max() > 0)
+
+
+@KERNELS
+def test_what_the_kernels_cannot_serve_is_the_plain_product() -> None:
+    packed = packed_of(frozen(16, 40))
+    assert not is_plain(packed, torch.ones(MOST_PACKED_ROWS, 16))
+    assert is_plain(packed, torch.ones(MOST_PACKED_ROWS + 1, 16))
+    assert is_plain(packed, torch.ones(3, 16, requires_grad=True))
+    with torch.no_grad():
+        assert not is_plain(packed, torch.ones(3, 16, requires_grad=True))
+    doubled = copy.deepcopy(packed).double()
+    assert doubled(torch.ones(2, 16).double()).dtype == torch.float64
+
+
+@KERNELS
+def test_gradients_are_the_plain_ones() -> None:
+    """Of the rows, and of a weight or a bias that is trained from some time on."""
+    plain = frozen(16, 40)
+    packed = packed_of(plain)
+    found, wanted = (torch.ones(3, 16, requires_grad=True) for _ in range(2))
+    packed(found).sum().backward()
+    plain(wanted).sum().backward()
+    assert found.grad is not None
+    assert wanted.grad is not None
+    assert torch.equal(found.grad, wanted.grad)
+    for parameter in (packed.weight, packed.bias):
+        parameter.requires_grad_(True)
+        packed(torch.ones(3, 16)).sum().backward()
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 3))
+        parameter.requires_grad_(False)
+
+
+@KERNELS
+@EVERY_DTYPE
+def test_a_weight_that_changes_is_packed_again(dtype: torch.dtype) -> None:
+    """As when an adapter is merged into the target: the copy must not be that of the weight before."""
+    packed, x = packed_of(frozen(48, 64, dtype)), torch.randn(4, 48, dtype=dtype)
+    before = packed(x)
+    with torch.no_grad():
+        packed.weight.mul_(2)
+    torch.testing.assert_close(packed(x), 2 * before - packed.bias, atol=2**-6, rtol=2**-6)
+    with torch.no_grad():
+        packed.bias.mul_(2)
+    assert torch.equal(packed(x), 2 * before)
+    # Another parameter, which did not change since it was made, as the first one had not.
+    packed.weight = nn.Parameter(torch.zeros_like(packed.weight), requires_grad=False)
+    assert torch.equal(packed(x), packed.bias.expand(4, -1))
+
+
+@KERNELS
+def test_target_and_drafters_share_the_packed_layers() -> None:
+    """In place: a drafter that borrowed the head before it was packed has the packed one too."""
+    target = tiny_target()
+    before = target(torch.tensor([[1, 2, 3]])).logits
+    drafter = tiny_drafter_of("parallel", target).freeze()
+    pack_linears(target)
+    assert isinstance(drafter.attached.lm_head, PackedLinear)
+    linears = [module for module in target.modules() if isinstance(module, nn.Linear)]
+    assert len(linears) == 2 * 7 + 1
+    assert all(isinstance(module, PackedLinear) for module in linears)
+    torch.testing.assert_close(target(torch.tensor([[1, 2, 3]])).logits, before, atol=1e-5, rtol=1e-5)
+    assert packable_bytes(target) == 4 * sum(module.weight.numel() for module in linears)
+    assert packable_bytes(tiny_target().bfloat16()) == packable_bytes(target) / 2
+
+
+@KERNELS
+def test_what_is_trained_or_of_another_dtype_stays_plain() -> None:
+    biased = frozen(8, 8)
+    biased.bias.requires_grad_(True)
+    for model in (tiny_target().requires_grad_(True), tiny_target().double(), tiny_target().half(), biased):
+        pack_linears(model)
+        assert not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+# ---- without a compiler ----
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from transformers import TrainingArguments
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.cpu_kernels import packable_bytes
 from draftsmith.models.fake_run import Phase
 from draftsmith.models.target.features import decoder_layers
 from draftsmith.models.target.loading import target_device
-from draftsmith.models.target.packed_linear import packable_bytes
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, read_json

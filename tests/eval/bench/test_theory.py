@@ -29,9 +29,8 @@ from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.cpu_kernels import has_kernels
+from draftsmith.models.cpu_kernels import PackedLinear, has_kernels, pack_linears
 from draftsmith.models.decoding.protocols import StepwiseDecoder
-from draftsmith.models.target.packed_linear import PackedLinear, pack_linears
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12]

@@ -26,10 +26,8 @@ from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.tree import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.cpu_kernels import has_kernels
+from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.protocols import Compilable
-from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
-from draftsmith.models.target.packed_linear import pack_linears
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodRecipe

@@ -193,11 +193,11 @@ def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> N
         DrafterMethod(f"{number}", decoder, tree_builder(recipe, decoder), GREEDY, adaptive=AdaptiveTree())
         for number, decoder in enumerate([*decoders, decoders[0]])
     ]
-    methods = [MeasuredMethod(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
+    measured = [MeasuredMethod(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
     with TargetSession(target, 96) as session:
-        costs.give_costs(session, methods, [5, 6, 7])
+        costs.give_costs(session, measured, [5, 6, 7])
         known = [method.adaptive.costs for method in methods if method.adaptive]
-        costs.give_costs(session, methods, [5, 6, 7])
+        costs.give_costs(session, measured, [5, 6, 7])
     assert known[0] is known[2] is methods[0].adaptive.costs  # type: ignore[union-attr]
     parallel, grown = known[:2]
     assert parallel is not None and grown is not None  # noqa: PT018

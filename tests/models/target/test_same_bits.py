@@ -6,9 +6,7 @@ from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.cpu_kernels import DTYPES, has_kernels
-from draftsmith.models.target.grouped_sdpa import use_grouped_sdpa
-from draftsmith.models.target.packed_linear import pack_linears
+from draftsmith.models.cpu_kernels import DTYPES, has_kernels, pack_linears, use_grouped_sdpa
 
 PROMPT = [5, 9, 33, 12, 7]
 PATH = [8, 21, 40, 3]
