@@ -35,7 +35,7 @@ PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
 
 
 def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """`input_ids`, `loss_mask` and `attention_mask`, each [B, S] with S the longest row; of packed rows `position_ids`.
+    """Return `input_ids`, `loss_mask`, `attention_mask` and, of packed rows, `position_ids`, each [B, S], S the longest row.
 
     Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
     so any id does for it, and none that the tokenizer might also use as an end token is needed.
@@ -94,7 +94,7 @@ class EvenBatches(BatchSampler):
 
 
 def even_out(loader: DataLoader) -> DataLoader:
-    """The same loader, as accelerate prepared it, with `EvenBatches`; one process needs none of it."""
+    """Give the loader, as accelerate prepared it, `EvenBatches`; one process needs none of it."""
     shard = getattr(loader, "batch_sampler", None)
     if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1:
         shard.batch_sampler = EvenBatches(shard.batch_sampler, shard.num_processes)
@@ -103,7 +103,7 @@ def even_out(loader: DataLoader) -> DataLoader:
 
 
 def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Rows of indices whose lengths add up to at most `row_tokens`; one that is longer is alone in its row.
+    """Return rows of indices whose lengths add up to at most `row_tokens`; one that is longer is alone in its row.
 
     The longest goes first, each into the fullest row that still holds it, of rows equally full into the one begun last.
     Rows stand in the order of their longest document.
@@ -133,7 +133,7 @@ def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of token rows: `input_ids`, `loss_mask` and `position_ids`.
+    """Make one row of token rows: `input_ids`, `loss_mask` and `position_ids`.
 
     A document's first token carries no loss: nothing comes before it, so it is never predicted.
     """

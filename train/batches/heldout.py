@@ -28,7 +28,7 @@ HASHED_BYTES = 8
 def split_rows(
     tokens: Dataset, eval_rows_frac: float, answer_tokens: int | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """The rows to train on, and about so many of them kept out; both know their numbers (`ROWS_COLUMN`).
+    """Return the rows to train on, and about so many of them kept out; both know their numbers (`ROWS_COLUMN`).
 
     Args:
         eval_rows_frac: Share of all rows to keep out.
@@ -62,13 +62,13 @@ def split_rows(
 
 
 def _place(ids_s: np.ndarray) -> float:
-    """In [0, 1), by the tokens alone."""
+    """Return a row's place in [0, 1), by its tokens alone."""
     digest = hashlib.sha256(ids_s.astype("<i8").tobytes()).digest()[:HASHED_BYTES]
     return int.from_bytes(digest, "big") / 256**HASHED_BYTES
 
 
 def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
-    """[1 + 5G], float64 on the CPU: what a batch adds to `heldout_metrics`, over batches and processes.
+    """Return [1 + 5G], float64 on the CPU: what a batch adds to the sums that `heldout_metrics` reads.
 
     The loss times its labels; of each depth the sum of losses, correct labels and labels; of greedy chains of 1, ..., G
     drafted tokens the tokens committed and the rounds.
@@ -81,7 +81,7 @@ def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
 
 
 def heldout_metrics(sums: Tensor, prefix: str) -> dict[str, float]:
-    """The mean loss over labels, and of each depth loss, accuracy and tau of a chain that long."""
+    """Return the mean loss over labels, and of each depth loss, accuracy and tau of a chain that long."""
     losses, correct, counts, tokens, rounds = sums[1:].view(5, -1).tolist()
     metrics = {f"{prefix}_loss": float(sums[0]) / max(1.0, sum(counts))}
     for j, count in enumerate(counts):
@@ -94,7 +94,7 @@ def heldout_metrics(sums: Tensor, prefix: str) -> dict[str, float]:
 
 
 def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[list[float]]:
-    """Tokens committed, then rounds, of greedy chains of 1, 2, ..., G tokens over all answers.
+    """Return the tokens committed, then the rounds, of greedy chains of 1, 2, ..., G tokens over all answers.
 
     Args:
         correct_bgs: Whether depth j of the group at t is the token x_{t+1+j}; False where there is no label.
@@ -118,7 +118,7 @@ def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[li
 
 
 def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:
-    """First and last token of every run of ones."""
+    """Return the first and last token of every run of ones."""
     begins = [s for s, is_answer in enumerate(mask_s) if is_answer and (s == 0 or not mask_s[s - 1])]
     ends = [s for s, is_answer in enumerate(mask_s) if is_answer and (s + 1 == len(mask_s) or not mask_s[s + 1])]
     return list(zip(begins, ends, strict=True))

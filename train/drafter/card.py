@@ -1,8 +1,8 @@
 """The model card of a trained drafter: `drafter/README.md`, which goes to the Hub with the folder.
 
 Written when training ends, and again with figures by `eval` and `report` and with the proof by `prove`; by `push` into
-the folder that goes up, with what lies there beside it. A card that somebody wrote by hand, or took over by deleting
-the marked line, is left alone.
+the folder that is uploaded, with what is beside it there. A card that somebody wrote by hand, or made their own by
+deleting the marked line, is left alone.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def write_drafter_card(
 def front_matter(
     recipe: Recipe, figures: dict[str, Any] | None = None, publication: Publication | None = None
 ) -> dict[str, Any]:
-    """The Hub's metadata: ids of the target and the conversations only where they are the Hub's."""
+    """Return the Hub's metadata: ids of the target and the conversations only where they are the Hub's."""
     values: dict[str, Any] = {"library_name": "draftsmith", "pipeline_tag": "text-generation"}
     values |= {} if publication is None else publication.license
     if publication is not None and publication.base_model is not None:
@@ -128,7 +128,7 @@ def front_matter(
 
 
 def _results(figures: dict[str, Any]) -> Iterator[EvalResult]:
-    """tau and speedup of each row, as the Hub's `model-index` has them."""
+    """Yield tau and speedup of each row, as the Hub's `model-index` has them."""
     for row in figures["rows"]:
         which = f"{row['method']} at T = {row['temperature']:g}"
         which += "" if row.get("lossless", True) else " (not lossless)"
@@ -148,7 +148,7 @@ def _results(figures: dict[str, Any]) -> Iterator[EvalResult]:
 
 
 def _acceptance(figures: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """By depth: of the rounds that came to it the share that kept a token there, and of all rounds."""
+    """Return by depth the share of the rounds reaching it that accepted a token there, and the share of all rounds."""
     rows = [] if figures is None else figures["rows"]
     return [
         {
@@ -172,17 +172,17 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _public(name: str) -> str:
-    """A model or data source without the folders of this machine."""
+    """Return the name of a model or data source without the folders of this machine."""
     return Path(name).name if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) else name
 
 
 def _what_it_is(kind: str) -> str:
-    """The first paragraph of the drafter's own file, without the names of its neighbours."""
+    """Return the first paragraph of the drafter's own file, without the names of its neighbours."""
     return re.sub(r" \(`[\w./]+\.py`\)", "", _first_paragraph(kind))
 
 
 def _papers(kind: str) -> list[str]:
-    """arXiv ids in that paragraph."""
+    """Return the arXiv ids in the first paragraph of the drafter's own file."""
     return list(dict.fromkeys(ARXIV_ID.findall(_first_paragraph(kind))))
 
 
@@ -192,7 +192,7 @@ def _first_paragraph(kind: str) -> str:
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe without folders, servers and secrets of this machine; still a recipe."""
+    """Return the resolved recipe without folders, servers and secrets of this machine; it is still a recipe."""
     sections = recipe.model_dump(exclude_none=True, exclude={"runs_dir"})
     if recipe.drafter.init is not None:
         sections["drafter"]["init"] = _public(recipe.drafter.init)

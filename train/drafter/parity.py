@@ -51,7 +51,7 @@ def worst_difference(
     prefixes: Sequence[int],
     position_offset: int = 0,
 ) -> Difference:
-    """The largest difference between `group_logits` and the decoder's logits, and its place.
+    """Return the largest difference between `group_logits` and the decoder's logits, and its place.
 
     Args:
         drafter: In eval mode, in fp32 or fp64.
@@ -98,7 +98,7 @@ def perturb(drafter: Drafter, seed: int = SEED) -> None:
 
 @dataclass(frozen=True)
 class Parity:
-    """What was tried, and the worst of it. parameters: the drafter's trainable ones."""
+    """What was compared, and the worst difference; `parameters` are the drafter's trainable ones."""
 
     worst: Difference
     drafts: int
@@ -109,7 +109,7 @@ class Parity:
 def check_parity(
     kind: str, options: dict[str, Any], target: PreTrainedModel, rows: list[TokenizedConversation]
 ) -> Parity:
-    """Train = decode for a new drafter of this kind on one of the rows. Turns a half-precision target to fp32.
+    """Compare training with decoding for a new drafter on one of the rows. Turns a half-precision target to fp32.
 
     Args:
         kind: `drafter.kind` of the recipe.
@@ -140,7 +140,7 @@ def check_parity(
 
 
 def _usable(rows: list[TokenizedConversation], vocabulary: int) -> list[TokenizedConversation]:
-    """Rows that are long enough and that the target can read; a made-up one if there is none."""
+    """Return the rows that are long enough and that the target can read; a made-up one if there is none."""
     usable = [
         row
         for row in rows
@@ -151,7 +151,7 @@ def _usable(rows: list[TokenizedConversation], vocabulary: int) -> list[Tokenize
 
 
 def loop_like_prefixes(length: int) -> list[int]:
-    """Prefixes of a row of `length` tokens: half of it is the prompt, then rounds commit one token or several."""
+    """Return prefixes of a row of `length` tokens: half are the prompt, then rounds commit one token or several."""
     prefixes, committed = [max(2, length // 2 + 1)], cycle(COMMITTED_AT_ONCE)
     while (following := prefixes[-1] + next(committed)) <= length:
         prefixes.append(following)
@@ -161,7 +161,7 @@ def loop_like_prefixes(length: int) -> list[int]:
 def _drafted(
     drafter: Drafter, decoder: DrafterDecoder | StepwiseDecoder, following_s: Tensor, vocabulary: int
 ) -> Iterator[Tensor]:
-    """Logits [V] of depths 1, 2, ...; the deeper ones of a stepwise drafter are given the true tokens that follow."""
+    """Yield logits [V] of depths 1, 2, ...; a stepwise drafter is given the true tokens that follow."""
     num_depths, all_tokens = drafter.config.num_depths, partial(decoder.columns.widened, elsewhere=-torch.inf)
     if not isinstance(decoder, StepwiseDecoder):
         drafted_gv = decoder.draft()

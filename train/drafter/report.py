@@ -31,12 +31,12 @@ class TrainReport(Training):
 
     @property
     def heldout_accuracy(self) -> list[float]:
-        """Of each depth."""
+        """The share of correct tokens at each depth, on the rows kept out of training."""
         return _by_depth(self.heldout, "eval_accuracy")
 
     @property
     def heldout_tau(self) -> list[float]:
-        """Of greedy chains of 1, 2, ... drafted tokens."""
+        """tau of greedy chains of 1, 2, ... drafted tokens, on the rows kept out of training."""
         return _by_depth(self.heldout, "eval_tau")
 
     @property
@@ -48,7 +48,7 @@ class TrainReport(Training):
         return _by_depth(self.last_log, "accuracy")
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; every log of the training is in the folder's `training.json`."""
+        """Return the figures for programs; every log of the training is in the folder's `training.json`."""
         kept = ("steps", "best_step", "stopped_early", "epochs", "tokens", "wall_time_s", "rows", "batch_size")
         return {
             "folder": str(self.folder),
@@ -61,7 +61,7 @@ class TrainReport(Training):
         }
 
     def sentence(self) -> str:
-        """One sentence for the terminal."""
+        """Say in one sentence what was trained and how well."""
         accuracy = ", ".join(f"{value:.0%}" for value in self.depth_accuracy)
         depths = f"accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
         last = f"last loss {self.loss:.3f}, {depths}"

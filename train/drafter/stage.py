@@ -40,11 +40,10 @@ from draftsmith.train.drafter.checkpoints import (
     refuse_other_launch,
     set_damaged_aside,
 )
-from draftsmith.train.drafter.interrupt import StopOnInterrupt
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
 from draftsmith.train.drafter.trackers import refuse_missing_trackers, tracked
-from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import (
     enable_gradient_checkpointing,
     recipe_arguments,
@@ -147,7 +146,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
 def _target_and_drafter(
     recipe: Recipe, args: TrainingArguments, to_train: Dataset, begun_from: Path | None
 ) -> tuple[PreTrainedModel, Drafter, Start | None]:
-    """The frozen target, and the drafter as it begins, the same in all processes; both on this process's device."""
+    """Return the frozen target and the new drafter, the same in all processes, on this process's device."""
     target = load_frozen_target(recipe, args.device)
     torch.manual_seed(args.seed)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
@@ -160,7 +159,7 @@ def _target_and_drafter(
 
 @contextmanager
 def _same_bits_every_time(args: TrainingArguments) -> Iterator[None]:
-    """In here torch's kernels are deterministic, if training runs on a CPU.
+    """Make torch's kernels deterministic in this context, if training runs on a CPU.
 
     With several threads its scatter-like kernels (the backward of indexing, above all) add up in the order in which
     threads happen to come. What is left is the number of threads, by which sums are cut into parts. On CUDA
@@ -180,7 +179,7 @@ def _same_bits_every_time(args: TrainingArguments) -> Iterator[None]:
 
 
 def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
-    """Now rather than after the first thousand steps. A checkpoint and the end take the weights once each, at least."""
+    """Check the free disk before training: a checkpoint and the end take the weights once each, at least."""
     needed_bytes = 2 * sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
     free_bytes = free_bytes_at(folder)
     if free_bytes < needed_bytes:
@@ -191,7 +190,7 @@ def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
 
 
 def _checkpoint_to_go_on_from(trainer: DrafterTrainer, launch: Launch) -> Path | None:
-    """The same in all processes. Says which it is, and which are damaged.
+    """Return the checkpoint to resume from, the same in all processes; say which it is, and which are damaged.
 
     Raises:
         UserError: It was written by another number of processes, or under another way of splitting.
@@ -211,7 +210,7 @@ def _checkpoint_to_go_on_from(trainer: DrafterTrainer, launch: Launch) -> Path |
 
 
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
-    """What the trained weights depend on, flat, by recipe key."""
+    """Return what the trained weights depend on, flat, by recipe key."""
     settings: dict[str, Any] = {
         "seed": recipe.seed,
         "target.model": recipe.target.model,

@@ -1,6 +1,6 @@
 """`drafter.init`: a new drafter starts from the weights of a trained one, of its own kind or of another.
 
-What both have by one name and in one shape is taken over, tensor by tensor; a drafter's parameters are named after what
+What both have by one name and in one shape is copied, tensor by tensor; a drafter's parameters are named after what
 they are, so an EAGLE's `layers` and `fc` are what the parallel flavour's are. The rest stays as the kind starts it.
 """
 
@@ -22,7 +22,7 @@ SHOWN_HASH_DIGITS = 12
 
 
 def start_folder(recipe: Recipe) -> Path | None:
-    """Where the drafter lies that the recipe's starts from; None if it starts from none.
+    """Return the folder of the drafter that the recipe's starts from; None if it starts from none.
 
     Raises:
         UserError: It is not there, or not trained yet.
@@ -52,13 +52,13 @@ def start_folder(recipe: Recipe) -> Path | None:
 
 
 def start_settings(folder: Path | None) -> dict[str, str]:
-    """For the settings that a run's drafter was begun with: what tells one start from another."""
+    """Return what tells one start from another, for the settings that a run's drafter was begun with."""
     return {} if folder is None else {"drafter.init (its weights)": " ".join(weights_sha256(folder).values())}
 
 
 @torch.no_grad()
 def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
-    """Take over what the trained drafter in `folder` has in common with this new one, attached and prepared.
+    """Copy what the trained drafter in `folder` has in common with this new one, attached and prepared.
 
     Raises:
         UserError: Its weights are not those that training wrote, it was made for another target, it has nothing in
@@ -99,7 +99,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
 
 
 def start_sentence(start: Start) -> str:
-    """For the terminal and the model card."""
+    """Say what a drafter started from, for the terminal and the model card."""
     digest = " ".join(start.weights_sha256.values())[:SHOWN_HASH_DIGITS]
     rest = f"; new here: {some_of(start.fresh)}" if start.fresh else ""
     rest += f"; left out: {some_of(start.unused)}" if start.unused else ""

@@ -1,8 +1,8 @@
 """Experiment trackers, by transformers' own `train.report_to`: what its callbacks leave out.
 
 They log every curve by depth as it is logged here. Beside that a tracked run begins with the whole recipe in its
-config, goes on as the same run after an interruption, lies in the run's folder where it lies on a disk, and ends before
-the next training of the process begins. `trackers.json` says afterwards where the evaluation's table belongs.
+config, goes on as the same run after an interruption, is stored in the run's folder where it is on a disk, and ends
+before the next training of the process begins. `trackers.json` says afterwards where the evaluation's table belongs.
 """
 
 import importlib.util
@@ -27,7 +27,8 @@ KNOWN = ("tensorboard", "trackio", "wandb")  # which the evaluation's table goes
 
 
 def refuse_missing_trackers(names: list[str]) -> None:
-    """
+    """Check that the trackers can be used.
+
     Raises:
         UserError: transformers does not know one, or it is not installed.
     """
@@ -41,7 +42,7 @@ def refuse_missing_trackers(names: list[str]) -> None:
 
 @contextmanager
 def tracked(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
-    """In here a training is tracked: around `trainer.train`, and what is logged after it.
+    """Track a training in this context: around `trainer.train`, and what is logged after it.
 
     Raises:
         UserError: A tracker cannot begin, as without an API key.
@@ -75,7 +76,7 @@ def tracked(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
 
 
 def tracked_run(folder: RunFolder) -> dict[str, Any]:
-    """What `trackers.json` says; nothing where no training was tracked."""
+    """Return what `trackers.json` says; nothing where no training was tracked."""
     file = folder.root / TRACKERS_FILE
     if not file.exists():
         return {}
@@ -83,7 +84,7 @@ def tracked_run(folder: RunFolder) -> dict[str, Any]:
 
 
 def begin_wandb(folder: RunFolder, about: dict[str, Any]) -> Any:
-    """A wandb run in this process: the one of before, if there was one.
+    """Begin a wandb run in this process: the earlier one, if there was one.
 
     Raises:
         UserError: wandb refuses.
@@ -102,7 +103,7 @@ def begin_wandb(folder: RunFolder, about: dict[str, Any]) -> Any:
 
 
 def end_trackio() -> None:
-    """If a run is open: its callback opens one anew for what is logged behind the last step."""
+    """End the open run, if there is one: its callback opens one anew for what is logged after the last step."""
     import trackio  # an optional dependency
 
     if trackio.context_vars.current_run.get() is not None:
@@ -110,7 +111,7 @@ def end_trackio() -> None:
 
 
 class RecipeInTrackers(TrainerCallback):
-    """Behind transformers' callbacks: adds the recipe where their run begins with the training."""
+    """Adds the recipe to a tracker's run, which transformers' callbacks have begun before."""
 
     def __init__(self, resolved: dict[str, Any], about: dict[str, Any]) -> None:
         self._resolved, self._about = resolved, about

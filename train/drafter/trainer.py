@@ -7,16 +7,19 @@ Shapes: B batch, S sequence, D hidden, F features, G depths.
 
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     EarlyStoppingCallback,
@@ -35,7 +38,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import Terminated, UserError
 from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.batches.collate import ROWS_COLUMN, PackedRows, collate_right_padded, even_out
@@ -44,6 +47,9 @@ from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.features.cache import FeatureCache, FeatureCollator
 from draftsmith.train.processes.launch import launch_of
 from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
+
+# A terminal\'s Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
+SAME_SIGNAL_S = 1.0
 
 
 class Progress(TrainerCallback, ExportableState):
@@ -93,6 +99,53 @@ class Progress(TrainerCallback, ExportableState):
         self._last_s = now_s
         if state.global_step >= state.max_steps:
             control.should_log = True  # whatever `logging_steps` is: the report ends with the last step
+
+
+class StopOnInterrupt(TrainerCallback):
+    """Saves and stops after the current step at the first SIGINT or SIGTERM, in all processes of the training.
+
+    A second Ctrl-C acts at once. A second SIGTERM does not: schedulers and launchers send several, and what cannot wait
+    any longer is killed. `requested` is the signal, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self._since_s = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # the only one that may handle signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._request)
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if distributed.is_available() and distributed.is_initialized():
+            shared = torch.tensor(self.requested, device=args.device)
+            distributed.all_reduce(shared, distributed.ReduceOp.MAX)  # SIGTERM is larger than SIGINT
+            self.requested = int(shared)
+        if self.requested:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back; at the end of training, and after an error that `on_train_end` does not see."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def raise_interrupt(self) -> NoReturn:
+        """End the command by what was requested, when all is saved."""
+        raise Terminated if self.requested == signal.SIGTERM else KeyboardInterrupt
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.requested and number == signal.SIGINT and now_s - self._since_s > SAME_SIGNAL_S:
+            self.restore()
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._since_s = int(number), now_s
 
 
 class DrafterTrainer(Trainer):
@@ -232,7 +285,7 @@ class DrafterTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Accuracy by depth, and the tau of a chain, on the rows that were kept out; logged.
+        """Log and return the accuracy by depth, and the tau of a chain, on the rows that were kept out of training.
 
         It draws nothing from the random generators of the training, which goes on as if it had not been.
         """
@@ -287,7 +340,7 @@ class DrafterTrainer(Trainer):
         super().log(logs, start_time)
 
     def _scheduled(self) -> dict[str, float]:
-        """The shares of the depths in the last step's loss, where they change."""
+        """Return the shares of the depths in the last step's loss, where they change."""
         of_progress = self._drafter.config.options.depth_shares
         if of_progress(0.0) == of_progress(1.0):
             return {}
@@ -317,7 +370,7 @@ class DrafterTrainer(Trainer):
             rotate_checkpoints(self.args.output_dir, limit, best_model_checkpoint=best, use_mtime=True)
 
     def restore(self, checkpoint: Path) -> None:
-        """Be where training was at its end, with the best weights if these are kept.
+        """Restore the state and the weights that training ended with: the best ones if these are wanted.
 
         From a checkpoint of the last step transformers' Trainer would train one more.
 
@@ -335,7 +388,7 @@ class DrafterTrainer(Trainer):
             self._load_from_checkpoint(str(checkpoint))
 
     def restore_counts(self, checkpoint: Path) -> None:
-        """Let callbacks go on counting from a checkpoint; transformers' Trainer restores the rest."""
+        """Restore the callbacks' counts from a checkpoint; transformers' Trainer restores the rest."""
         saved = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["stateful_callbacks"]
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
@@ -344,7 +397,7 @@ class DrafterTrainer(Trainer):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best evaluation whose weights were saved, if these are to be kept."""
+        """The step of the best evaluation whose weights were saved, where the best ones are wanted."""
         best = self.state.best_model_checkpoint
         return int(best.rpartition("-")[2]) if self.args.load_best_model_at_end and best else None
 
@@ -384,7 +437,7 @@ def apply_learning_rate_factors(optimizer: torch.optim.Optimizer, drafter: Draft
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:
-    """For what a micro-batch draws: its own, whatever process has it, and the same again when a run goes on.
+    """Return the generator of what a micro-batch draws, the same whatever process has it and when a run is resumed.
 
     step: optimiser steps done; place: of the micro-batch among those of the step, in all processes.
     """

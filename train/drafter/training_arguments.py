@@ -17,7 +17,7 @@ from draftsmith.train.processes.launch import leave_at_exit
 
 
 def recipe_arguments(recipe: Recipe) -> TrainingArguments:
-    """The arguments of a recipe's training, with what `validation` asks for.
+    """Return the arguments of a recipe's training, with what `validation` asks for.
 
     Raises:
         UserError: As `training_arguments`, or `validation` asks for what the other keys cannot give.
@@ -77,7 +77,7 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
 
 
 def _refuse_doubled_rows(args: TrainingArguments) -> None:
-    """What fills the last step of an epoch with rows that were trained on already."""
+    """Refuse what fills the last step of an epoch with rows that were trained on already."""
     wanted = args.accelerator_config
     for key in ("split_batches", "dispatch_batches"):
         if getattr(wanted, key) and args.world_size > 1:
@@ -89,7 +89,7 @@ def _refuse_doubled_rows(args: TrainingArguments) -> None:
 
 
 def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedModel) -> None:
-    """Where the recipe asks for it.
+    """Enable gradient checkpointing where the recipe asks for it.
 
     Raises:
         UserError: This kind of drafter has none.

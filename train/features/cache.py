@@ -109,7 +109,7 @@ class FeatureIndex:
 
     @staticmethod
     def read(folder: Path) -> "FeatureIndex | None":
-        """The folder's index, if it has one.
+        """Read the folder's index, if it has one.
 
         Raises:
             UserError: It is damaged, or of another format.
@@ -132,7 +132,7 @@ def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]
 
 
 def write_shard(file: Path, features: dict[str, Tensor]) -> None:
-    """Write all of it or nothing, and wait until it is on disk.
+    """Write a whole shard or nothing, and wait until it is on disk.
 
     Raises:
         OSError: No space is left (with the file's name); what was written is taken away again.
@@ -249,7 +249,7 @@ def refuse_obstacle(recipe: Recipe) -> None:
 
 
 def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
-    """What the features depend on, by recipe key."""
+    """Return what the features depend on, by recipe key."""
     chosen = recipe.data.features
     settings = {
         "target.model": recipe.target.model,
@@ -265,7 +265,7 @@ def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
 
 
 def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> FeatureCache:
-    """The cache that `draftsmith features` wrote for this recipe, target and drafter.
+    """Open the cache that `draftsmith features` wrote for this recipe, target and drafter.
 
     Raises:
         UserError: There is none, it is not complete, or it was made from something else.

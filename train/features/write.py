@@ -59,7 +59,7 @@ class Projection:
         return sum(shard.tokens for shard in self.missing) * self.index.bytes_per_token
 
     def sentence(self) -> str:
-        """One sentence for the terminal."""
+        """Say in one sentence how much there is to write."""
         index = self.index
         layers = f"{len(index.layers)} layer{'s' if len(index.layers) > 1 else ''}"
         size = (
@@ -73,7 +73,7 @@ class Projection:
         return f"{self.folder} takes {size}{left}; {bytes_text(self.free_bytes)} are free on that disk"
 
     def refuse_what_does_not_fit(self) -> None:
-        """Compare with the free disk, a margin kept.
+        """Check that the free disk holds it, with a margin.
 
         Raises:
             UserError: It does not fit.
@@ -99,13 +99,13 @@ class FeatureReport:
     wall_time_s: float
 
     def sentence(self) -> str:
-        """One sentence for the terminal."""
+        """Say in one sentence what was written, and how fast."""
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
         return f"wrote {bytes_text(self.written_bytes)} to {self.folder} in {self.wall_time_s:.0f} s, {speed}"
 
 
 def project_features(recipe: Recipe) -> Projection:
-    """How much there is to write. Loads configs and tokens, no weights, and writes nothing.
+    """Compute how much there is to write. Loads configs and tokens, no weights, and writes nothing.
 
     Raises:
         UserError: No tokens yet, the drafter cannot be trained on features from disk, or the folder holds others.
@@ -154,7 +154,7 @@ def row_features(
     batch_size: int,
     autocast: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
-    """For every row its number and its features [S, F]; the longest rows first, so that too large a batch fails soon.
+    """Yield every row's number and its features [S, F]; the longest rows first, so that too large a batch fails soon.
 
     Args:
         layers: Ids of `draftsmith.models.target.features.FeatureTap`.
@@ -184,7 +184,7 @@ def row_features(
 def shard_features(
     computed: Iterator[tuple[int, Tensor]], index: FeatureIndex, shard: Shard, bar: Progress
 ) -> dict[str, Tensor]:
-    """{layer: [tokens, D]} of a shard's rows, as they are written.
+    """Put a shard's rows together as they are written: {layer: [tokens, D]}.
 
     Args:
         computed: Each row's number in the shard and its features [S, F], in any order.

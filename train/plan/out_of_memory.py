@@ -59,7 +59,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _of_the_device(recipe: Recipe) -> str:
-    """The device's memory, and how much of it is neither free nor this process's."""
+    """Say how large the device's memory is, and how much of it others use."""
     device = target_device(recipe.target)
     if device.type != "cuda":
         memory_bytes = Machine.here().memory_bytes

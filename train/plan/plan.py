@@ -179,7 +179,7 @@ def arguments_of(recipe: Recipe) -> TrainingArguments:
 
 
 def _plannable(recipe: Recipe) -> Recipe:
-    """Compiled attention cannot run without values; the kernels of `folded` save the same for the backward pass."""
+    """Replace compiled attention, which cannot run without values, by `folded`, which saves the same for the backward."""
     if recipe.drafter.options.get("attention") != "flex":
         return recipe
     changed = recipe.model_copy(deep=True)
@@ -229,7 +229,7 @@ class TrainingData:
 
 
 def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None = None) -> TrainingData:
-    """From the distilled tokens if there are any, else from `data.max_length_tokens`."""
+    """Choose batches from the distilled tokens if there are any, else from `data.max_length_tokens`."""
     run, length = RunFolder(recipe), recipe.data.max_length_tokens
     tokens = load_tokens(run, recipe.name) if (run.data / "tokens").is_dir() else None
     if tokens is not None and labelled_share is None:
@@ -251,7 +251,7 @@ def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None 
 
 
 def _chosen_batches(recipe: Recipe, tokens: Dataset, batch_size: int) -> TrainingData:
-    """Of the rows to train on, packed where the recipe packs them."""
+    """Choose batches of the rows to train on, packed where the recipe packs them."""
     folder = RunFolder(recipe).data / "tokens"
     tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
     lengths, labels = np.array(row_lengths(tokens)), np.array(answer_lengths(tokens))
@@ -292,7 +292,7 @@ def _batch(what: str, inputs: dict[str, Tensor], how: str) -> Line:
 
 
 def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> list[Line]:
-    """Of the instant at which most memory is in use."""
+    """Break down the instant at which most memory is in use."""
     name, phase = cost.peak
     logits_bytes = max(other.at_peak_bytes["logits"] for other in cost.phases.values())
     explained = {
@@ -310,7 +310,7 @@ def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> 
 
 
 def _dtypes(model: Any) -> str:
-    """`8.03 B in bfloat16`."""
+    """Count parameters by dtype: `8,030,261,248 in bfloat16`."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel()
@@ -342,7 +342,7 @@ def _cache(recipe: Recipe, training: FakeTraining, data: TrainingData) -> Line:
 
 
 def _flops(cost: StepCost) -> list[Line]:
-    """Per token that is no padding, so that it goes with the tokens/s of the training log."""
+    """Count per token that is no padding, so that it goes with the tokens/s of the training log."""
     how = {
         "target forward": "products and causal attention of its layers, with the typical batch",
         "drafter forward": "of the rows that are computed: real tokens and masks",
@@ -361,7 +361,7 @@ def _throughput(
     options: PlanOptions,
     device: torch.device,
 ) -> list[Line]:
-    """Tokens/s, and the time of the recipe's training if its length is known."""
+    """Estimate tokens/s, and the time of the recipe's training if its length is known."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     dtypes = dict.fromkeys(cost.flops(), half or training.drafter.dtype)
     dtypes |= {"target forward": training.target.dtype, "LM head": half or training.target.dtype}
@@ -389,7 +389,7 @@ def _throughput(
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """What products of large square matrices reach here, in about a second."""
+    """Measure what products of large square matrices reach on this device, in about a second."""
     size = 8192 if device.type == "cuda" else 512
     left = torch.randn(size, size, device=device).to(dtype)
     right = left.t().contiguous()
@@ -406,7 +406,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _verdict(recipe: Recipe, cost: StepCost, options: PlanOptions) -> Verdict | None:
-    """Whether the step fits, and otherwise the first change by which it does with the usual margin."""
+    """Say whether the step fits, and otherwise the first change by which it does with the usual margin."""
     if options.memory_gib is None:
         return None
     memory_bytes, need_bytes = round(options.memory_gib * 2**30), cost.peak[1].peak_bytes
@@ -440,7 +440,7 @@ class WayOut:
 
 
 def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = None) -> Iterator[WayOut]:
-    """Changes of the recipe by which a step needs less than `need_bytes`, those that train the same first."""
+    """Yield changes of the recipe by which a step needs less than `need_bytes`, those that train the same first."""
     for lines in _changes(recipe):
         values = recipe.model_dump()
         for key, value in lines.items():
@@ -463,7 +463,7 @@ def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = Non
 
 
 def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """What could be changed, whether or not this kind of drafter has it."""
+    """Yield what could be changed, whether or not this kind of drafter has it."""
     args = arguments_of(recipe)
     rows, options = args.per_device_train_batch_size, recipe.drafter.options
     for fewer in sorted({max(1, rows // 2), max(1, rows // 4), 1} - {rows}, reverse=True):
@@ -492,7 +492,7 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def set_ups(recipe: Recipe, args: TrainingArguments, batch: dict[str, Tensor], processes: int) -> list[SetUp]:
-    """What each process holds under every launch with every place of the target, for a batch [B, S] of each.
+    """Compute what each process holds under every launch and place of the target, for a batch [B, S] of each.
 
     A step in one process gives the bytes of each kind at every phase's peak. Of N processes:
 
@@ -540,7 +540,7 @@ def set_ups(recipe: Recipe, args: TrainingArguments, batch: dict[str, Tensor], p
 
 
 def _with_drafter_of(phases: dict[str, Phase], name: str, launch: Launch, accumulation: int) -> int:
-    """Peak bytes of a phase in one of several processes, with the target whole."""
+    """Return the peak bytes of a phase in one of several processes, with the target whole."""
     now, parts = phases[name].at_peak_bytes, launch.processes
     weights, gradients, optimiser = now["drafter"], now["gradients"], now["optimiser"]
     others = phases[name].peak_bytes - weights - gradients - optimiser

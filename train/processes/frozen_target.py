@@ -29,7 +29,7 @@ RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 @contextmanager
 def outside_the_launch() -> Iterator[None]:
-    """In here transformers gives every process whole models.
+    """Let transformers give every process whole models in this context.
 
     Under FSDP's RAM-efficient loading it would leave zeros in all but the first, for FSDP to fill, which never sees the
     target; under ZeRO-3 it would split the weights, of the target for an engine that never runs it, of the drafter
@@ -47,7 +47,7 @@ def outside_the_launch() -> Iterator[None]:
 
 
 def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """The target to make a drafter from, which `sync_models` is called with afterwards; both `outside_the_launch`.
+    """Load the target to make a drafter from, which `sync_models` is called with afterwards; both `outside_the_launch`.
 
     Args:
         device: Of this process.
@@ -93,7 +93,7 @@ def _is_one_of_several() -> bool:
 def _taken_from_the_first(
     recipe: TargetRecipe, target: PreTrainedModel | None, device: torch.device
 ) -> PreTrainedModel:
-    """The first process's target; in the others one whose layers have an address and no memory behind it."""
+    """Return the first process's target; in the others one whose layers have addresses and take no memory."""
     dtypes = [None if target is None else {name: tensor.dtype for name, tensor in _tensors(target)}]
     distributed.broadcast_object_list(dtypes, device=device)
     if target is None:
@@ -110,7 +110,7 @@ def _taken_from_the_first(
 
 
 def _tensors(target: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers whether they are saved or not."""
+    """Yield the parameters, and the buffers whether they are saved or not."""
     yield from target.named_parameters()
     yield from target.named_buffers()
 
@@ -124,7 +124,7 @@ def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def _shard(target: PreTrainedModel, device: torch.device) -> None:
-    """Each layer on its own: its parts are put together when it is called and given back when it returns."""
+    """Split each layer on its own: its parts are gathered when it is called and freed when it returns."""
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     of_layers = set()

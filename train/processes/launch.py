@@ -53,7 +53,7 @@ class Launch:
 
 
 def launch_of(args: TrainingArguments) -> Launch:
-    """What these arguments and the environment ask for.
+    """Read off these arguments and the environment what was launched.
 
     Raises:
         UserError: A DeepSpeed configuration cannot be read.
@@ -180,14 +180,14 @@ def _of_the_drafter(recipe: Recipe, launch: Launch) -> Iterator[str]:
 
 
 class LostProcess(UserError):
-    """Another process ended. The same command goes on, as after a SIGTERM."""
+    """Another process ended; the same command resumes the training, as after a SIGTERM."""
 
     exit_code = TERMINATED_EXIT_CODE
 
 
 @contextmanager
 def told_of_a_lost_process() -> Iterator[None]:
-    """Put a sentence in place of a transport's error.
+    """Replace a transport's error by a sentence in this context.
 
     Raises:
         LostProcess: A collective of the training's processes failed in here.

@@ -48,7 +48,7 @@ def set_up_zero(trainer: Any) -> None:
 
 
 def whole_weights(trainer: Any, launch: Launch) -> dict[str, Tensor] | None:
-    """The weights by name, on the CPU, in the optimiser's precision; None: the Trainer saves them as they are.
+    """Return the weights by name, on the CPU, in the optimiser's precision; None where the Trainer saves them itself.
 
     All processes must ask; what any but the first gets is of no use.
     """
@@ -64,7 +64,7 @@ def whole_weights(trainer: Any, launch: Launch) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def _of_deepspeed(model: nn.Module) -> dict[str, Tensor]:
-    """DeepSpeed's own copies, in fp32: what the model computes with may be in bf16, or one part of several."""
+    """Return DeepSpeed's own copies, in fp32: what the model computes with may be in bf16, or one part of several."""
     from deepspeed import zero  # an optional dependency
     from deepspeed.utils import safe_get_full_fp32_param
 
