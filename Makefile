@@ -176,7 +176,7 @@ format: $(READY)
 hooks: $(READY)
 	$(BIN)/pre-commit install
 
-# The pages of docs/generate/reference.py are made from the code; a broken link or anchor is an error.
+# The tables of docs/reference are made from the code; a broken link or anchor is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"

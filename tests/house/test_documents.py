@@ -110,7 +110,7 @@ def test_how_a_quoted_figure_is_checked() -> None:
 
 
 def test_the_pictures_are_made_of_the_figures() -> None:
-    """If not: `make reference`."""
+    """If they are not, `make reference` draws them again."""
     assert [file.name for file, text in pictures().items() if file.read_text(encoding="utf-8") != text] == []
 
 

@@ -98,7 +98,7 @@ class FakeServer:
                 connection.shutdown(2)
 
     def answer(self, path: str, body: dict[str, Any]) -> Fault:
-        """The ordinary response."""
+        """Make the ordinary response."""
         chat = path.endswith("/chat/completions")
         if self.fields is not None and (unknown := sorted(body.keys() - self.fields)):
             return Fault(400, body={"error": {"message": f"Unrecognized request argument: {unknown[0]}"}})

@@ -110,7 +110,7 @@ def read_distilled(data: Path) -> Iterator[Distilled]:
 
 
 def kept(data: Path) -> dict[str, Conversation]:
-    """By the first question."""
+    """Return the conversations that have answers, by their first questions."""
     return {found.conversation.turns[0].content: found.conversation for found in read_distilled(data)}
 
 

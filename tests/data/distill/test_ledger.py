@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from draftsmith.data.distill.ledger import CLAIMS, DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
-from draftsmith.data.sources.questions import EMBEDDED_FILE
 from draftsmith.recipes.errors import UserError
 
 IDS = [f"c{number:02d}" for number in range(6)]
@@ -211,21 +209,3 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert len(asked) - len(set(asked)) <= kills
     written = [json.loads(line)["id"] for line in lines_of(tmp_path)]
     assert len(written) == len(set(written)) == conversations
-
-
-@pytest.mark.nightly
-def test_two_distillations_share_a_folder(tmp_path: Path) -> None:
-    """Two commands at the same time: each conversation is settled once, and both end with the same tokens."""
-    keys = [
-        f"runs_dir={tmp_path}", f"data.conversations.source={EMBEDDED_FILE}", "data.conversations.decontaminate=[]",
-        "data.conversations.limit=12", "data.distill.max_new_tokens=32", "data.distill.options.batch_size=2",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "distill", "quickstart", *keys]
-    started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
-    assert [process.wait() for process in started] == [0, 0]
-    data = tmp_path / "quickstart" / "data"
-    view = LedgerView(data)
-    assert sum(reasons.total() for reasons in view.counts().values()) == 12
-    assert len(lines_of(data)) == len(view) == len(datasets.load_from_disk(str(data / "tokens")))
-    failures = [json.loads(line)["id"] for line in lines_of(data, "unfinished") if "failed" in line]
-    assert len(failures) == len(set(failures)) == 12 - len(view)

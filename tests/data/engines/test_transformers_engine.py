@@ -41,17 +41,6 @@ def answers_of(engine: TransformersEngine, settings: GenerationSettings, seed: i
     return [outcomes[str(key)] for key in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
-def test_batched_equals_unbatched(tiny_llama: LlamaForCausalLM, settings: GenerationSettings) -> None:
-    """Greedy, and sampled too, since each row has its own generator."""
-    one_by_one, batched = (engine_of(tiny_llama, size) for size in (1, 3))
-    expected = answers_of(one_by_one, settings)
-    assert answers_of(batched, settings) == expected
-    assert len({tuple(completion.token_ids or []) for completion in expected}) == len(PROMPTS)
-    if settings.temperature:
-        assert answers_of(batched, settings, seed=4) != expected
-
-
 def test_a_row_that_ends_is_filled_before_the_next_round(tiny_llama: LlamaForCausalLM) -> None:
     """Of two rows one gives twelve tokens and the other four times three: as many forwards as the longer one has."""
     forwards, settings = [], GenerationSettings(max_new_tokens=12)
@@ -150,12 +139,6 @@ def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -
     assert stopped[0].finish_reason == "stop"
 
 
-def test_prompt_and_answer_fit_into_the_targets_positions(tiny_llama: LlamaForCausalLM) -> None:
-    """The distillation asks no longer question than the engine says."""
-    assert engine_of(tiny_llama, 1).max_length_tokens == 84
-    assert TransformersEngine(local_target(tiny_llama), 1, 1024, END_IDS).max_length_tokens == 128
-
-
 def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
     """Greedy and sampled rows side by side, of several lengths, and in the rows of other settings' answers."""
     every = [GREEDY, SAMPLED, GenerationSettings(1.2, 1, 1.0, 9), GenerationSettings(max_new_tokens=5)]
@@ -170,6 +153,7 @@ def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausa
         answers = [outcomes[f"{number}.{key}"] for key in range(len(PROMPTS))]
         assert answers == alone[number]
         assert {len(answer.token_ids) for answer in answers} == {settings.max_new_tokens}
+    assert answers_of(engine_of(tiny_llama, 3, ()), SAMPLED, seed=4) != alone[1]
     # Of the most likely token alone nothing can be drawn but it.
     for greedy, sampled, top_1, short in zip(*alone, strict=True):
         assert greedy.token_ids[:9] == top_1.token_ids
@@ -178,7 +162,9 @@ def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausa
 
 
 def test_what_does_not_fit_is_refused_alone(tiny_llama: LlamaForCausalLM) -> None:
-    engine = engine_of(tiny_llama, 1)  # 60 and 24 tokens
+    assert TransformersEngine(local_target(tiny_llama), 1, 1024, END_IDS).max_length_tokens == 128  # its positions
+    engine = engine_of(tiny_llama, 1)
+    assert engine.max_length_tokens == 84
     for prompt_tokens, answer_tokens in ((80, 4), (80, 5), (3, 82), (3, 81)):
         settings = GenerationSettings(max_new_tokens=answer_tokens)
         engine.submit(Request(f"{prompt_tokens}+{answer_tokens}", [7] * prompt_tokens, [], settings, 0))

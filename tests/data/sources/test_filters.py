@@ -23,7 +23,7 @@ TALK = Conversation(
 
 
 class LetterTokenizer:
-    """One token a letter."""
+    """Makes a token of each letter."""
 
     def __call__(self, texts: list[str], **options: Any) -> dict[str, Any]:
         return {"input_ids": [list(text) for text in texts]}
