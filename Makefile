@@ -52,7 +52,7 @@ help:
 	@echo "make llamacpp-env   llama.cpp for that, in $(LLAMACPP) (built from PyPI's source, 10 minutes)"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, distilled against original answers, what DFlash, DSpark, D-PACE and EAGLE-3.1"
-	@echo "                  add: runs/masks, runs/answers, runs/ideas, runs/losses, runs/dpace, runs/norms (hours)"
+	@echo "                  add: runs/masks, runs/answers, runs/ideas, runs/losses, runs/dpace, runs/fc_norm, runs/norms (hours)"
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
 	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
@@ -127,7 +127,8 @@ ablations: $(READY)
 	$(BIN)/python benchmarks/ideas.py
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl,lk_alpha,lk_lambda --name losses
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.dpace_alpha=null,0.5 --name dpace
-	$(BIN)/draftsmith compare embedded-eagle3 --vary drafter.options.fc_norm=false,true --name norms
+	$(BIN)/draftsmith compare embedded-eagle3 --vary drafter.options.fc_norm=false,true --name fc_norm
+	$(BIN)/draftsmith compare embedded-eagle3 drafter.options.fc_norm=true --vary drafter.options.norm_output=false,true --name norms
 
 # On SmolLM2 two seeds; on a CPU that multiplies bf16, SET="target.dtype=bfloat16 train.bf16=true".
 paper: $(READY)

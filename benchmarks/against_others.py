@@ -333,21 +333,8 @@ def main() -> None:
 
 def report(result: dict[str, Any]) -> None:
     for name, side in result["sides"].items():
-        words = [f"{side['tokens_per_s']:.1f} tokens/s"]
-        if side["decode_tokens_per_s"] is not None:
-            words.append(f"{side['decode_tokens_per_s']:.1f} after the first token")
-        if side["tau"] is not None:
-            words.append(f"tau {side['tau']:.2f}")
-        if side["model"] == OTHER_MODEL:
-            words.append("another model, whose answers are not compared")
-        else:
-            words.append(f"{side['different_answers']} different answers")
-            words.append(
-                "another implementation's rounding"
-                if side["numerical_ties"] is None
-                else f"of which {side['numerical_ties']} at a numerical tie"
-            )
-        print(f"{name}: {', '.join(words)}")
+        figures = {key: round(value, 2) for key, value in side.items() if isinstance(value, int | float)}
+        print(f"{name}: {side['model']}, {', '.join(f'{key} {value}' for key, value in figures.items())}")
     for pair in [*result["same_draft"], result["best"], *result["llama_cpp"]]:
         print(f"{pair['ours']} over {pair['theirs']}: {pair['ratio_median']:.2f}x")
 

@@ -130,12 +130,11 @@ def evaluate_command(
         return
     if engine != "vllm":
         raise UserError(f"there is no engine {engine}: {did_you_mean(engine, ['vllm'], 'use vllm')}")
-    from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine, read_levels, read_mapping
+    from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine, read_levels
 
-    levels, of_started = read_levels(concurrency), read_mapping(engine_options)
     to_given = (server, plain_server, server_model, api_key_env)
     heading("measure", f"{loaded.name} in {engine}")
-    options = ServingOptions(levels, of_started, *to_given, correct_cpu_sampling)
+    options = ServingOptions(read_levels(concurrency), engine_options, *to_given, correct_cpu_sampling)
     tell(asdict(evaluate_in_engine(loaded, options, console)))
 
 

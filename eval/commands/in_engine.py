@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -54,7 +54,7 @@ from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
 from draftsmith.recipes.schema import Recipe
 
-OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
+NO_OPTIONS, OPTIONS_KEY, CORRECTION = "{}", "--engine-options", "--correct-cpu-sampling"
 ENGINE_FORMAT = "vllm"
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
 LARGEST_CPU_CACHE_BYTES = 4 << 30
@@ -69,14 +69,14 @@ class ServingOptions:
     concurrency: numbers of questions in flight, one measurement each.
     server: URL of one that drafts; plain_server: the same target without a drafter. Without, vLLM's is started.
     server_model: its name there; api_key_env: the environment variable that holds the key.
-    engine_options: `VllmOptions` of a server that is started. correct_cpu_sampling: see `cpu_sampling`.
+    engine_options: of a server that is started, `VllmOptions` in YAML. correct_cpu_sampling: see `cpu_sampling`.
 
     Raises:
         UserError: What is given does not go together.
     """
 
     concurrency: tuple[int, ...] = (1, 4, 16, 64)
-    engine_options: dict[str, Any] = field(default_factory=dict)
+    engine_options: str = NO_OPTIONS
     server: str | None = None
     plain_server: str | None = None
     server_model: str | None = None
@@ -89,7 +89,7 @@ class ServingOptions:
             "--server-model": self.server_model,
             "--api-key-env": self.api_key_env,
         }
-        of_started = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options}
+        of_started = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != NO_OPTIONS}
         for name, value in (of_given if self.server is None else of_started).items():
             if value and self.server is None:
                 raise UserError(f"option {name} goes with --server, the URL of a vLLM server that drafts")
@@ -107,21 +107,6 @@ def read_levels(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"option --concurrency: numbers above 0 with commas between them, as 1,4,16, not {text!r}")
     return tuple(sorted({int(word) for word in words}))
-
-
-def read_mapping(text: str) -> dict[str, Any]:
-    """Read YAML's `{key: value, ...}`.
-
-    Raises:
-        UserError: It is none.
-    """
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:
-        values = None
-    if not isinstance(values, dict):
-        raise UserError(f"option {OPTIONS_KEY}: give a mapping, as '{{max_model_len: 2048}}', not {text!r}")
-    return {str(key): value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -227,12 +212,18 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
     return {PLAIN: started(), DRAFTING: started(speculative_config=speculative)}
 
 
-def read_engine_options(values: dict[str, Any]) -> VllmOptions:
-    """Validate the options of a vLLM server that is started.
+def read_engine_options(text: str) -> VllmOptions:
+    """Read the options of a vLLM server that is started, YAML's `{key: value, ...}`.
 
     Raises:
-        UserError: They are not vLLM's, or of several copies of the target.
+        UserError: They are no mapping, not vLLM's, or of several copies of the target.
     """
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"option {OPTIONS_KEY}: give a mapping, as '{{max_model_len: 2048}}', not {text!r}")
     try:
         options = VllmOptions.model_validate(values)
     except ValidationError as error:

@@ -133,8 +133,6 @@ def test_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     ]
     said = capsys.readouterr().out
     assert f"no assisted generation: recipe plain has no trained draft_model drafter in {tmp_path}" in said
-    assert said.count("after the first token, another model, whose answers are not compared") == 2
-    assert said.count("3 different answers, another implementation's rounding") == 2
 
     started, asked = calls(server)
     assert [words[2].rpartition("-")[2] for words in started] == ["F32.gguf", "BF16.gguf", "Q8_0.gguf", "Q4_0.gguf"]

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Verdict
-from draftsmith.models.decoding.protocols import ALL_TOKENS
 from draftsmith.recipes.schema import MethodRecipe
 
 
@@ -99,32 +97,3 @@ def test_the_tree_goes_with_the_drafter(tmp_path: Path) -> None:
     assert resolved.name == "mine"
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "draftsmith-parallel"
     assert resolve_tuned(found, tmp_path) is found
-
-
-def test_trees_know_their_confidence() -> None:
-    """Path probabilities, and the N most confident nodes are the tree of N nodes."""
-    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
-
-    class Fixed:
-        columns = ALL_TOKENS
-
-        def draft(self) -> torch.Tensor:
-            return logits
-
-    def tree_of(nodes: int) -> DraftTree:
-        recipe = MethodRecipe(name="x", tree="best_first", nodes=nodes, branch=5)
-        decoder: Any = Fixed()
-        return tree_builder(recipe, decoder).propose(0, decoder, Sampling(), None)
-
-    def paths(tree: DraftTree, nodes: list[int]) -> set[tuple[int, ...]]:
-        return {tuple(tree.tokens[step] for step in tree.shape.path_to(node)) for node in nodes}
-
-    large, small = tree_of(30), tree_of(7)
-    assert large.log_confidence is not None
-    log_q = logits.log_softmax(-1)
-    for node in range(1, 31):
-        path = large.shape.path_to(node)[1:]
-        expected = sum(float(log_q[depth, large.tokens[step]]) for depth, step in enumerate(path))
-        assert large.log_confidence[node] == pytest.approx(expected, abs=1e-5)
-    best = sorted(range(1, 31), key=lambda node: -large.log_confidence[node])[:7]  # type: ignore[index]
-    assert paths(large, best) == paths(small, list(range(1, 8)))
