@@ -35,7 +35,7 @@ PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
 
 
 def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return `input_ids`, `loss_mask`, `attention_mask` and, of packed rows, `position_ids`, each [B, S], S the longest row.
+    """Return `input_ids`, `loss_mask`, `attention_mask` and, if packed, `position_ids`: [B, S], S the longest row.
 
     Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
     so any id does for it, and none that the tokenizer might also use as an end token is needed.

@@ -179,7 +179,7 @@ def arguments_of(recipe: Recipe) -> TrainingArguments:
 
 
 def _plannable(recipe: Recipe) -> Recipe:
-    """Replace compiled attention, which cannot run without values, by `folded`, which saves the same for the backward."""
+    """Replace compiled attention, which needs values, by `folded`, which saves as much for the backward."""
     if recipe.drafter.options.get("attention") != "flex":
         return recipe
     changed = recipe.model_copy(deep=True)
