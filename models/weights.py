@@ -25,8 +25,8 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
         raise
     except Exception as error:  # of any kind: it is whatever a damaged file leads to in transformers and tokenizers
         raise UserError(
-            f"{what} {location} cannot be loaded ({reason(error)}): give a folder with a transformers checkpoint, or a Hub "
-            "id that this machine can reach"
+            f"{what} {location} cannot be loaded ({reason(error)}): give a folder with a transformers checkpoint, or a "
+            "Hub id that this machine can reach"
         ) from None
 
 
