@@ -38,12 +38,8 @@ from draftsmith.models.groups.layers import qwen3_layers_config
 
 
 def _tensors_asked(config: Config) -> Shapes:
-    hidden, features = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
-    shapes = {
-        "fc.weight": (hidden, fused_layers(config) * features),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
+    hidden, fused = config["hidden_size"], fused_layers(config)
+    shapes = {"fc.weight": (hidden, fused * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for i in range(config.get("num_hidden_layers", 1)):
         shapes |= llama_layer(config, f"layers.{i}", hidden, ("input_layernorm", "post_attention_layernorm"))
     return shapes

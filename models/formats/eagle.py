@@ -72,20 +72,24 @@ FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
-    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": ["LlamaForCausalLM"]}
-    return Checkpoint(config, with_output_biases(dict(drafter.state_dict()), config))
+    written = _written(drafter, architectures=["LlamaForCausalLM"])
+    return Checkpoint(written.config, with_output_biases(written.tensors, written.config))
 
 
 def to_sglang(drafter: Drafter) -> Checkpoint:
-    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": ["LlamaForCausalLMEagle"]}
-    tensors = dict(drafter.state_dict())
-    tensors.setdefault("fc.bias", tensors["fc.weight"].new_zeros(len(tensors["fc.weight"])))
-    return Checkpoint(config, tensors)
+    written = _written(drafter, architectures=["LlamaForCausalLMEagle"])
+    fc = written.tensors["fc.weight"]
+    written.tensors.setdefault("fc.bias", fc.new_zeros(len(fc)))
+    return written
 
 
 def to_authors(drafter: Drafter) -> Checkpoint:
-    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": ["LlamaForCausalLM"]}
-    return Checkpoint({**config, "bias": bool(drafter.config.fc_bias)}, dict(drafter.state_dict()))
+    return _written(drafter, architectures=["LlamaForCausalLM"], bias=bool(drafter.config.fc_bias))
+
+
+def _written(drafter: Drafter, **keys: Any) -> Checkpoint:
+    config = llama_config(drafter.config, 1, dtype_name(drafter))
+    return Checkpoint({**config, **keys}, dict(drafter.state_dict()))
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:

@@ -61,18 +61,17 @@ NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 
 
 def _first_layer(config: Config, name: str = "midlayer", fused: int = 3) -> Shapes:
-    hidden, features = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    hidden, norms = config["hidden_size"], ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     layer = llama_layer(config, name, 2 * hidden, norms)
-    return {"fc.weight": (hidden, fused * features), "norm.weight": (hidden,), **layer}
+    return {"fc.weight": (hidden, fused * hidden), "norm.weight": (hidden,), **layer}
 
 
 def _feature_norms(config: Config) -> Shapes:
-    fused, features = fused_layers(config), config.get("target_hidden_size") or config["hidden_size"]
-    shapes: Shapes = {f"fc_norm.{i}.weight": (features,) for i in range(fused)} if config.get("fc_norm") else {}
+    fused, hidden = fused_layers(config), config["hidden_size"]
+    shapes: Shapes = {f"fc_norm.{i}.weight": (hidden,) for i in range(fused)} if config.get("fc_norm") else {}
     nested = config.get("eagle_config") or {}
     if nested.get("norm_before_fc", config.get("norm_before_fc")):
-        shapes["input_norm.weight"] = (fused * features,)
+        shapes["input_norm.weight"] = (fused * hidden,)
     return shapes
 
 
@@ -86,9 +85,8 @@ def _further_layers(config: Config) -> Shapes:
 
 
 def _mask(config: Config, leading: tuple[int, ...]) -> Shapes:
-    features = config.get("target_hidden_size") or config["hidden_size"]
     has_mask = any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
-    return {"mask_hidden": (*leading, fused_layers(config) * features)} if has_mask else {}
+    return {"mask_hidden": (*leading, fused_layers(config) * config["hidden_size"])} if has_mask else {}
 
 
 def _reduced(config: Config) -> Shapes:
