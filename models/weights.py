@@ -43,18 +43,20 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
             location, output_loading_info=True, ignore_mismatched_sizes=True, **options
         ),
     )
-    wrong = {
-        "missing": sorted(info["missing_keys"]),
-        "not of this architecture": sorted(info["unexpected_keys"]),
-        "of another shape": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
-    }
-    said = [f"{some_of(names)} {kind}" for kind, names in wrong.items() if names]
+    mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
+    said = tensors_said(info["missing_keys"], info["unexpected_keys"], mismatched, "not of this architecture")
     if said:
         raise UserError(
-            f"{what} {location} has not the weights that its config.json asks for ({'; '.join(said)}): what is absent "
+            f"{what} {location} has not the weights that its config.json asks for ({said}): what is absent "
             "would be random; restore the files that belong together, or make them anew"
         )
     return model
+
+
+def tensors_said(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str) -> str:
+    """Name tensors that a checkpoint lacks, that it has and should not (`not_in` what), and of another shape."""
+    wrong = {"missing": sorted(missing), not_in: sorted(unexpected), "of another shape": sorted(mismatched)}
+    return "; ".join(f"{some_of(names)} {kind}" for kind, names in wrong.items() if names)
 
 
 def weights_sha256(folder: Path) -> dict[str, str]:

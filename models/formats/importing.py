@@ -25,7 +25,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.weights import some_of, weights_sha256
+from draftsmith.models.weights import some_of, tensors_said, weights_sha256
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
 from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json, sha256_of, share_as_usual
@@ -125,18 +125,13 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
         options["init"] = "random"
     drafter = load_drafter_class(found.kind).from_target(target, options)
     wanted = drafter.state_dict()
-    wrong = {
-        "missing": sorted(wanted.keys() - found.state.keys()),
-        f"not in a {found.kind} drafter": sorted(found.state.keys() - wanted.keys()),
-        "of another shape": sorted(
-            name for name in wanted.keys() & found.state.keys() if wanted[name].shape != found.state[name].shape
-        ),
-    }
-    said = [f"{some_of(names)} {what}" for what, names in wrong.items() if names]
+    mismatched = [name for name in wanted.keys() & found.state.keys() if wanted[name].shape != found.state[name].shape]
+    missing, unexpected = wanted.keys() - found.state.keys(), found.state.keys() - wanted.keys()
+    said = tensors_said(missing, unexpected, mismatched, f"not in a {found.kind} drafter")
     if said:
         raise UserError(
             f"the checkpoint is in {layout}'s layout, but its tensors are not those of a {found.kind} drafter for this "
-            f"target ({'; '.join(said)}): import one that was made for this target"
+            f"target ({said}): import one that was made for this target"
         )
     dtypes = {value.dtype for value in found.state.values() if value.is_floating_point()}
     drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
