@@ -65,17 +65,19 @@ class MeasuredCosts:
             return
         decoder = method.decoder
         if id(decoder) not in self._of_decoder:
-            self._of_decoder[id(decoder)] = round_costs(self._session, decoder, self._prompt, self.curve)
+            self._of_decoder[id(decoder)] = self._round_costs(decoder)
         adaptive.costs = self._of_decoder[id(decoder)]
 
+    def _round_costs(self, decoder: SequenceDecoder) -> RoundCosts:
+        new_tokens = min(DRAFTED_TOKENS, self._session.max_length_tokens - len(self._prompt))
 
-def round_costs(session: TargetSession, decoder: SequenceDecoder, prompt: list[int], curve: Curve) -> RoundCosts:
-    """Measure the costs of one drafter, with the target's curve."""
-    new_tokens = min(DRAFTED_TOKENS, session.max_length_tokens - len(prompt))
-    if not isinstance(decoder, StepwiseDecoder) or decoder.num_depths == 1:
-        return RoundCosts(curve, draft_seconds(session, decoder, None, prompt, new_tokens))
-    shallow, deep = (draft_seconds(session, decoder, depth, prompt, new_tokens) for depth in (1, decoder.num_depths))
-    return RoundCosts(curve, shallow, max(0.0, deep - shallow) / (decoder.num_depths - 1))
+        def seconds(depth: int | None) -> float:
+            return draft_seconds(self._session, decoder, depth, self._prompt, new_tokens)
+
+        if not isinstance(decoder, StepwiseDecoder) or decoder.num_depths == 1:
+            return RoundCosts(self.curve, seconds(None))
+        shallow, deep = seconds(1), seconds(decoder.num_depths)
+        return RoundCosts(self.curve, shallow, max(0.0, deep - shallow) / (decoder.num_depths - 1))
 
 
 def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:

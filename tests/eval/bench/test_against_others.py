@@ -113,12 +113,6 @@ def test_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         script, tmp_path, monkeypatch, recipe_file(recipe), "--llama-server", str(server),
         "--prompts", "3", "--new-tokens", "8", "--runs", "2",
     )  # fmt: skip
-    assert list(figures["sides"]) == [
-        "transformers: generate", "transformers: prompt lookup",
-        "llama.cpp: F32", "llama.cpp: BF16", "llama.cpp: Q8_0", "llama.cpp: Q4_0",
-        "ours: autoregressive", "ours: prompt lookup",
-    ]  # fmt: skip
-    assert (figures["dtype"], figures["draft_model_trained"]) == ("float32", False)
     sides = figures["sides"]
     for dtype in ("F32", "BF16", "Q8_0", "Q4_0"):
         found = sides[f"llama.cpp: {dtype}"]
@@ -127,10 +121,7 @@ def test_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert found["model"] == (script.SAME_WEIGHTS if same else script.OTHER_MODEL)
         assert (found["different_answers"], found["numerical_ties"]) == (3 if same else None, None)
     assert sides["transformers: generate"]["decode_tokens_per_s"] is None
-    assert [(pair["ours"], pair["theirs"]) for pair in figures["llama_cpp"]] == [
-        ("ours: autoregressive", "llama.cpp: F32"),
-        ("ours: prompt lookup", "llama.cpp: F32"),
-    ]
+    assert [pair["theirs"] for pair in figures["llama_cpp"]] == ["llama.cpp: F32"] * 2
     said = capsys.readouterr().out
     assert f"no assisted generation: recipe plain has no trained draft_model drafter in {tmp_path}" in said
 

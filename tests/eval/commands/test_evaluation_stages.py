@@ -30,6 +30,8 @@ from draftsmith.recipes.results import RESULT_KEYS
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Stages:
