@@ -86,7 +86,7 @@ def main() -> None:
     figures: dict[str, Any] = {
         "device": device_facts(device),
         "threads": torch.get_num_threads(),
-        "shape": vars(SHAPES[options.shape]),
+        "shape": {"name": options.shape, **vars(SHAPES[options.shape])},
         "parts": {},
         "wall_time_s": {},
         "errors": {},

@@ -1,3 +1,3 @@
-"""What the scripts share: `shapes.py` makes random targets and drafters, `timing.py` measures seconds, bytes and
-launches, `suite.py` notes down what fails. `decoding.py` and `training.py` are the parts of `gpu.py`, `llamacpp.py` is
-one side of `against_others.py`."""
+"""What the scripts share: random targets and drafters (`shapes`), measuring (`timing`), the parts of `gpu.py`
+(`training`, `decoding`), and llama.cpp's server.
+"""

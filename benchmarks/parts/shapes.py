@@ -31,14 +31,14 @@ class Shape:
 
     Args:
         dtype: Of the target, and of drafters while decoding; they are trained in fp32, under autocast if this is half.
-        num_masks: K.
         length: S, tokens of a row in training.
         prompt, answer: tokens, in decoding.
-        tree_nodes: root included, the most important first; the last of them is also what drafters draft.
         repeats: of what takes about a step.
+        tree_nodes: root included, the most important first.
+        drafted_nodes: of what drafters draft.
+        num_masks: K.
     """
 
-    name: str
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -49,9 +49,9 @@ class Shape:
     length: int
     prompt: int
     answer: int
-    tree_nodes: tuple[int, ...]
-    drafted_nodes: int
     repeats: int
+    tree_nodes: tuple[int, ...] = (1, 48, 64, 32, 16, 8, 4, 2)
+    drafted_nodes: int = 48
     num_masks: int = 4
 
     @property
@@ -81,30 +81,16 @@ class Shape:
         )
 
 
-TREES = (1, 48, 64, 32, 16, 8, 4, 2)
-GPU: dict[str, Any] = {
-    "length": 2048, "prompt": 512, "answer": 96, "tree_nodes": TREES, "drafted_nodes": 48, "repeats": 20,
-}  # fmt: skip
 SHAPES = {
-    # Llama 3.1 8B's and Llama 3.2 1B's sizes.
-    "8b": Shape("8b", 4096, 14336, 32, 32, 8, 128_256, "bfloat16", **GPU),
-    "1b": Shape("1b", 2048, 8192, 16, 32, 8, 128_256, "bfloat16", **GPU),
-    # SmolLM2-135M's sizes: on a CPU.
-    "135m": Shape(
-        "135m", 576, 1536, 30, 9, 3, 49_152, "float32",
-        length=256, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=5,
-    ),
-    # The embedded target's, on a CPU: where what our own code adds weighs most.
-    "embedded": Shape(
-        "embedded", 192, 512, 8, 3, 1, 4096, "float32",
-        length=512, prompt=64, answer=48, tree_nodes=TREES, drafted_nodes=48, repeats=20,
-    ),
+    # Llama 3.1 8B's and Llama 3.2 1B's.
+    "8b": Shape(4096, 14336, 32, 32, 8, 128_256, "bfloat16", 2048, 512, 96, 20),
+    "1b": Shape(2048, 8192, 16, 32, 8, 128_256, "bfloat16", 2048, 512, 96, 20),
+    # On a CPU: SmolLM2-135M's, and the embedded target's, where what our own code adds weighs most.
+    "135m": Shape(576, 1536, 30, 9, 3, 49_152, "float32", 256, 64, 48, 5),
+    "embedded": Shape(192, 512, 8, 3, 1, 4096, "float32", 512, 64, 48, 20),
     # To see that everything runs, anywhere.
-    "tiny": Shape(
-        "tiny", 64, 96, 2, 4, 2, 331, "float32",
-        length=32, prompt=12, answer=20, tree_nodes=(1, 5, 3), drafted_nodes=5, repeats=2,
-    ),
-}  # fmt: skip
+    "tiny": Shape(64, 96, 2, 4, 2, 331, "float32", 32, 12, 20, 2, tree_nodes=(1, 5, 3), drafted_nodes=5),
+}
 
 
 def random_target(shape: Shape, device: torch.device) -> PreTrainedModel:

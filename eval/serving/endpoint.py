@@ -59,13 +59,8 @@ class DraftCounts:
 
     def __sub__(self, earlier: DraftCounts) -> DraftCounts:
         by_depth = zip_longest(self.accepted_by_depth, earlier.accepted_by_depth, fillvalue=0)
-        return DraftCounts(
-            self.drafts - earlier.drafts,
-            self.drafted_tokens - earlier.drafted_tokens,
-            self.accepted_tokens - earlier.accepted_tokens,
-            tuple(now - before for now, before in by_depth),
-            self.generated_tokens - earlier.generated_tokens,
-        )
+        totals = {name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS.values()}
+        return DraftCounts(accepted_by_depth=tuple(now - before for now, before in by_depth), **totals)
 
     @staticmethod
     def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
