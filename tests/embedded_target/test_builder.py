@@ -11,7 +11,7 @@ from support.places import ROOT
 BUILDER = ROOT / "embedded_target"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_few_conversations_and_a_training_step(tmp_path: Path) -> None:
     """How many each category has is in the weights of `MAKERS`: 14 % of 50 are 7 from docstrings."""
     build = (

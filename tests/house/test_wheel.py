@@ -38,7 +38,7 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of sdist and wheel, of a tree with one commit, its tag, and a run that lies about."""
+    """The folder of sdist and wheel, of a tree with one commit, its tag, and a run's folder that is in its way."""
     tree = tmp_path_factory.mktemp("release") / "tree"
     for name in source_files():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
 )
-# v0.1 writes a space behind each end token, v0.2 none; neither takes a system turn.
+# v0.1 writes a space after each end token, v0.2 none; neither takes a system turn.
 MISTRAL_V01 = (
     "{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m.role == 'user' %}"
     "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ m.content + eos_token + ' ' }}{% endif %}{% endfor %}"
@@ -57,7 +57,7 @@ GEMMA2 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}" + GEMMA_TURNS
 )
-# Thoughts stay behind the last user turn and leave the history; the last answer always has a block of them.
+# Thoughts stay after the last user turn and leave the history; the last answer always has a block of them.
 QWEN3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"

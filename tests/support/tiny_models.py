@@ -54,14 +54,14 @@ def smallest_llama(seed: int, vocab_size: int, **changes: Any) -> LlamaForCausal
 
 
 def tiny_drafter_of(kind: str, target: PreTrainedModel, **options: Any) -> Drafter:
-    """A drafter away from its initial values, where mistakes could hide behind ones and zeros."""
+    """A drafter away from its initial values, where mistakes could hide among ones and zeros."""
     torch.manual_seed(11)
     drafter = load_drafter_class(kind).from_target(target, options)
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    drafter.training_step = 10_000  # behind any warm-up
+    drafter.training_step = 10_000  # after any warm-up
     return drafter.eval()
 
 

@@ -113,7 +113,7 @@ def test_tokens_are_counted_as_training_reads_them(tmp_path: Path) -> None:
     assert len(answer) < len(letters) + 1
     assert tokens["answer"]["total"] == len(letters) + 1 + len(answer)
     assert tokens["answer"]["longest"] == len(letters) + 1
-    # Behind an answer that was tokenised stands the template's newline, behind one that was generated nothing.
+    # After an answer that was tokenised comes the template's newline, after one that was generated nothing.
     assert tokens["prompt"]["total"] == 2 * len(asked) + 1
     assert tokens["prompt"]["longest"] == len(asked) + 1
     assert report.loss_tokens == tokens["answer"]["total"]

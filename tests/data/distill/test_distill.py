@@ -149,7 +149,7 @@ def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call
 
 
 def test_no_answer_is_asked_for_twice(source: Path, tmp_path: Path) -> None:
-    """Interrupted after every call: the answers of a conversation at work are in the ledger already."""
+    """Interrupted after every call: the answers of an unfinished conversation are in the ledger already."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     asked: list[str] = []
     for _ in range(20):
@@ -215,7 +215,7 @@ def test_answers_cut_short_and_dropped(source: Path, tmp_path: Path) -> None:
 
 
 def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:
-    """Loss is on what was said, to the cut and not behind it: no end token, no later turn."""
+    """Loss is on what was said, to the cut and not after it: no end token, no later turn."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     report = run(make_recipe(source, cut_answers="keep"), tmp_path / "out", CutEngine(tokenizer))
     assert report.answers_cut_short == 2

@@ -1,4 +1,4 @@
-"""Rows are the same whatever the number of processes, come in order, and hold every answer behind what was read."""
+"""Rows are the same whatever the number of processes, come in order, and hold every answer after what was read."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def test_a_first_answer_is_cut_at_the_length(tmp_path: Path) -> None:
 def test_conversations_are_read_no_further_than_the_work_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    """Memory is bounded: the reader is at most the chunks at work ahead of the writer."""
+    """Memory is bounded: the reader is at most the chunks under way ahead of the writer."""
     monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 2)
     read, done, furthest = 0, 0, 0
 
@@ -100,7 +100,7 @@ def test_conversations_are_read_no_further_than_the_work_ahead(
 
 
 def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
-    """Every answer is learned once, behind exactly the prompt that the target was given."""
+    """Every answer is learned once, after exactly the prompt that the target was given."""
     tokenizer = FAMILIES["Qwen3"].tokenizer()
     texts = ["<think>\none\n</think>\n\nHello", "Say hi", "<think>\nthree\n</think>\n\nBye"]
     turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]

@@ -129,7 +129,7 @@ def test_the_conversations_that_ship() -> None:
 
 
 def test_splits_are_stable(tmp_path: Path) -> None:
-    """Of 2,000 about a tenth is held out; those stay so when as many come before, between and behind them."""
+    """Of 2,000 about a tenth is held out; those stay so when as many come before, between and after them."""
     file = tmp_path / "a.jsonl"
     old = [f"question {n}" for n in range(2000)]
     file.write_text(jsonl(*old))

@@ -1,4 +1,4 @@
-"""Where the ids that the target generated are known, the answers are exactly those, behind the prompts that asked."""
+"""Where the ids that the target generated are known, the answers are exactly those, after the prompts that asked."""
 
 import pytest
 from support.chat_families import FAMILIES
@@ -57,7 +57,7 @@ def test_the_runs_are_the_ids(family: str) -> None:
     prompt = prompt_token_ids(tokenizer, TALK.turns[:-1])
     assert alone.input_ids == prompt + said(tokenizer, family, "you are")
     texts = {"".join(tokenizer.decode(tokens.input_ids).split()) for tokens in (tokenized, alone)}
-    assert len(texts) == 1  # but for the space that Llama 2's template puts behind an answer
+    assert len(texts) == 1  # but for the space that Llama 2's template puts after an answer
 
 
 def test_only_some_turns_have_ids() -> None:
@@ -76,11 +76,11 @@ def test_an_answer_that_was_cut_short_has_no_end_token(family: str) -> None:
     ids = talk_ids(tokenizer, family)
     last = tokenize_conversation(tokenizer, TALK, [*ids[:2], cut])
     assert last.answers() == [*ids[:2], cut]
-    assert last.input_ids[-len(cut) :] == cut  # nothing is behind it
+    assert last.input_ids[-len(cut) :] == cut  # nothing follows it
     cut = said(tokenizer, family, "Say hi.", end=False)
     middle = tokenize_conversation(tokenizer, TALK, [ids[0], cut, ids[2]])
     assert middle.answers() == [ids[0], cut, ids[2]]
-    # In the history the template's end token stands behind it, without loss.
+    # In the history the template's end token follows it, without loss.
     start = next(t for t in range(len(middle.input_ids)) if middle.input_ids[t : t + len(cut)] == cut)
     following = middle.input_ids[start + len(cut) : start + len(cut) + 2]
     assert tokenizer.decode(following).strip().startswith(FAMILIES[family].end)

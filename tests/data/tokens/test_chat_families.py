@@ -122,7 +122,7 @@ def test_families_without_system_turns_refuse_them(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answer_follows_the_prompt_that_asked_for_it(family: str) -> None:
-    """Train = decode: the last answer stands behind exactly the ids that the target is asked with."""
+    """Train = decode: the last answer follows exactly the ids that the target is asked with."""
     tokenizer = FAMILIES[family].tokenizer()
     tokenized = tokenize_conversation(tokenizer, Conversation("golden", TALK))
     prompt = prompt_token_ids(tokenizer, TALK[:-1])

@@ -40,7 +40,7 @@ WEIGHTS = [9, 9, 9, 9, 9, 3, 3, 3, 3, 3, 3, 0.3, 0.3]
 
 
 def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """As SentencePiece's, whose tokens of a piece alone differ from those behind other text."""
+    """As SentencePiece's, whose tokens of a piece alone differ from those after other text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     alphabet = sorted({letter for text in (*PIECES, *CORPUS, "<think>/0123456789-|[]_") for letter in text})
@@ -90,7 +90,7 @@ def talk(seed: int, tokenizer: Any) -> tuple[Conversation, AnswerIds | None]:
 def cut_by_trying_every_end(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
 ) -> tuple[TokenizedConversation, int] | None:
-    """The rule. Each answer is found by renderings of its own, and each piece tokenised behind all that precedes it."""
+    """The rule. Each answer is found by renderings of its own, and each piece tokenised after all that precedes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answer_spans, "AT_EACH_END", 10**6)
         patch.setattr(chat_tokens, "LOOK_BACK_CHARACTERS", 10**9)
