@@ -1,35 +1,45 @@
-"""docs/guides/write-a-drafter.md: the drafter on the page, taken from it, trained and decoded with."""
+"""docs/guides/write-a-drafter.md: the drafter on the page, taken from it. With it a drafter is one file."""
 
 import importlib
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 from support.places import ROOT
-from support.tiny_runs import make_recipe
-from transformers import AutoModelForCausalLM
 
 import draftsmith.models.drafters
-from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.base import registry
-from draftsmith.models.base.registry import load_drafter, load_drafter_class
-from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe, Recipe
-from draftsmith.train.drafter.stage import train_drafter
 
 PAGE = (ROOT / "docs" / "guides" / "write-a-drafter.md").read_text(encoding="utf-8")
 FILE, CHECK = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 (RECIPE,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 KIND = "one_block"
+# One process for all: `draftsmith` is imported once.
+COMMANDS = """
+import importlib.util, json, sys
+from draftsmith.eval.commands.cli import main
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["draftsmith", *command]
+    try:
+        main()
+    except SystemExit as end:
+        print("ENDED", command[0], end.code or 0, flush=True)
+spec = importlib.util.spec_from_file_location("reference", "docs/generate/reference.py")
+reference = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference)
+print(*reference.drafters(), *reference.formats(), sep="\\n")
+"""
 
 
 @pytest.fixture
 def in_the_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The page's file as if it lay in `models/drafters/`."""
+    """The page's file as if it were in `models/drafters/`."""
     folder = tmp_path / "drafters"
     folder.mkdir()
     (folder / f"{KIND}.py").write_text(FILE, encoding="utf-8")
@@ -41,29 +51,44 @@ def in_the_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     sys.modules.pop(f"draftsmith.models.drafters.{KIND}", None)
 
 
-@pytest.mark.usefixtures("in_the_house")
-def test_it_is_trained_saved_loaded_and_changes_no_answer(target_folder: Path) -> None:
-    written = Recipe.model_validate(yaml.safe_load(RECIPE))
-    recipe = make_recipe(target_folder, KIND, max_steps=60, logging_steps=20, save_steps=60)
-    # This target is random, so the rows' own labels are what can be learned of it.
-    options = {**written.drafter.options, "loss": "ce"}
-    recipe = recipe.model_copy(update={"drafter": written.drafter.model_copy(update={"options": options})})
-    report = train_drafter(recipe)
-    assert report.steps == 60
-    history = registry.read_training(RunFolder(recipe).drafter).history
-    losses = [entry["loss_depth2"] for entry in history if "loss_depth2" in entry]
-    assert losses[-1] < 0.8 * losses[0]
-
-    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float64)
-    drafter = load_drafter(RunFolder(recipe).drafter, target)
-    assert type(drafter).__name__ == "OneBlockDrafter"
-    for tree in written.eval.methods:
-        ours = SpeculativeDecoder(target, None, drafter, tree, max_length_tokens=60)
-        plain = SpeculativeDecoder(target, None, max_length_tokens=60)
-        with ours, plain:
-            drafted, expected = (each.answer([5, 9, 33, 12, 7], 40) for each in (ours, plain))
-        assert drafted.ids == expected.ids
-        assert drafted.rounds <= expected.rounds
+@pytest.mark.slow
+def test_a_drafter_is_one_file(tmp_path: Path) -> None:
+    """In a copy of the package with the page's file and nothing else changed, every command takes the new kind."""
+    house = tmp_path / "house"
+    for folder in ("data", "models", "train", "eval", "recipes", "docs/generate"):
+        shutil.copytree(ROOT / folder, house / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (house / "models" / "drafters" / f"{KIND}.py").write_text(FILE, encoding="utf-8")
+    (house / "mine.yaml").write_text(RECIPE, encoding="utf-8")
+    (house / ".typing").mkdir()
+    (house / ".typing" / "draftsmith").symlink_to(house)
+    small = [
+        "data.conversations.limit=12", "data.distill.max_new_tokens=16", "train.max_steps=4", "train.warmup_steps=1",
+        "train.logging_steps=1", "eval.limit_per_category=1", "eval.max_new_tokens=12",
+    ]  # fmt: skip
+    stages = [
+        ["distill"],
+        ["doctor"],
+        ["train"],
+        ["eval"],
+        ["export", "--to", "vllm"],
+        ["push", "--dry-run", "--repo", "me/it"],
+    ]
+    commands = [[name, "mine.yaml", *small, *options] for name, *options in stages]
+    ran = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        env=os.environ | {"PYTHONPATH": str(house / ".typing")}, cwd=house, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    ended = dict(re.findall(r"^ENDED (\w+) (\d+)$", ran.stdout, re.MULTILINE))
+    assert ended == {name: "2" if name == "export" else "0" for name, *_ in stages}, ran.stdout + ran.stderr
+    told = " ".join((ran.stdout + ran.stderr).split())
+    assert "Traceback" not in told
+    assert "train = decode" in told
+    assert f"`{KIND}`" in told  # the refusal of the export, and the documents
+    assert f"### Drafter `{KIND}`" in ran.stdout
+    assert "rows of A, columns of B" in ran.stdout
+    answers = [json.loads(line) for line in (house / "runs/one_block/eval/records.jsonl").read_text().splitlines()]
+    assert answers
 
 
 @pytest.mark.usefixtures("in_the_house")
@@ -80,11 +105,3 @@ def test_the_check_finds_the_mistake_that_it_is_for(tmp_path: Path) -> None:
     file.write_text(wrong, encoding="utf-8")
     with pytest.raises(AssertionError, match="not close"):
         exec(compile(CHECK, "write-a-drafter.md", "exec"), {})
-
-
-@pytest.mark.usefixtures("in_the_house")
-def test_its_recipe_is_one() -> None:
-    recipe = Recipe.model_validate(yaml.safe_load(RECIPE))
-    options = load_drafter_class(recipe.drafter.kind).config_class.Options.model_validate(recipe.drafter.options)
-    assert options.num_depths == 4
-    assert recipe.eval.methods[1] == MethodRecipe(name="tree", tree="best_first", nodes=12, branch=4)
