@@ -1,18 +1,16 @@
 """From the losses of rows to that of a step: how much each depth and each row counts, by hand."""
 
-import itertools
 import math
 
 import pytest
 import torch
 from support.row_losses import loss_of_rows
-from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
-from torch import Tensor, nn
+from support.tiny_models import tiny_target
+from torch import nn
 
 from draftsmith.models.base.draft_head import depth_shares, dpace_weights
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.groups.rows import depth_labels
-from draftsmith.models.losses import LowRankLogits, smooth_l1
+from draftsmith.models.losses import LowRankLogits
 from draftsmith.recipes.errors import UserError
 
 
@@ -90,60 +88,6 @@ def test_dpaces_extremes() -> None:
     cases = zip((0.2, 1.0, 0.25), nats, ([3, 2, 1], [3, 2, 1], [1.5, 0.5, 0.25]), strict=True)
     for alpha, nats_n, expected in cases:
         assert dpace_weights(alpha, nats_n, group_n, depth_n, 1, 3).tolist() == expected
-
-
-def dpace_loss(logits_bgsv: Tensor, labels_bgs: Tensor, alpha: float, others_bgs: Tensor | None = None) -> Tensor:
-    """Eq. 7 to 9 one group after the other, over the number of groups; weights are held.
-
-    Args:
-        others_bgs: Added to the cross entropy of each row.
-    """
-    total, groups = logits_bgsv.new_zeros(()), 0
-    for b, t in itertools.product(range(labels_bgs.shape[0]), range(labels_bgs.shape[2])):
-        labels = [label for label in labels_bgs[b, :, t].tolist() if label >= 0]
-        nats = [-logits_bgsv[b, j, t].log_softmax(-1)[label] for j, label in enumerate(labels)]
-        q = [(1 - alpha) * math.exp(-row.item()) + alpha for row in nats]
-        products = [math.prod(q[: m + 1]) for m in range(len(q))]
-        groups += bool(labels)
-        for j, row in enumerate(nats):
-            row_loss = row if row.isfinite() else torch.zeros_like(row)
-            row_loss = row_loss if others_bgs is None else row_loss + others_bgs[b, j, t]
-            total = total + sum(products[j:]) * row_loss
-    return total / groups
-
-
-@pytest.mark.parametrize("reduced", [None, 40])
-@pytest.mark.parametrize("kind", drafter_kinds())
-def test_every_kind_with_depths_trains_by_dpace(kind: str, reduced: int | None) -> None:
-    """Loss and gradients are the paper's, for the cross entropy of every kind, and EAGLE's regression beside it."""
-    if "dpace_alpha" not in load_drafter_class(kind).config_class.Options.model_fields:
-        return
-    target = tiny_target(num_hidden_layers=4).double()
-    given = {"class_weight": 1.0, "feature_noise": 0.0} if kind == "eagle_parallel" else {}
-    given |= {"confidence_weight": 0.0} if kind == "dspark" else {}
-    drafter = tiny_drafter_of(kind, target, loss="ce", dpace_alpha=0.3, draft_vocab_size=reduced, **given)
-    drafter.training_step = 0  # Medusa-2's heads alone
-    batch = random_batch(target, drafter=drafter)
-    ids, labels = batch["input_ids"], depth_labels(batch["input_ids"], batch["loss_mask"], drafter.config.num_depths)
-
-    def gradients(loss: Tensor) -> dict[str, Tensor]:
-        drafter.zero_grad()
-        loss.backward()
-        return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
-
-    output = drafter(**batch)
-    found, others = gradients(output.loss), None
-    if kind == "eagle_parallel":
-        ahead = torch.arange(labels.shape[1])[:, None] + torch.arange(labels.shape[2])
-        teacher = batch["teacher_features"][:, ahead.clamp_max(labels.shape[2] - 1)]
-        others = smooth_l1(drafter.group_hidden(ids, batch["features"]), teacher)
-    expected = dpace_loss(drafter.group_logits(ids, batch["features"]), labels, 0.3, others)
-    expected = expected * getattr(drafter.config, "heads_weight", 1.0)
-    torch.testing.assert_close(output.loss.double(), expected, atol=1e-6, rtol=1e-6)
-    wanted = gradients(expected)
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5)
 
 
 def test_dpace_has_no_ramp() -> None:

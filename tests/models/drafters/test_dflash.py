@@ -85,25 +85,6 @@ def test_the_published_forward(kind: str, anchor: bool, causal: bool) -> None:
         torch.testing.assert_close(logits[b, :, t], wanted, atol=1e-4, rtol=1e-4)
 
 
-@every_kind_in_blocks
-def test_the_loss_by_hand(kind: str) -> None:
-    """Cross entropy of each label, the mean over a depth's, these weighted; blocks at an answer's end are whole."""
-    drafter = tiny_block(kind, sample_from_anchor=False, loss="ce", depth_weights=[3.0, 2.0, 1.0])
-    batch = random_batch(TARGET, drafter=drafter)
-    ids, mask = batch["input_ids"], batch["loss_mask"]
-    with torch.no_grad():
-        output, logits = drafter(**batch), drafter.group_logits(ids, batch["features"])
-    sums, counts = torch.zeros(3), torch.zeros(3)
-    for b, j, t in itertools.product(range(2), range(3), range(1, LENGTH)):
-        if t + 1 + j < LENGTH and mask[b, t + 1 : t + 2 + j].all():
-            sums[j] += F.cross_entropy(logits[b, j, t], ids[b, t + 1 + j])
-            counts[j] += 1
-    assert torch.equal(output.depth_count, counts)
-    torch.testing.assert_close(output.depth_loss_sum, sums)
-    if kind == "dflash":
-        torch.testing.assert_close(output.loss, (sums / counts * torch.tensor([3.0, 2.0, 1.0])).sum() / 6)
-
-
 def test_blocks_are_there_whole_or_not_at_all() -> None:
     """One label is enough; the context ends where the last block begins; a first token has neither."""
     drafter = tiny_block(sample_from_anchor=True)

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.recipes.loading import load_recipe
 
 MASKS = 3
 
@@ -81,33 +80,3 @@ def test_without_masks_it_is_eagle() -> None:
     for each in (decoder, tree_decoder):
         each.start(batch["input_ids"][0], batch["features"][0])
     assert torch.equal(decoder.draft(), tree_decoder.begin())
-
-
-def test_a_round_is_one_forward() -> None:
-    target = tiny_target()
-    drafter = tiny_drafter_of("eagle_parallel", target, num_masks=MASKS)
-    batch = random_batch(target, 1)
-    decoder = drafter.decoder(LENGTH)
-    decoder.start(batch["input_ids"][0], batch["features"][0])
-    rows: list[int] = []
-    drafter.layers[0].register_forward_hook(lambda _module, inputs, _output: rows.append(inputs[0].shape[1]))
-    assert decoder.draft().shape == (MASKS + 1, target.config.vocab_size)
-    assert rows == [LENGTH + MASKS]
-
-
-def test_eagles_tensors_and_the_masks_pairs() -> None:
-    target = tiny_target()
-    eagle = tiny_drafter_of("eagle", target).state_dict()
-    shapes = {name: tensor.shape for name, tensor in tiny_drafter_of("eagle_parallel", target).state_dict().items()}
-    assert shapes == {**{name: tensor.shape for name, tensor in eagle.items()}, "masks": (4, 64)}
-
-
-def test_the_8b_recipe_carries_the_papers_hyper_parameters() -> None:
-    recipe = load_recipe("llama3-8b-eagle-parallel")
-    train = recipe.train
-    assert recipe.drafter.kind == "eagle_parallel"
-    assert recipe.drafter.options["num_masks"] == 4
-    assert (recipe.drafter.options["loss"], recipe.drafter.options["class_weight"]) == ("ce", 1.0)
-    assert train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] == 32
-    assert (train["learning_rate"], train["adam_beta1"], train["adam_beta2"]) == (5e-5, 0.9, 0.95)
-    assert (train["num_train_epochs"], train["weight_decay"]) == (40, 0.0)

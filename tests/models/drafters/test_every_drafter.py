@@ -4,6 +4,8 @@
 from disk is training.
 """
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
 from draftsmith.models.decoding.protocols import StepwiseDecoder
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.losses import LOSSES, smooth_l1
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.batches.collate import collate_right_padded, pack_documents
@@ -270,6 +274,77 @@ def test_every_parameter_learns_and_the_target_does_not(kind: str, options: dict
     assert all(torch.isfinite(p.grad).all() for p in drafter.parameters() if p.grad is not None)
 
 
+def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
+    """Label by label, from the logits of all groups: no chunks, no active rows, weights by their definitions."""
+    config, ids, features = drafter.config, batch["input_ids"], batch["features"]
+    logits, alpha, shares = drafter.group_logits(ids, features), config.options.dpace, drafter.depth_shares
+    labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
+    kept = list(range(VOCABULARY)) if drafter.draft_ids is None else drafter.draft_ids.tolist()
+    teacher = batch.get("teacher_features", features)
+    hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
+    means: list[list[Tensor]] = [[] for _ in shares]  # of the losses through the head, of each depth
+    regressions: list[list[Tensor]] = [[] for _ in shares]
+    total, groups = logits.new_zeros(()), 0
+    for b, t in itertools.product(range(len(ids)), range(LENGTH)):
+        rows, q = [], []
+        for j, label in enumerate(labels[b, :, t].tolist()):
+            if label == -100:
+                break
+            row, read = logits[b, j, t, kept][None], config.loss != "ce" or label in kept
+            place = torch.tensor([kept.index(label) if label in kept else 0])
+            p_row = target.lm_head(teacher[b, t + j])[kept][None] if config.loss != "ce" else row
+            distance = drafter.class_weight * LOSSES[config.loss](row, place, p_row)[0] * read
+            q.append(float(row.detach().softmax(-1)[0, place]) if label in kept else 0.0)
+            means[j] += [distance] if read else []
+            if hidden is not None:
+                regressions[j].append(smooth_l1(hidden[b, j, t], teacher[b, t + j]))
+                distance = distance + regressions[j][-1]
+            rows.append(distance)
+        if alpha is not None:  # D-PACE, eq. 7 to 9
+            products = [math.prod((1 - alpha) * each + alpha for each in q[: m + 1]) for m in range(len(q))]
+            total = total + sum((sum(products[j:]) * row for j, row in enumerate(rows)), torch.zeros(()))
+        groups += bool(rows)
+    if alpha is not None:
+        return total / groups
+    for share, of_head, of_features in zip(shares, means, regressions, strict=True):
+        for part in (of_head, of_features):
+            total = total + (share * torch.stack(part).mean() if part else 0.0)
+    return total
+
+
+BY_DPACE: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {"dpace_alpha": 0.3}),
+    ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
+    ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
+    ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
+    ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_DPACE])
+def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
+    """1e-6 in fp64, since transformers' norms and RoPE and the weights of rows are in fp32."""
+    target, drafter = target_and_drafter(kind, options)
+    target, drafter = target.double(), drafter.double()
+    drafter.training_step = 0  # Medusa-2's heads alone
+    if kind == "dspark":
+        drafter.config.confidence_weight = 0.0
+    batch = random_batch(target, drafter=drafter)
+
+    def gradients(loss: Tensor) -> dict[str, Tensor]:
+        drafter.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+
+    loss = drafter(**batch).loss
+    found = gradients(loss)
+    expected = getattr(drafter.config, "heads_weight", 1.0) * reference_loss(target, drafter, batch)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-6)
+    wanted = gradients(expected)
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
 def cached(
     target: PreTrainedModel, drafter: Drafter, tokens: datasets.Dataset, dtype: str, folder: Path
 ) -> FeatureCache:
@@ -347,15 +422,7 @@ def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backen
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
 
 
-# Whose loss is a mean over groups, not over the rows of each depth.
-BY_CONFIDENCE: list[tuple[str, dict[str, Any]]] = [
-    ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
-    ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
-    ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_CONFIDENCE])
+@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_DPACE])
 def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
     """However a batch is split, and with an empty part: its loss and gradients, as `label_counts` says how large it is.
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,48 +45,6 @@ def test_every_head_starts_as_the_targets_own(model_type: str, lm_heads: str) ->
         assert torch.equal(logits[:, j, 1:], own[:, :-1])
 
 
-@pytest.mark.parametrize("lm_heads", ["separate", "shared"])
-@pytest.mark.parametrize("loss", ["ce", "kl", "tv"])
-def test_the_loss_and_its_gradients_are_those_of_a_plain_reference(lm_heads: str, loss: str) -> None:
-    """Label by label, with the weights 1, 1/2 and 1/4 over 7/4, in fp64; positions read off the loss mask by hand."""
-    target = tiny_target().double()
-    drafter = tiny_medusa(target, lm_heads=lm_heads, loss=loss, depth_weights=0.5, num_layers=2)
-    batch = random_batch(target)
-    output = drafter(**batch)
-    output.loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
-    drafter.zero_grad()
-
-    # Supervised are x_4..x_8 and x_11..x_13: group t has a label at depth d if x_{t+1}..x_{t+d} all are.
-    groups = {1: [3, 4, 5, 6, 7, 10, 11, 12], 2: [3, 4, 5, 6, 10, 11], 3: [3, 4, 5, 10]}
-    ids, features = batch["input_ids"], batch["features"]
-    expected = torch.zeros((), dtype=torch.float64)
-    for depth, weight in ((1, 4 / 7), (2, 2 / 7), (3, 1 / 7)):
-        losses, hits = [], 0
-        for row in range(2):
-            for t in groups[depth]:
-                log_q = head_by_hand(drafter, target, depth, features[row, t - 1]).log_softmax(-1)
-                log_p = target.lm_head(features[row, t + depth - 1]).log_softmax(-1)
-                label = ids[row, t + depth]
-                by_name = {
-                    "ce": -log_q[label],
-                    "kl": (log_p.exp() * (log_p - log_q)).sum(),
-                    "tv": 1 - torch.minimum(log_p.exp(), log_q.exp()).sum(),
-                }
-                losses.append(by_name[loss])
-                hits += int(log_q.argmax() == label)
-        expected = expected + weight * torch.stack(losses).mean()
-        assert output.depth_count[depth - 1] == 2 * len(groups[depth])
-        assert output.depth_correct[depth - 1] == hits
-        if loss == "ce":
-            torch.testing.assert_close(output.depth_loss_sum[depth - 1], torch.stack(losses).sum().detach())
-    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)  # weights of rows are fp32
-    expected.backward()
-    for name, parameter in drafter.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-6, msg=name)
-    assert all(parameter.grad is None for parameter in target.parameters())
-
-
 def head_by_hand(drafter: MedusaDrafter, target: PreTrainedModel, depth: int, feature_d: Tensor) -> Tensor:
     """[V]: x + SiLU(A x + b) twice, then the head's matrix."""
     weights = dict(drafter.named_parameters())
@@ -98,23 +55,7 @@ def head_by_hand(drafter: MedusaDrafter, target: PreTrainedModel, depth: int, fe
     return weights.get(f"lm_heads.{depth - 1}.weight", target.lm_head.weight) @ feature_d
 
 
-@pytest.mark.parametrize("lm_heads", ["separate", "shared"])
-def test_tensors_are_named_and_shaped_as_vllm_reads_them(tmp_path: Path, lm_heads: str) -> None:
-    drafter = tiny_medusa(tiny_target(), lm_heads=lm_heads, num_layers=2)
-    drafter.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    expected: dict[str, tuple[int, ...]] = {}
-    for head in range(3):
-        for layer in range(2):
-            expected[f"blocks.{head}.layers.{layer}.weight"] = (HIDDEN, HIDDEN)
-            expected[f"blocks.{head}.layers.{layer}.bias"] = (HIDDEN,)
-        if lm_heads == "separate":
-            expected[f"lm_heads.{head}.weight"] = (VOCABULARY, HIDDEN)
-    assert shapes == expected
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
 def test_any_architecture_trains_decodes_and_travels(model_type: str, tmp_path: Path) -> None:
     """No layer of the target's kind is needed: those that the parallel drafter refuses work too."""
     target = tiny_target(model_type).double()
@@ -133,12 +74,6 @@ def test_any_architecture_trains_decodes_and_travels(model_type: str, tmp_path: 
     with torch.no_grad():
         expected = drafter.group_logits(batch["input_ids"], batch["features"])
         assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
-
-
-def test_a_gpt2_of_another_size_is_refused() -> None:
-    drafter = tiny_medusa(tiny_target("gpt2"))
-    with pytest.raises(UserError, match="made for a target with hidden_size 32"):
-        drafter.attach(tiny_target("gpt2", hidden_size=64))
 
 
 def test_the_first_token_has_no_feature_before_it() -> None:

@@ -4,15 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_models import MASKS, VOCABULARY, random_batch, tiny_parallel, tiny_target
+from support.tiny_models import VOCABULARY, random_batch, tiny_parallel, tiny_target
 
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
-from draftsmith.models.groups.attention import BACKENDS
-from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
-
-CPU_BACKENDS = tuple(backend for backend in BACKENDS if backend != "flex")
 
 
 def test_prompt_and_first_token_in_one_draft() -> None:
@@ -39,77 +35,6 @@ def test_the_decoder_says_when_it_is_full() -> None:
     decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
     with pytest.raises(ValueError, match="max_length_tokens=8"):
         decoder.draft()
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_no_leak(backend: str) -> None:
-    """Another token u (and its feature) changes no group before u; the feature at u none before u+1."""
-    target = tiny_target()
-    drafter = tiny_parallel(target, attention=backend, num_layers=2)
-    batch = random_batch(target)
-    ids, features, u = batch["input_ids"], batch["features"], 6
-    changed_ids, changed_features = ids.clone(), features.clone()
-    changed_ids[:, u] = (changed_ids[:, u] + 1) % VOCABULARY
-    changed_features[:, u] += 1.0
-    with torch.no_grad():
-        before = drafter.group_hidden(ids, features)
-        token_changed = drafter.group_hidden(changed_ids, features)
-        feature_changed = drafter.group_hidden(ids, changed_features)
-    assert torch.equal(before[:, :, :u], token_changed[:, :, :u])
-    assert torch.equal(before[:, :, : u + 1], feature_changed[:, :, : u + 1])
-    assert (before[:, :, u:] != token_changed[:, :, u:]).any(-1).all()
-    assert (before[:, :, u + 1 :] != feature_changed[:, :, u + 1 :]).any(-1).all()
-
-
-def test_a_later_mask_changes_no_earlier_one() -> None:
-    target = tiny_target()
-    drafter = tiny_parallel(target)
-    batch = random_batch(target)
-    with torch.no_grad():
-        before = drafter.group_hidden(batch["input_ids"], batch["features"])
-        drafter.masks[1] += 1.0
-        after = drafter.group_hidden(batch["input_ids"], batch["features"])
-    assert torch.equal(before[:, :2], after[:, :2])
-    assert (before[:, 2:] != after[:, 2:]).any(-1).all()
-
-
-@pytest.mark.parametrize("inputs", ["both", "embedding"])
-def test_backends_agree_on_the_loss_and_its_gradients(inputs: str) -> None:
-    target = tiny_target().double()
-    drafter = tiny_parallel(target, inputs=inputs)
-    batch = random_batch(target)
-    results = []
-    for backend in CPU_BACKENDS:
-        drafter.config.attention = backend
-        drafter.zero_grad()
-        output = drafter(**batch)
-        output.loss.backward()
-        results.append([output.loss.detach(), *(parameter.grad for parameter in drafter.parameters())])
-    torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
-
-
-def test_the_loss_is_the_weighted_mean_cross_entropy() -> None:
-    """The chunked loss with its hand-made gradient = plain cross entropy over all logits."""
-    target = tiny_target()
-    drafter = tiny_parallel(target, depth_weights=[1.0, 2.0, 0.5, 0.25])
-    batch = random_batch(target)
-    output = drafter(**batch)
-    output.loss.backward()
-    gradients = [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
-    drafter.zero_grad()
-    logits = drafter.group_logits(batch["input_ids"], batch["features"])
-    labels = depth_labels(batch["input_ids"], batch["loss_mask"], MASKS + 1)
-    expected = torch.zeros(())
-    for j, weight in enumerate([1.0, 2.0, 0.5, 0.25]):
-        loss = torch.nn.functional.cross_entropy(logits[:, j].flatten(0, 1), labels[:, j].flatten())
-        expected = expected + weight / 3.75 * loss
-        valid = labels[:, j] != -100
-        assert output.depth_count[j] == valid.sum()
-        assert output.depth_correct[j] == (logits[:, j].argmax(-1) == labels[:, j])[valid].sum()
-        torch.testing.assert_close(output.depth_loss_sum[j] / valid.sum(), loss.detach())
-    torch.testing.assert_close(output.loss, expected)
-    expected.backward()
-    torch.testing.assert_close(gradients, [p.grad for p in drafter.parameters() if p.grad is not None])
 
 
 def test_every_feature_layer_is_normalised_by_itself() -> None:

@@ -17,8 +17,6 @@ from draftsmith.eval.trees.builders import ChainBuilder
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.pass_embeddings import PassEmbeddingsDrafter
-from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.models.groups.rows import depth_labels
 
 LOOK_AHEAD, LAYERS = 3, 3
 
@@ -39,7 +37,7 @@ def target_over_embeddings(target: PreTrainedModel, ids: Tensor, masks: Tensor) 
     return target(inputs_embeds=inputs.unsqueeze(0)).logits[0, len(ids) - 1 :]
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "phi3"])
 def test_a_draft_is_the_targets_own_forward(model_type: str) -> None:
     """Depth 1 is the target's next-token logits, the others its logits at the embeddings: in training and decoding."""
     target = target_of(model_type).double()
@@ -61,35 +59,6 @@ def test_a_draft_is_the_targets_own_forward(model_type: str) -> None:
         torch.testing.assert_close(draft[0], own_logits[end - 1].float(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(draft, expected.float(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(training[:, end - 1], expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("attention", ["folded", "dense"])
-def test_the_loss_and_its_gradient(attention: str) -> None:
-    """Through the frozen layers to the embeddings: group by group over the target itself, plain cross entropy.
-
-    1e-6 in fp64, since transformers' norms compute in fp32.
-    """
-    target = target_of("qwen3").double()
-    weights = [1.0, 0.5, 2.0, 1.5]
-    drafter = pass_drafter(target, attention=attention, depth_weights=weights)
-    batch = random_batch(target, drafter=drafter)
-    output = drafter.train()(**batch)
-    output.loss.backward()
-    gradient, drafter.masks.grad = drafter.masks.grad, None
-    labels = depth_labels(batch["input_ids"], batch["loss_mask"], LOOK_AHEAD + 1)
-    losses: list[list[Tensor]] = [[] for _ in range(LOOK_AHEAD + 1)]
-    for row in range(2):
-        for t in range(LENGTH):
-            logits = target_over_embeddings(target, batch["input_ids"][row, : t + 1], drafter.masks)
-            for j in range(LOOK_AHEAD + 1):
-                if labels[row, j, t] != -100:
-                    losses[j].append(-logits[j].log_softmax(-1)[labels[row, j, t]])
-    expected = sum(weight / sum(weights) * torch.stack(own).mean() for weight, own in zip(weights, losses, strict=True))
-    assert isinstance(expected, Tensor)
-    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)
-    expected.backward()
-    torch.testing.assert_close(gradient, drafter.masks.grad, atol=1e-6, rtol=1e-6)
-    assert all(parameter.grad is None for parameter in target.parameters())
 
 
 def test_nothing_but_the_embeddings_is_trained_or_saved(tmp_path: Path) -> None:
@@ -128,20 +97,6 @@ def test_dropout_of_the_targets_kind_stays_off() -> None:
     drafter = pass_drafter(target)
     batch = random_batch(target, drafter=drafter)
     assert drafter.train()(**batch).loss == drafter.eval()(**batch).loss
-
-
-def test_fp32_embeddings_learn_through_a_bf16_target() -> None:
-    target = target_of("gemma").bfloat16()
-    drafter = pass_drafter(target)
-    assert drafter.masks.dtype == torch.float32
-    batch = random_batch(target, drafter=drafter)
-    drafter(**batch).loss.backward()
-    assert drafter.masks.grad is not None
-    assert drafter.masks.grad.dtype == torch.float32
-    assert drafter.masks.grad.abs().sum(-1).min() > 0
-    decoder = drafter.bfloat16().decoder(LENGTH)
-    decoder.start(batch["input_ids"][0], batch["features"][0])
-    assert decoder.draft().dtype == torch.float32
 
 
 def test_the_embeddings_start_like_what_the_target_reads() -> None:

@@ -47,20 +47,6 @@ def test_conditional_drop(least: float, expected: list[float]) -> None:
     torch.testing.assert_close(shares, torch.tensor(expected), atol=0.03, rtol=0)
 
 
-def test_drop_only_in_training() -> None:
-    target = tiny_target()
-    drafter = tiny_parallel(target, keep_ratio=0.5)
-    batch = random_batch(target)
-    everything = tiny_parallel(target)(**batch)
-    assert torch.equal(drafter.eval()(**batch).depth_count, everything.depth_count)
-    drafter.train()
-    torch.manual_seed(0)
-    dropped = drafter(**batch)
-    assert dropped.depth_count[0] == everything.depth_count[0]
-    assert dropped.depth_count[1:].sum() < everything.depth_count[1:].sum()
-    assert torch.isfinite(dropped.loss)
-
-
 @pytest.mark.parametrize("first_token", [True, False])
 def test_documents_by_hand(first_token: bool) -> None:
     """Two rows of 5, two depths: documents x_0 x_1 x_2 and x_3 x_4, then one of 4 and padding, which is a document.
