@@ -72,6 +72,7 @@ def test_eval_prove_and_tune(run: FinishedRun, hub: FakeHub) -> None:
     assert json.loads((fetched / "config.json").read_text()) == json.loads(hub.files(REPO)["config.json"])
 
 
+@pytest.mark.slow
 def test_a_revision_that_moves_is_noticed(run: FinishedRun, hub: FakeHub) -> None:
     """Records of other weights are never mixed; a commit's id always means the same ones."""
     files = hub.files(REPO)
