@@ -8,7 +8,6 @@ Shapes: S tokens of a row, F features.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,37 +17,23 @@ from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.train.batches.heldout import answers_in
 
 
-@dataclass
-class Replayed:
-    """Counts of committed tokens, the first of each answer aside, and of rounds."""
-
-    tokens: int = 0
-    rounds: int = 0
-
-    @property
-    def tau(self) -> float | None:
-        return self.tokens / self.rounds if self.rounds else None
-
-
 @torch.inference_mode()
-def replay(method: Method, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Replayed:
-    """Draft through every answer of every row.
+def replay(method: Method, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float | None:
+    """Draft through every answer of every row, and return tau over all rounds; None without any.
 
     Args:
         rows: Token ids [S], loss mask [S], 1 at the tokens of answers, and the features [S, F] that the method reads.
     """
-    total = Replayed()
+    lengths: list[int] = []
     for ids_s, mask_s, features_sf in rows:
         for first, last in answers_in(mask_s.tolist()):
             if first and last > first:
-                lengths = accepted_lengths(method, ids_s.tolist(), features_sf, first, last)
-                total.tokens += sum(lengths)
-                total.rounds += len(lengths)
-    return total
+                lengths += accepted_lengths(method, ids_s.tolist(), features_sf, first, last)
+    return sum(lengths) / len(lengths) if lengths else None
 
 
 def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first: int, last: int) -> list[int]:
-    """Tokens that each round commits, the target's own included, of the answer from `first` to `last`."""
+    """Count the tokens that each round commits, the target's own included, of the answer from `first` to `last`."""
     method.start(ids[:first], features_sf[:first])
     method.observe([ids[first]], features_sf[first - 1 : first])
     newest, lengths = first, []
@@ -63,7 +48,7 @@ def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first:
 
 
 def _accepted(tree: DraftTree, following: list[int]) -> int:
-    """How many of the tokens that follow the root are in the tree, from the root on."""
+    """Count how many of the tokens that follow the root are in the tree, from the root on."""
     node, accepted = 0, 0
     while (child := next((c for c in tree.children(node) if tree.tokens[c] == following[accepted]), None)) is not None:
         node, accepted = child, accepted + 1

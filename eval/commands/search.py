@@ -162,7 +162,7 @@ def score(trial: Recipe, target: PreTrainedModel, rows: int) -> dict[str, float]
     decoder = drafter.decoder(max(len(ids_s) for ids_s, _, _ in read) + drafter.config.num_depths + 1)
     taus = {}
     for method in _scored_methods(trial):
-        tau = replay(drafter_method(method, decoder, Sampling()), read).tau
+        tau = replay(drafter_method(method, decoder, Sampling()), read)
         if tau is None:
             raise UserError("the rows kept out of training hold no answer: raise data.eval_rows_frac")
         taus[method.name] = tau
