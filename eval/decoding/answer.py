@@ -109,7 +109,7 @@ class OpenAnswer:
         if self._columns.reduced:
             self.record.outside_tokens, self.record.ended_outside = 0, []
         self._max_new_tokens, self._end_ids = max_new_tokens, end_ids
-        self._matcher = None if stop is None else stop.matcher()
+        self._matcher = None if stop is None else StopMatcher(stop)
 
     def begin(self, prefill: Callable[[list[int]], TargetStep], prompt_ids: list[int]) -> None:
         """Read the prompt; its first token comes from the target alone."""
@@ -185,10 +185,6 @@ class StopStrings:
 
     strings: tuple[str, ...]
     tokenizer: Any
-
-    def matcher(self) -> StopMatcher:
-        """For one answer, from its first token."""
-        return StopMatcher(self)
 
 
 class StopMatcher:

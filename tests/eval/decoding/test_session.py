@@ -132,14 +132,6 @@ def test_commit_keeps_the_path_and_nothing_else(name: str) -> None:
             torch.testing.assert_close(step.logits[0], plain(model, [*committed, 1])[0][-1], atol=1e-6, rtol=1e-5)
 
 
-def test_chain_needs_no_moving() -> None:
-    model = tiny("llama")
-    with TargetSession(model, 40) as session:
-        session.prefill([1, 2, 3])
-        step = session.forward_tree(DraftTree([4, 5, 6], TreeShape.chain(2)))
-        torch.testing.assert_close(step.logits, plain(model, [1, 2, 3, 4, 5, 6])[0][3:], atol=1e-6, rtol=1e-5)
-
-
 def test_tree_masks_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Best-first trees have ever new shapes; their masks must not fill the memory."""
     monkeypatch.setattr(session_module, "MOST_SHAPES", 3)
@@ -170,7 +162,7 @@ def test_a_sliding_window_limits_the_session() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a model would give wrong answers silently; the probe compares siblings with separate runs."""
     torch.manual_seed(seed)

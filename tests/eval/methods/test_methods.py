@@ -71,17 +71,11 @@ def answer(target: PreTrainedModel, method: Method, sampling: Sampling = GREEDY)
         return generate(session, method, PROMPT, sampling, NEW_TOKENS, (), torch.Generator().manual_seed(1))
 
 
-CASES = [
-    ("prompt_lookup", {}),
-    ("prompt_lookup", {"options": {"max_ngram": 1, "num_tokens": 2}}),
-    ("prompt_lookup", {"options": {"match": "earliest", "partial": True}}),
+CASES: list[tuple[str, dict[str, Any]]] = [
     ("prompt_lookup", {"options": {"match": "latest", "partial": True}}),
-    ("lookahead", {}),
     ("lookahead", {"options": {"from_prompt": True, "accept_window": True}}),
-    ("lookahead", {"options": {"level": 2, "window": 1, "guesses": 1, "from_prompt": False}}),
-    ("lookahead", {"options": {"level": 2, "window": 3, "guesses": 1, "accept_window": True}}),
-    *(("ngram", {"tree": tree, "options": {"order": 2}, **keys}) for tree, keys in TREES.items()),
-    ("ngram", {"options": {"order": 1, "num_tokens": 1}}),
+    ("lookahead", {"options": {"level": 2, "window": 1, "guesses": 1}}),
+    ("ngram", {"tree": "static", "options": {"order": 2}, **TREES["static"]}),
 ]
 
 
@@ -98,43 +92,12 @@ def test_every_method_file_is_tested() -> None:
     assert set(method_kinds()) == {"draft_model", "specinfer", *(kind for kind, _ in CASES)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        ("prompt_lookup", {}),
-        ("lookahead", {}),
-        ("lookahead", {"options": {"accept_window": True}}),
-        ("ngram", {"tree": "chain"}),
-    ],
-)
-def test_sampled_answers_end_where_they_should(
-    kind: str, keys: dict[str, Any], target: PreTrainedModel, tokens_folder: Path
-) -> None:
-    sampling = Sampling(0.7)
-    out = answer(target, make_method(setting(target, tokens_folder, kind, sampling, **keys)), sampling)
-    assert len(out.ids) == NEW_TOKENS
-    assert sum(out.accept_lengths) == NEW_TOKENS - 1
-
-
 class TestPromptLookup:
     def drafted(self, ids: list[int], match: str = "earliest", partial: bool = False, **options: int) -> list[int]:
         method = PromptLookup("x", match=match, partial=partial, **options)
         method.start(ids[:3], NO_FEATURES)
         method.observe(ids[3:], NO_FEATURES)
         return method.propose().tokens
-
-    def test_the_longest_ngram_wins(self) -> None:
-        #                      3-gram 1 2 3 -> 7 8; later the 1-gram 3 -> 9
-        assert self.drafted([1, 2, 3, 7, 8, 3, 9, 9, 1, 2, 3], num_tokens=2) == [3, 7, 8]
-
-    def test_the_latest_occurrence_wins(self) -> None:
-        ids = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3]
-        assert self.drafted(ids, num_tokens=1, match="latest", partial=True) == [3, 8]
-        assert self.drafted(ids, num_tokens=1) == [3, 7]
-
-    def test_an_overlapping_occurrence_counts(self) -> None:
-        assert self.drafted([4, 4, 4, 4], num_tokens=5, match="latest", partial=True) == [4, 4]
-        assert self.drafted([4, 4, 4, 4], num_tokens=5) == [4]
 
     def test_spec_bench_drafts_all_tokens_or_none(self) -> None:
         """Four tokens follow the 3-gram, but five the shorter 2-gram 2 3, which occurred before."""
@@ -147,7 +110,7 @@ class TestPromptLookup:
         assert self.drafted([1, 2, 3, 4, 1, 2, 3], num_tokens=1) == [3, 4]
         assert self.drafted([1, 2, 3, 1, 2, 3], num_tokens=1, max_ngram=3) == [3, 1]
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", range(6))
     def test_the_same_as_transformers(self, seed: int) -> None:
         """Its own class says what `earliest` and `partial` draft."""
         generator = torch.Generator().manual_seed(seed)
@@ -157,9 +120,6 @@ class TestPromptLookup:
             int(ids[-1]),
             *theirs.get_candidates(ids[None])[0][0, len(ids) :].tolist(),
         ]
-
-    def test_nothing_found(self) -> None:
-        assert self.drafted([1, 2, 3, 4]) == [4]
 
 
 class TestNgram:
@@ -193,16 +153,6 @@ class TestNgram:
 
 
 class TestLookahead:
-    def test_shape_of_the_tree(self) -> None:
-        """W=3, N=4: a chain of 2 below the root, and 2 more levels below each of the 3 columns; no guess yet."""
-        method = Lookahead("x", level=4, window=3, guesses=2, from_prompt=False)
-        method.start([10, 11, 12, 13, 14, 15, 16, 17], NO_FEATURES)
-        method.observe([20], NO_FEATURES)
-        method._levels = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-        tree = method.propose()
-        paths = {tuple(tree.tokens[node] for node in path) for path in tree.paths()}
-        assert paths == {(20, 3, 6), (20, 1, 4, 7), (20, 1, 2, 5, 8)}
-
     def test_a_column_becomes_an_ngram_and_a_guess(self) -> None:
         method = Lookahead("x", level=4, window=3, guesses=2, from_prompt=False)
         method.start([10, 11, 12], NO_FEATURES)
@@ -223,18 +173,6 @@ class TestLookahead:
         method.observe([1], NO_FEATURES)
         guessed = method.propose()
         assert [1, 4, 7, 31] in [[guessed.tokens[node] for node in path] for path in guessed.paths()]
-
-    def test_the_window_is_no_draft(self, target: PreTrainedModel) -> None:
-        """gamma is that of the guesses, N - 1 at most, however far the window reaches."""
-        out = answer(target, Lookahead("x", level=4, window=5, guesses=2))
-        assert max(out.draft_depths) == 3
-        assert out.draft_depths[0] == 0
-        assert all(kept <= depth for kept, depth in zip(out.draft_lengths, out.draft_depths, strict=True))
-
-    def test_the_pool_keeps_the_latest(self) -> None:
-        method = Lookahead("x", level=2, window=1, guesses=2, from_prompt=True)
-        method.start([1, 2, 1, 3, 1, 2, 1, 4], NO_FEATURES)
-        assert list(method._pool[1]) == [(2,), (4,)]
 
     def test_the_window_fills_level_by_level(self) -> None:
         """W=2, N=4: 4 tokens of the prompt; each of the first two rounds adds a level and drops a column."""
@@ -403,11 +341,6 @@ class TestDraftModel:
 def test_wrong_options(keys: dict[str, Any], message: str, target: PreTrainedModel, tokens_folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         make_method(setting(target, tokens_folder, **keys))
-
-
-def test_a_tree_of_the_drafter_takes_no_options() -> None:
-    with pytest.raises(ValueError, match="`options` are of methods of another `kind`"):
-        MethodRecipe.model_validate({"name": "x", "options": {"a": 1}})
 
 
 def test_cut_trees_teach_lookahead_nothing(target: PreTrainedModel) -> None:

@@ -1,13 +1,12 @@
 """SpecInfer: trees merged from several draft models, exactly lossless however they overlap."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.table_decoder import TableDecoder, every_path, paths_in, random_table
+from support.table_decoder import TableDecoder, check_three_tokens, paths_in, random_table
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
@@ -19,7 +18,7 @@ from draftsmith.eval.methods import specinfer
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer
-from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
+from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.models.decoding.protocols import StepwiseDecoder
@@ -29,7 +28,6 @@ from draftsmith.recipes.schema import MethodRecipe
 GREEDY = Sampling()
 NO_FEATURES = torch.zeros(0)
 V = 3
-CONTEXTS = every_path(V, range(3))
 
 
 def merged(decoders: list[Any], expansion: list[int], samples: int = 1, sampling: Sampling = GREEDY) -> SpecInfer:
@@ -90,33 +88,17 @@ def every_tree(grow: Callable[[], DraftTree], monkeypatch: pytest.MonkeyPatch) -
 def test_it_keeps_the_distribution(
     models: int, expansion: list[int], samples: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """[V, V, V]: the first three tokens; p and every q depend on the whole path, and every q is another."""
-    p_logits = random_table(11, V, 3)
-    q_logits = [random_table(20 + model, V, 2) for model in range(models)]
-    p_of = {context: sampling.probabilities(p_logits[context]) for context in CONTEXTS}
-    joint = torch.zeros(V, V, V, dtype=torch.float64)
-    total, duplicates = 0.0, 0
-    method = merged([TableDecoder(table, 2) for table in q_logits], expansion, samples, sampling)
+    """p and every q depend on the whole path, and every q is another."""
+    decoders = [TableDecoder(random_table(20 + model, V, 2), 2) for model in range(models)]
+    method, trees = merged(decoders, expansion, samples, sampling), []
     for weight, tree in every_tree(method.propose, monkeypatch):
-        total += weight
-        assert tree.draws is not None
-        duplicates += any(len(draws) > len(tree.children(node)) for node, draws in enumerate(tree.draws))
-        paths = [(), *paths_in(tree)]
+        paths = paths_in(tree)
         assert len(set(paths)) == len(paths), "equal paths must share a node"
-        logits = torch.stack([p_logits[path] if path in p_logits else torch.zeros(V) for path in paths])
-        for probability, verdict in every_verdict(tree, logits.double(), sampling):
-            committed = (*(tree.tokens[node] for node in verdict.path[1:]), verdict.next_token)
-            for rest in itertools.product(range(V), repeat=3 - len(committed)):
-                path, mass = (*committed, *rest), weight * probability
-                for length in range(len(committed), 3):
-                    mass *= float(p_of[path[:length]][path[length]])
-                joint[path] += mass
-    assert total == pytest.approx(1.0)
-    assert duplicates > 0
-    wanted = torch.zeros_like(joint)
-    for a, b, c in itertools.product(range(V), repeat=3):
-        wanted[a, b, c] = p_of[()][a] * p_of[a,][b] * p_of[a, b][c]
-    torch.testing.assert_close(joint, wanted, atol=1e-9, rtol=0)
+        trees.append((weight, tree))
+    assert any(
+        len(draws) > len(tree.children(node)) for _, tree in trees for node, draws in enumerate(tree.draws or ())
+    )
+    check_three_tokens(trees, random_table(11, V, 3), sampling, V)
 
 
 def test_a_cut_tree_keeps_its_draws() -> None:

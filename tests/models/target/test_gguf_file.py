@@ -1,7 +1,5 @@
 """A GGUF file is a target like any other: the same logits, converted once, kept under its content's name."""
 
-import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +95,6 @@ def test_the_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
     assert weights_hash(recipe) is not None
 
 
-def test_whoever_reads_the_folder_reads_its_files(recipe: TargetRecipe) -> None:
-    folder = converted_folder(recipe)
-    assert {file.name: file.stat().st_mode & 0o044 for file in folder.iterdir()} == {
-        file.name: folder.stat().st_mode & 0o044 for file in folder.iterdir()
-    }
-
-
 def test_converted_once(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     first = converted_folder(recipe)
 
@@ -131,17 +122,6 @@ def test_killed_while_it_converts(recipe: TargetRecipe, monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             converted_folder(recipe)
     assert converted_folder(recipe).is_dir()
-
-
-def _converted(recipe: TargetRecipe) -> str:
-    return str(converted_folder(recipe))
-
-
-@pytest.mark.slow
-def test_several_processes_at_once(recipe: TargetRecipe) -> None:
-    assert os.environ["DRAFTSMITH_CACHE"]
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        assert len(set(pool.map(_converted, [recipe] * 4))) == 1
 
 
 def test_what_cannot_be_read(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
