@@ -1,11 +1,8 @@
 """What tables and sentences are printed with: colours and box characters on a terminal, plain text anywhere else."""
 
-from collections.abc import Iterable, Iterator
-
-from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.rule import Rule
-from rich.segment import Segment
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 
@@ -13,8 +10,7 @@ ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 class PlainConsole(Console):
     """On stdout, whatever that is when something is printed; `NO_COLOR` and `TERM` are obeyed, as rich does.
 
-    Where there is no terminal, a table is as wide as it needs, unless `COLUMNS` says how wide it may be, and its lines
-    end with their text, not with the blanks that would fill the last column.
+    Where there is no terminal, a table is as wide as it needs, unless `COLUMNS` says how wide it may be.
 
     Args:
         soft_wrap: Lines as long as they are, for what is copied; tables that are to be folded at the terminal's width
@@ -35,29 +31,9 @@ class PlainConsole(Console):
         limited = self.is_terminal or self.is_jupyter or self._environ.get("COLUMNS", "").isdigit()
         return size if limited else ConsoleDimensions(ENDLESS_COLUMNS, size.height)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        segments = super().render(renderable, options)
-        return iter(segments) if self.is_terminal else _without_blanks_at_ends(segments)
-
     def look_again(self) -> None:
         """Look again at where stdout leads, and at the environment."""
         PlainConsole.__init__(self, self.soft_wrap)
-
-
-def _without_blanks_at_ends(segments: Iterable[Segment]) -> Iterator[Segment]:
-    line: list[Segment] = []
-    for segment in segments:
-        if not segment.text.startswith("\n"):
-            line.append(segment)
-            continue
-        while line and not line[-1].control and not line[-1].text.strip(" "):
-            line.pop()
-        if line:
-            line[-1] = line[-1]._replace(text=line[-1].text.rstrip(" "))
-        yield from line
-        line.clear()
-        yield segment
-    yield from line
 
 
 console = PlainConsole()

@@ -34,7 +34,7 @@ def table() -> Table:
 
 def test_a_table_in_a_file_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     PlainConsole().print(table())
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     places = [0, len(NAME) + 2, len(NAME) + 2 + len("3.21") + 2]  # a space on both sides of each column
     rows = (("method", "tau", "definition"), (NAME, "3.21", "x" * 300), ("short", "3.2", "of a few words"))
     assert lines == [f" {a:{places[1]}}{b:{places[2] - places[1]}}{c}" for a, b, c in rows]
