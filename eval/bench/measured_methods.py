@@ -14,8 +14,7 @@ from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
-from draftsmith.models.base.published import drafter_place
-from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.base.registry import drafter_place, load_drafter
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder

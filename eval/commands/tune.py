@@ -38,7 +38,7 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.base.published import is_published
+from draftsmith.models.base.registry import is_published
 from draftsmith.models.decoding.protocols import SequenceDecoder
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError

@@ -5,7 +5,7 @@ own kind, with q, k and v projections twice as wide: its attention reads [input_
 and is added to the un-normed g_{t-1}; the MLP is as ever. Further layers are plain. Logits come from norm(out).
 
 With EAGLE-3.1's `fc_norm` (arXiv 2605.09992: an RMSNorm for each hidden state taken from the target) g is
-fc([norm_1(low); norm_2(mid); norm_3(high)]), so that no layer counts for more because its stream is larger.
+fc([norm_1(low); norm_2(mid); norm_3(high)]), so that no layer counts for more because its values are larger.
 `norm_before_fc` is another form of it, of NVIDIA's and speculators' drafters: fc(norm([low; mid; high])). P-EAGLE's
 `mask_hidden` goes through the same norms, as it does in vLLM (v1/spec_decode/llm_base_proposer.py) and speculators.
 

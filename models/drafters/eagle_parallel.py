@@ -53,9 +53,9 @@ class EagleParallelDrafter(EagleLayer):
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Masks near the mean embedding, with a random feature of the size that the target's have."""
         embedding_vd = embeddings_of(target).to(self.masks.dtype)
-        noise_kd, stream_kd = torch.randn_like(self.masks).chunk(2, dim=1)
+        noise_kd, drawn_kd = torch.randn_like(self.masks).chunk(2, dim=1)
         embedding_kd = embedding_vd.mean(0) + embedding_vd.std() * noise_kd
-        feature_kd = target.base_model.norm(stream_kd.to(target.dtype)).to(self.masks.dtype)
+        feature_kd = target.base_model.norm(drawn_kd.to(target.dtype)).to(self.masks.dtype)
         self.masks.copy_(torch.cat([embedding_kd, feature_kd], dim=1))
 
     def mask_inputs(self) -> Tensor:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 )
 
 from draftsmith.eval.commands import push
-from draftsmith.models.base import published
+from draftsmith.models.base import registry
 
 TOKEN, USER, URL = "hf_secretOfThisTest", "tester", "https://hub.test"
 
@@ -151,8 +151,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     fake = FakeHub(tmp_path / "hub-cache")
     monkeypatch.setattr(push, "HfApi", lambda: fake)
     monkeypatch.setattr(push, "hf_hub_download", fake.hf_hub_download)
-    monkeypatch.setattr(published, "snapshot_download", fake.snapshot_download)
+    monkeypatch.setattr(registry, "snapshot_download", fake.snapshot_download)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    published._fetched.cache_clear()
+    registry._fetched.cache_clear()
     yield fake
-    published._fetched.cache_clear()
+    registry._fetched.cache_clear()

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
-from draftsmith.models.base.published import drafter_place
-from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, read_drafter
+from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, drafter_place, read_drafter
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.hub import hub_id

@@ -9,7 +9,7 @@ from support.fake_hub import USER, FakeHub, commit_id, hub
 from support.finished_run import FinishedRun
 from support.tiny_runs import recipe_file
 
-from draftsmith.models.base import published
+from draftsmith.models.base import registry
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
@@ -49,7 +49,7 @@ def test_the_same_drafter_comes_back(run: FinishedRun, hub: FakeHub) -> None:
     here, there = load_drafter(run.root / "drafter", target), load_drafter(REPO, target)
     for name, tensor in here.state_dict().items():
         assert tensor.equal(there.state_dict()[name]), name
-    fetched = published.drafter_place(REPO)
+    fetched = registry.drafter_place(REPO)
     assert sorted(file.name for file in fetched.iterdir()) == ["config.json", "model.safetensors", "training.json"]
     assert hub.calls["snapshot_download"] == 1  # of all three
 
@@ -68,7 +68,7 @@ def test_eval_prove_and_tune(run: FinishedRun, hub: FakeHub) -> None:
     assert other["there"] == own["tuned"]
     weights = json.loads((run.root.parent / "other" / "eval" / "settings.json").read_text())["drafter_weights"]
     assert weights == json.loads((run.root / "eval" / "settings.json").read_text())["drafter_weights"]
-    fetched = published.drafter_place(REPO)
+    fetched = registry.drafter_place(REPO)
     assert json.loads((fetched / "config.json").read_text()) == json.loads(hub.files(REPO)["config.json"])
 
 
@@ -77,7 +77,7 @@ def test_a_revision_that_moves_is_noticed(run: FinishedRun, hub: FakeHub) -> Non
     """Records of other weights are never mixed; a commit's id always means the same ones."""
     files = hub.files(REPO)
     assert run.call("eval").exit_code == 0
-    published._fetched.cache_clear()
+    registry._fetched.cache_clear()
     weights = files["model.safetensors"][:-4] + bytes(4)
     training = json.loads(files["training.json"]) | {"weights_sha256": None}
     moved = {"model.safetensors": weights, "training.json": json.dumps(training).encode()}
@@ -109,7 +109,7 @@ def test_init_and_compare(run: FinishedRun, hub: FakeHub) -> None:
 
 def test_what_the_hub_does_not_give(run: FinishedRun, hub: FakeHub) -> None:
     def refusal(location: str) -> str:
-        published._fetched.cache_clear()
+        registry._fetched.cache_clear()
         return refused(run, "eval", f"eval.methods=[{{name: x, drafter: {location}}}]", "name=refused")
 
     assert "drafter of method x, nobody/nothing cannot be loaded" in (said := refusal("nobody/nothing"))
