@@ -108,11 +108,12 @@ def refuse_what_cannot_work(recipe: Recipe, args: TrainingArguments, launch: Lau
         UserError: They do not: the first obstacle, with the way out.
     """
     quantization_options(recipe.target)  # asks for its library
-    for obstacle in (*_of_the_launch(args, launch), *_of_the_target(recipe, launch), *_of_the_drafter(recipe, launch)):
+    for obstacle in _obstacles(recipe, args, launch):
         raise UserError(obstacle)
 
 
-def _of_the_launch(args: TrainingArguments, launch: Launch) -> Iterator[str]:
+def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Iterator[str]:
+    """Yield what is in the way: of the launch, then of the drafter, then of the target."""
     if launch.strategy == "megatron":
         yield (
             "accelerate was configured for Megatron-LM, which has no drafters: launch with one of the files in "
@@ -150,10 +151,14 @@ def _of_the_launch(args: TrainingArguments, launch: Launch) -> Iterator[str]:
             "data-parallel only, so leave it out; a target that does not fit is split by data.features.sharded=true"
         )
 
-
-def _of_the_target(recipe: Recipe, launch: Launch) -> Iterator[str]:
     features, kind = recipe.data.features, recipe.drafter.kind
-    needs = load_drafter_class(kind).whole_target_needed
+    drafter_class = load_drafter_class(kind)
+    if launch.splits_weights and drafter_class.split_obstacle is not None:
+        yield (
+            f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {drafter_class.split_obstacle}: launch "
+            "with recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
+        )
+    needs = drafter_class.whole_target_needed
     if recipe.target.quantization is not None and needs is not None:
         yield f"key `target.quantization`: not with drafter.kind `{kind}`, as {needs}: leave it out"
     if not features.sharded:
@@ -167,16 +172,6 @@ def _of_the_target(recipe: Recipe, launch: Launch) -> Iterator[str]:
         yield f"{key}: bitsandbytes' weights cannot be split: leave it out, or target.quantization"
     if needs is not None:
         yield f"{key}: not with drafter.kind `{kind}`, as {needs}: leave it out"
-
-
-def _of_the_drafter(recipe: Recipe, launch: Launch) -> Iterator[str]:
-    kind = recipe.drafter.kind
-    obstacle = load_drafter_class(kind).split_obstacle
-    if launch.splits_weights and obstacle is not None:
-        yield (
-            f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {obstacle}: launch with "
-            "recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
-        )
 
 
 class LostProcess(UserError):

@@ -159,12 +159,6 @@ def test_a_defect_before_distillation(name: str, tmp_path: Path) -> None:
     assert "Next:" not in printed
 
 
-def test_ids_outside_the_vocabulary_are_counted(tmp_path: Path) -> None:
-    case = clinic(tmp_path, vocab_size=60)
-    figures = case.examine()[1]["source/vocabulary"]["figures"]
-    assert figures["tokens_outside"] == sum(token >= 60 for row in case.rows() for token in row.input_ids) > 0
-
-
 def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
     """-100, as labels have it, is no token: it is told, and neither the preview nor the parity check stumbles."""
     case = clinic(tmp_path)
@@ -320,9 +314,7 @@ def test_a_half_precision_target_is_compared_in_fp32(tmp_path: Path) -> None:
     ("has_kernels", "large_bytes", "dtype", "said"),
     [
         (True, 1000, "float32", "ok: float32; in bfloat16 a step reads half as much"),
-        (True, 2**27, "float32", None),
         (False, 1000, "float32", None),
-        (True, 1000, "bfloat16", None),
         (False, 1000, "bfloat16", "warning: without the kernels that a C++ compiler would build"),
         (True, 1000, "float16", "warning: CPUs are slow in float16: set target.dtype=bfloat16"),
         (False, 1000, "float16", "warning: CPUs are slow in float16: set target.dtype=float32"),

@@ -266,12 +266,6 @@ def test_training_asks_for_complete_features(tmp_path: Path, monkeypatch: pytest
         train_drafter(recipe)
 
 
-def test_a_run_is_online_or_offline_not_both(tmp_path: Path) -> None:
-    train_drafter(tiny_run(tmp_path, train={"max_steps": 1}))
-    with pytest.raises(UserError, match=r"features.source = None, now it is 'offline' .*features.dtype changed too"):
-        train_drafter(tiny_run(tmp_path, train={"max_steps": 1}, data=OFFLINE))
-
-
 def test_drafters_that_need_the_target_say_so(tmp_path: Path) -> None:
     refusing = [kind for kind in drafter_kinds() if load_drafter_class(kind).offline_obstacle is not None]
     assert refusing == ["medusa2", "pass_embeddings"]
@@ -283,12 +277,6 @@ def test_drafters_that_need_the_target_say_so(tmp_path: Path) -> None:
         for refused in (project_features, train_drafter):
             with pytest.raises(UserError, match=rf"`{kind}` cannot be trained on features from disk, as {why}"):
                 refused(recipe)
-
-
-def test_run_asks_for_the_size_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "run_distill", lambda _: None)
-    with pytest.raises(UserError, match="accept its size with `draftsmith features"):
-        stages.make_drafter(tiny_run(tmp_path, data=OFFLINE))
 
 
 def test_autocast_is_that_of_online_training(tmp_path: Path) -> None:
