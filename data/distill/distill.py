@@ -176,7 +176,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
 
 
 class _Distillation:
-    """One call: who is being asked, and what is to be written down."""
+    """The state of one call: who is being asked, and what is to be written down."""
 
     def __init__(
         self,
