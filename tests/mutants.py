@@ -232,7 +232,7 @@ MUTANTS = (
         "eval/bench/records.py",
         'self.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]',
         'self.answers[f"{AUTOREGRESSIVE}@0"]',
-        "tests/eval/report/test_summary.py",
+        "tests/eval/bench/test_spec_bench.py",
     ),
     Mutant(
         "tau without the bonus token counts it",
