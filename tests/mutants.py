@@ -100,7 +100,7 @@ MUTANTS = (
     # ---- the decoding loop ----
     Mutant(
         "the KV cache keeps the first nodes, not the path's",
-        "models/target/tree_cache.py",
+        "models/decoding/kv_cache.py",
         "source = to_device(path[in_place:], self.all_keys.device) + start",
         "source = torch.arange(in_place, len(path)) + start",
         "tests/eval/decoding/test_session.py",

@@ -20,8 +20,8 @@ from draftsmith.eval.decoding.session import TargetStep
 from draftsmith.eval.trees.sampling import Sampling, first_token
 from draftsmith.eval.trees.tree import DraftTree
 from draftsmith.eval.trees.verify import Verdict
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.decoding.protocols import ALL_TOKENS
-from draftsmith.models.device_tensors import to_device
 
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
 UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are missing

@@ -19,8 +19,8 @@ from draftsmith.eval.decoding.session import TargetSession, TargetStep, cached_l
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled, compiles_by_default
 from draftsmith.models.cpu_kernels import MOST_ROWS
+from draftsmith.models.decoding.kv_cache import TreeCache, TreeCacheLayer
 from draftsmith.models.target.features import FINAL_FEATURES
-from draftsmith.models.target.tree_cache import TreeCache, TreeCacheLayer
 from draftsmith.recipes.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from draftsmith.eval.trees.tree import DraftTree, TreeShape, root_only
 from draftsmith.models.decoding.cached import LONGEST_TREE_NODES
-from draftsmith.models.device_tensors import aligned, open_mask, to_device
+from draftsmith.models.decoding.kv_cache import TreeCache, aligned, open_mask, to_device
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.models.target.tree_cache import TreeCache
 from draftsmith.recipes.errors import UserError
 
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."

@@ -23,10 +23,9 @@ from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.cached import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.kv_cache import TreeCache, open_mask, to_device
 from draftsmith.models.decoding.protocols import ALL_TOKENS
-from draftsmith.models.device_tensors import open_mask, to_device
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.models.target.tree_cache import TreeCache
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section

@@ -13,8 +13,8 @@ from draftsmith.eval.trees.builders import TreeBuilder, tree_builder
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.decoding.protocols import ALL_TOKENS, OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
-from draftsmith.models.device_tensors import to_device
 from draftsmith.recipes.schema import MethodRecipe
 
 

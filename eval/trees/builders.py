@@ -26,6 +26,7 @@ from torch import Tensor
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.sampling import Sampling, draw, drawn, largest, race
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.decoding.protocols import (
     ALL_TOKENS,
     DrafterDecoder,
@@ -34,7 +35,6 @@ from draftsmith.models.decoding.protocols import (
     StepwiseDecoder,
     TokenColumns,
 )
-from draftsmith.models.device_tensors import to_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from draftsmith.models.device_tensors import to_device
+from draftsmith.models.decoding.kv_cache import to_device
 
 
 class TreeShape:

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, CachedAttention
+from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, CachedAttention, to_device
 from draftsmith.models.decoding.protocols import Compilable, DrafterDecoder
-from draftsmith.models.device_tensors import to_device
 
 LONGEST_TREE_NODES = 256
 SMALL_STEP_TOKENS = 16  # pending tokens up to this many use masks that were made beforehand

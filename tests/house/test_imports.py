@@ -34,7 +34,7 @@ ONLY = {
     "models/target": ["recipes", "models"],
     "models/groups": ["recipes", "models"],
     "models/decoding": ["recipes", "models", "models/groups"],
-    "eval/trees": ["recipes", "models", "models/decoding"],
+    "eval/trees": ["recipes", "models/decoding"],
     "eval/decoding": ["recipes", "models*", "eval/trees"],
     "eval/methods": ["recipes", "models*", "eval/trees", "eval/decoding"],
 }
