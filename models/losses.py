@@ -92,7 +92,7 @@ def lk_alpha(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor, eta: float = LK_ETA) -> Tensor:
-    """From KL, whose gradient is large where little is accepted, to TV as alpha grows."""
+    """A mixture that moves from KL, whose gradient is large where little is accepted, to TV as alpha grows."""
     log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
     total_variation = _tv(log_p, log_q)
     weight = torch.exp(-eta * (1.0 - total_variation.detach()))
@@ -223,7 +223,7 @@ def numbers_beside(tensor: Tensor, numbers: Tensor | Sequence[float]) -> Tensor:
 
 
 class LowRankLogits(NamedTuple):
-    """What is added to the logits of N rows: the product of both, gradients reaching each."""
+    """A product that is added to the logits of N rows; gradients reach both factors."""
 
     rows_nr: Tensor  # [N, r]
     weight_vr: Tensor  # [V, r]
@@ -241,7 +241,7 @@ class TeacherRows(NamedTuple):
 
 
 class HeadLoss(NamedTuple):
-    """What the head makes of N rows. Only `loss` carries a gradient; without weights only `losses_n` does."""
+    """Losses of N rows through a head. Only `loss` carries a gradient; without weights only `losses_n` does."""
 
     loss: Tensor  # [] weighted sum
     losses_n: Tensor  # [N] of the chosen loss
@@ -309,7 +309,7 @@ def head_loss(
 
 @contextmanager
 def chunks_made_for(device_type: str) -> Iterator[None]:
-    """In here chunks are as large as on such a device, whatever device the tensors are on."""
+    """A context in which chunks are as large as on such a device, whatever device the tensors are on."""
     token = _made_for.set(device_type)
     try:
         yield
@@ -359,7 +359,7 @@ class _Teacher:
 
 
 class _Taken(NamedTuple):
-    """What all chunks together give. Gradients of each term; of rows [N, D] they are those of the unweighted losses."""
+    """Results of all chunks. Gradients are of each term; of rows [N, D] they are those of the unweighted losses."""
 
     losses_n: Tensor
     correct_n: Tensor
@@ -369,7 +369,7 @@ class _Taken(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """Of the logits: the product of rows and weight."""
+    """A term of the logits: the product of rows and weight."""
 
     rows_nd: Tensor
     weight_vd: Tensor

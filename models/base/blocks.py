@@ -112,8 +112,9 @@ class BlockDrafter(GroupWiseDrafter):
         return 1 if self.config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """With `init: target` c near the mean of the features, and layers from the target's first to its last, evenly,
-        where these are Qwen 3's but for its q/k norms: a block begins as embeddings and ends before the LM head."""
+        """Start, with `init: target`, c near the mean of the features, and layers from the target's first to its last,
+        evenly, where these are Qwen 3's but for its q/k norms: a block begins as embeddings and ends before the LM head.
+        """
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target" or target.config.model_type not in LIKE_QWEN3:
             return
@@ -163,7 +164,7 @@ class BlockDrafter(GroupWiseDrafter):
         return hidden_nd.new_zeros(len(rows.index_n), hidden_nd.shape[-1]).index_copy(0, block_n, hidden_nd)
 
     def context_keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer, [1, Hkv, C, Dh] twice, from c [1, C, D] and cos and sin [1, C, Dh]; keys are rotated."""
+        """Rotated keys, and values, [1, Hkv, C, Dh] of each layer, from c [1, C, D] and cos and sin [1, C, Dh]."""
         cos, sin = (part.unsqueeze(1) for part in rotary)
         found = []
         for layer in self.layers:

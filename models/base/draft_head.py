@@ -84,7 +84,7 @@ class MarkovHead(nn.Module):
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What a depth is read off.
+    """The LM head that a depth is read off, with its vocabulary, its teacher and its loss.
 
     Args:
         linear: [V', D], the target's or the drafter's own.
@@ -124,7 +124,7 @@ class LabelledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What the rows of a step are compared with.
+    """The tensors that the rows of a step are compared with.
 
     Args:
         input_ids: [B, S].
@@ -141,7 +141,7 @@ class Batch:
 
 @dataclass
 class RowLosses:
-    """What a part of the rows gives: losses [N] through the head, and what a kind may add to them."""
+    """The losses [N] of a part of the rows, and what `further_losses` may read."""
 
     rows: LabelledRows
     index_n: Tensor  # their places among the labels [B, G, S]

@@ -293,14 +293,14 @@ class Drafter(PreTrainedModel):
         """Make the parameters."""
 
     def get_input_embeddings(self) -> None:
-        """None of its own: it borrows the target's."""
+        """Return none: a drafter borrows the target's."""
 
     def get_output_embeddings(self) -> None:
-        """None of its own that is tied to anything."""
+        """Return none: no head of a drafter is tied to embeddings."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """What it reads of the target, concatenated in this order: ids of `FeatureTap`."""
+        """The layers of the target whose features it reads, concatenated in this order: ids of `FeatureTap`."""
         return tuple(getattr(self.config, "feature_layers", None) or (FINAL_FEATURES,))
 
     @property
@@ -355,7 +355,7 @@ class Drafter(PreTrainedModel):
 
     @contextmanager
     def original_target(self) -> Iterator[None]:
-        """In here the target is as it was before the drafter changed it."""
+        """A context in which the target is as it was before the drafter changed it."""
         yield
 
     @property
@@ -407,7 +407,7 @@ class Drafter(PreTrainedModel):
         return self.reduced_head if self._reduced and not self.own_heads else cast(nn.Linear, self.attached.lm_head)
 
     def draft_head(self, depth: int = 0) -> DraftHead:
-        """What this depth, counted from 0, is read off."""
+        """The head that this depth, counted from 0, is read off."""
         heads = self.own_heads
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         return DraftHead(
@@ -420,8 +420,11 @@ class Drafter(PreTrainedModel):
         )
 
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
-        """What a kind adds to the losses through the head: losses [N]; 1 for the rows that count, 0 for others [N]; and
-        which of the `label_counts` these rows are, 0 or 1."""
+        """Losses that a kind adds to those through the head; by default none.
+
+        Returns:
+            Losses [N]; 1 for the rows that count and 0 for others [N]; which row of `label_counts` counts them, 0 or 1.
+        """
         return None
 
     @property
@@ -479,7 +482,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def draft_vocabulary(self) -> DraftedShare | None:
-        """What it can draft of the data that it was prepared with; None: every token, or it was not prepared."""
+        """The share of the data that it can draft; None if it drafts every token, or was not prepared."""
         counts_v = self._token_counts_v
         if counts_v is None:
             return None
@@ -488,7 +491,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def draft_vocabulary_names(self) -> set[str]:
-        """Of its state, what only makes sense together: which tokens are drafted, and heads of its own for these."""
+        """Names in its state that only make sense together: which tokens are drafted, and own heads for these."""
         if not self._reduced:
             return set()
         heads = {f"{name}.weight" for name, module in self.named_modules() if any(module is h for h in self.own_heads)}
@@ -496,7 +499,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def draft_vocabulary_rows(self) -> set[str]:
-        """What makes sense with these tokens only, but may be left out of a start: it begins as zeros."""
+        """Names that make sense with these tokens only, but may be left out of a start, as they begin as zeros."""
         return set() if self.markov_head is None else {"markov_head.markov_w2.weight"}
 
     # ---- training and decoding ----

@@ -137,7 +137,7 @@ class Eagle3Shape(GroupWiseDrafter):
             self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
 
     def _fresh_norm(self, size: int) -> nn.Module:
-        """Of the target's kind, doing nothing but to norm."""
+        """A norm of the target's kind, with weights of one."""
         return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
 
     @property
@@ -145,7 +145,7 @@ class Eagle3Shape(GroupWiseDrafter):
         return [] if self.config.draft_vocab_size is None else [self.lm_head]
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """With `init: target` the target's last layers, and g near the mean of the features."""
+        """Start, with `init: target`, from the target's last layers, with g near the mean of the features."""
         self.initialize_own_heads()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target":

@@ -131,7 +131,7 @@ class GroupWiseDrafter(Drafter):
         return super().attach(target)
 
     def make_rotary(self, target: PreTrainedModel) -> Rotary:
-        """What turns its queries and keys."""
+        """The rotary embedding of its queries and keys."""
         return Rotary.of_target(target, self.layers_config)
 
     # ---- training ----

@@ -110,7 +110,7 @@ def read_training(folder: Path) -> Training:
 
 
 def drafter_config(folder: Path) -> dict[str, Any]:
-    """What a folder's `config.json` says; nothing where there is none.
+    """The values of a folder's `config.json`; none where there is no such file.
 
     Raises:
         UserError: It is damaged.
@@ -122,7 +122,7 @@ def drafter_config(folder: Path) -> dict[str, Any]:
 
 
 def check_as_trained(folder: Path) -> str:
-    """Whether kind and weights are those that training noted down in `training.json`, where that is. Returns the kind.
+    """Compare kind and weights with those that training noted down in `training.json`, if it is there; return the kind.
 
     Raises:
         UserError: They are not, or there is no trained drafter.
@@ -171,7 +171,7 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
 
 
 def is_published(location: str) -> bool:
-    """Whether it is fetched from the Hub, and so nothing to write to."""
+    """Whether it is fetched from the Hub, and so cannot be written to."""
     return hub_id(location) is not None and not Path(location).expanduser().is_dir()
 
 

@@ -55,7 +55,7 @@ class DSparkConfig(DrafterConfig):
 
 
 class ConfidenceHead(nn.Module):
-    """From [h; W1[x]] to a logit; starts as "who knows", 0.5."""
+    """A linear map of [h; W1[x]] to a logit, which starts at 0, a confidence of 0.5."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ class EagleLayer(GroupWiseDrafter):
     # ---- training ----
 
     def features_read(self, features: Tensor) -> Tensor:
-        """With noise in training."""
+        """Add noise in training."""
         if not self.training or self.config.feature_noise == 0:
             return features
         dtype, device = self.fc.weight.dtype, features.device

@@ -102,7 +102,7 @@ class PrefixAttention(nn.Module):
         return self._rotary(hidden, position_ids)
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """None: the states are what the heads read."""
+        """Return none: the heads read the states themselves."""
         return states[..., :0]
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
@@ -270,7 +270,7 @@ class HydraDecoder:
 
 
 class _Newest:
-    """Without prefix attention nothing but the newest token and its feature is read."""
+    """The newest token and its feature, all that is read without prefix attention."""
 
     def __init__(self) -> None:
         self._pending: tuple[Tensor, Tensor] | None = None
@@ -292,7 +292,7 @@ class _Newest:
 
 
 class _AttendedPrefix(CachedDecoder):
-    """With it, every committed token's feature goes through the layer once."""
+    """The prefix attention's layer over the features of all committed tokens, each once."""
 
     def __init__(self, prefix: PrefixAttention, max_length_tokens: int) -> None:
         super().__init__(prefix, max_length_tokens, extra_rows=0)

@@ -379,7 +379,7 @@ def _has_flash(q_bhsd: Tensor) -> bool:
 
 
 def _efficient_dtype(q_bhsd: Tensor) -> torch.dtype:
-    """What the memory-efficient kernel is given: before Ampere it has no bfloat16."""
+    """The dtype for the memory-efficient kernel, which has no bfloat16 before Ampere."""
     return torch.float32 if q_bhsd.dtype == torch.bfloat16 and not _is_ampere(q_bhsd.device) else q_bhsd.dtype
 
 

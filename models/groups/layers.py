@@ -123,7 +123,7 @@ class Rotary:
 
     @classmethod
     def of_target(cls, target: PreTrainedModel, config: PreTrainedConfig) -> Self:
-        """With the module that the target itself uses."""
+        """Make it with the module that the target itself uses."""
         return cls(type(target.base_model.rotary_emb), config, target.device)
 
     def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ class Rotary:
 
 
 class Attention(Protocol):
-    """What the layers of a forward attend by."""
+    """The attention of a forward's layers, which may keep keys and values for later ones."""
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh], keys and values [1, Hkv, R, Dh]."""

@@ -237,7 +237,7 @@ class ActiveRows:
         return [(place_n, self.grid.of_depths(place_n, j, 1)) for j, place_n in enumerate(places) if len(place_n)]
 
     def first_and_others(self) -> tuple[tuple[Tensor, Grid], tuple[Tensor, Grid]]:
-        """As `by_depth`, for the first depth and for all others together. There must be rows of both."""
+        """The same as `by_depth` for the first depth and for all others together. There must be rows of both."""
         first = self.counts_g[0]
         place_n = self.depth_n.argsort(stable=True)
         others = self.grid.of_depths(place_n[first:], 1, self.shape[1] - 1)
