@@ -113,7 +113,7 @@ class BlockDrafter(GroupWiseDrafter):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start, with `init: target`, c near the mean of the features, and layers from the target's first to its last,
-        evenly, where these are Qwen 3's but for its q/k norms: a block begins as embeddings and ends before the LM head.
+        evenly, where these are Qwen 3's but for its q/k norms: a block begins as embeddings and ends as features.
         """
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target" or target.config.model_type not in LIKE_QWEN3:
