@@ -10,7 +10,7 @@ from one.
 Pure: no model and no cache. All randomness goes through a `Chooser`, so that `enumeration.py` can walk through every
 outcome of this very code. On a GPU the host waits once for a greedy verdict; for a sampled one, which looks only at the
 nodes on its path, once for each draw that is tried and once for the last token, 10 to 20 us each. To decide all nodes
-in one pass would save most of these waits, but draw, and for top-p sort, at every node: on a CPU several times the work.
+in one pass would save most of these waits, but draw, or sort for top-p, at every node: on a CPU many times the work.
 
 Shapes: N tree nodes, V vocabulary. p = target, q = drafter.
 """
