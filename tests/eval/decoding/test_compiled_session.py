@@ -44,17 +44,20 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def few_first(names: Any, few: tuple[str, ...]) -> list[Any]:
-    return [name if name in few else pytest.param(name, marks=pytest.mark.nightly) for name in names]
-
-
 def methods(answer: list[int]) -> list[Method]:
     drafting = [DrafterMethod(n, HalfRightDecoder(answer, 97), BUILDERS[n], GREEDY) for n in ("chain", "best_first")]
     return [Autoregressive(), PromptLookup("pld", num_tokens=4, partial=True), *drafting]
 
 
 @pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize("name", few_first(TINY, ("llama", "gemma2")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in TINY if name not in ("llama", "gemma2")),
+    ],
+)
 def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
     """Padded: one graph a size, all of them after one answer of each method. Else one graph for everything."""
     torch.manual_seed(0)
@@ -104,6 +107,7 @@ def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
         assert session.sizes == [1]
 
 
+@pytest.mark.slow
 def test_two_sessions_on_a_cpu_do_not_share_a_graph() -> None:
     """Nothing about a call is looked at, so that the second one would run the first one's target."""
     torch.manual_seed(0)
@@ -227,6 +231,7 @@ def test_a_target_that_cannot_be_compiled_runs_as_it_is(
         generate(session, Autoregressive(), [5, 9, 33], GREEDY, 20)
 
 
+@pytest.mark.slow
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(inductor_config.cpp, "cxx", (str(tmp_path / "no-such-compiler"),))
     monkeypatch.setattr(inductor_config, "fx_graph_cache", False)
