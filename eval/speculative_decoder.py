@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import MeasuredCosts
-from draftsmith.eval.decoding.answer import AnswerRecord
-from draftsmith.eval.decoding.loop import Round, generate
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import drafter_method
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.schema import MethodRecipe

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -37,7 +37,7 @@ class Mutant:
     tests: str
 
 
-VERIFY, SAMPLING = "eval/trees/verify.py", "eval/trees/sampling.py"
+VERIFY = "eval/trees/verify.py"
 GROUP_WISE, ROWS, DRAFT_HEAD = "models/base/group_wise.py", "models/groups/rows.py", "models/base/draft_head.py"
 MUTANTS = (
     # ---- verification and trees ----
@@ -71,14 +71,14 @@ MUTANTS = (
     ),
     Mutant(
         "temperature applied twice",
-        SAMPLING,
+        VERIFY,
         "logits = logits / self.temperature",
         "logits = logits / self.temperature**2",
         "tests/eval/trees/test_sampling.py",
     ),
     Mutant(
         "top-p drops the token that reaches it",
-        SAMPLING,
+        VERIFY,
         "dropped = mass.cumsum(-1) - mass >= self.top_p",
         "dropped = (mass.cumsum(-1) > self.top_p) & (mass.cumsum(-1) > mass)",
         "tests/eval/trees/test_sampling.py",
@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "features of the nodes in order, not of the path's",
-        "eval/decoding/answer.py",
+        "eval/decoding/loop.py",
         "features = features[: len(path)] if in_order else features[to_device(path, features.device)]",
         "features = features[: len(path)]",
         "tests/eval/decoding/test_loop.py",

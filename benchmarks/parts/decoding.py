@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.eval.decoding.answer import AnswerRecord
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import AnswerRecord, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.compiling import BACKEND
-from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 from parts.shapes import SEED, Shape, agree, random_drafter, random_prompt, random_target, random_tree, tree_paths
 from parts.timing import Suite, compare, launches_per_round, seconds

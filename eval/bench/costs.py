@@ -16,9 +16,9 @@ from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.adaptive import AdaptiveTree, Curve, RoundCosts, never_falling
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.decoding.protocols import SequenceDecoder, StepwiseDecoder
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)  # drafted nodes

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.registry import MethodSetting, make_method
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import drafter_place, load_drafter
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import pack_linears
-from draftsmith.models.decoding.protocols import Compilable, SequenceDecoder
+from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.recipes.errors import UserError

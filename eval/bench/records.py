@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 from torch import nn
 
-from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.loop import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodName
 

@@ -23,9 +23,8 @@ from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
-from draftsmith.eval.decoding.answer import AnswerRecord, StopStrings
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import Round, generate
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, StopStrings, generate
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar
@@ -45,7 +44,7 @@ class SpecBench:
         questions: Those that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Per turn.
         seed: Of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
-        stop: Strings that end an answer; see `draftsmith.eval.decoding.answer.StopStrings`.
+        stop: Strings that end an answer; see `draftsmith.eval.decoding.loop.StopStrings`.
         compiles: Run the target through `torch.compile`, for all methods; None: if it can be, see `open_session`.
     """
 

@@ -51,13 +51,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.decoding.answer import AnswerRecord
-from draftsmith.eval.decoding.loop import Round
+from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, root_only
-from draftsmith.eval.trees.verify import drawn_below
+from draftsmith.eval.trees.verify import Sampling, drawn_below
 
 MOST_TOKENS = 32  # gammas tried
 Path = tuple[int, ...]  # drafted tokens from the root down

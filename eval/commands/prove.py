@@ -36,7 +36,7 @@ from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.enumeration import largest_error
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar

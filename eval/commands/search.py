@@ -24,7 +24,7 @@ from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_distill
 from draftsmith.eval.methods.drafter import drafter_method
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.target.features import target_features

@@ -76,7 +76,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
 def local_target(target: Any) -> "LocalTarget":
     """Make of the loaded target what `engine: transformers` runs."""
     from draftsmith.data.engines.engine import LocalTarget
-    from draftsmith.eval.trees.sampling import Sampling, first_token
+    from draftsmith.eval.trees.verify import Sampling, first_token
     from draftsmith.models.target.loading import longest_sequence_tokens
 
     def draw(logits_v: Any, settings: "GenerationSettings", generator: Any) -> int:

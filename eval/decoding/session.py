@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.eval.trees.tree import DraftTree, TreeShape, root_only
-from draftsmith.models.decoding.cached import LONGEST_TREE_NODES
+from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import TreeCache, aligned, open_mask, to_device
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.loading import longest_sequence_tokens

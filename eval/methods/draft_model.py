@@ -22,9 +22,8 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
-from draftsmith.models.decoding.cached import LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.decoding.kv_cache import TreeCache, open_mask, to_device
-from draftsmith.models.decoding.protocols import ALL_TOKENS
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError
@@ -32,7 +31,7 @@ from draftsmith.recipes.schema import Section
 
 
 class DraftModelDecoder:
-    """A language model that drafts, see `draftsmith.models.decoding.protocols.StepwiseDecoder`.
+    """A language model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`.
 
     Args:
         model: In eval mode.

@@ -11,10 +11,10 @@ from torch import Tensor
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import TreeBuilder, tree_builder
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import ALL_TOKENS, OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.decoding.kv_cache import to_device
-from draftsmith.models.decoding.protocols import ALL_TOKENS, OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.models.decoding.protocols import ALL_TOKENS
+from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
@@ -81,7 +81,7 @@ class NgramModel:
 
 
 class NgramDecoder:
-    """The model that drafts, see `draftsmith.models.decoding.protocols.StepwiseDecoder`."""
+    """The model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`."""
 
     reads_tokens = True
 

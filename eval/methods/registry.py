@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MethodRecipe

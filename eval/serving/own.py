@@ -19,7 +19,7 @@ from draftsmith.eval.serving.asking import (
     with_speedups,
 )
 from draftsmith.eval.serving.endpoint import DraftCounts
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe
 

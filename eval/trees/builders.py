@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.sampling import Sampling, draw, drawn, largest, race
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.decoding.kv_cache import to_device
-from draftsmith.models.decoding.protocols import (
+from draftsmith.eval.trees.verify import Sampling, draw, drawn, largest, race
+from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     DrafterDecoder,
     OneForward,
@@ -35,6 +34,7 @@ from draftsmith.models.decoding.protocols import (
     StepwiseDecoder,
     TokenColumns,
 )
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -39,7 +39,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotat
 from draftsmith.models.base.drafter import DepthWeights, DrafterConfig, Init, MaskResidual, NumLayers
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.decoding.blocks import BlockDecoder
-from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, qwen3_layers_config
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
 

@@ -44,7 +44,7 @@ from draftsmith.models.base.draft_head import (
     depth_shares,
     supervised_token_counts,
 )
-from draftsmith.models.decoding.protocols import ALL_TOKENS, DrafterDecoder, StepwiseDecoder, TokenColumns
+from draftsmith.models.decoding.decoders import ALL_TOKENS, DrafterDecoder, StepwiseDecoder, TokenColumns
 from draftsmith.models.groups.attention import Backend
 from draftsmith.models.groups.rows import IGNORED_LABEL, depth_labels, document_starts
 from draftsmith.models.losses import DrafterOutput, LossName, numbers_beside

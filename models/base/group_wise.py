@@ -25,8 +25,13 @@ from draftsmith.models.base.drafter import (
     DrafterOptions,
     ascending_layers,
 )
-from draftsmith.models.decoding.cached import MarkovDecoder, ParallelDecoder, TreeDecoder
-from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.decoding.decoders import (
+    DrafterDecoder,
+    MarkovDecoder,
+    ParallelDecoder,
+    StepwiseDecoder,
+    TreeDecoder,
+)
 from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows, active, depth_labels, previous_features
 from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.cached import LONGEST_STATIC_ROWS, CachedDecoder, padded_rows
+from draftsmith.models.decoding.decoders import LONGEST_STATIC_ROWS, CachedDecoder, padded_rows
 
 
 class ContextLayers:
@@ -42,7 +42,7 @@ class ContextLayers:
 
 
 class BlockDecoder(CachedDecoder):
-    """See the module's docstring and `protocols.DrafterDecoder`.
+    """See the module's docstring and `decoders.DrafterDecoder`.
 
     Args:
         drafter: As `BlockDrafter`.

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig
 from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.cached import CachedDecoder, depths_below, padded_rows
+from draftsmith.models.decoding.decoders import CachedDecoder, depths_below, padded_rows
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows, depth_labels, previous_features

@@ -106,7 +106,7 @@ class MedusaDrafter(HeadsDrafter):
 
 
 class MedusaDecoder:
-    """Keeps h_{t-1} and nothing else; see `draftsmith.models.decoding.protocols.DrafterDecoder`."""
+    """Keeps h_{t-1} and nothing else; see `draftsmith.models.decoding.decoders.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
         self._drafter, self._logits_of, self.columns = drafter, drafter.logits_of, drafter.columns

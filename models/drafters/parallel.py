@@ -3,7 +3,7 @@
 One decoder layer of the target's own kind reads the newest token and K trainable [MASK] vectors and predicts, in one
 forward, the next K+1 tokens. It is trained on all groups of a sequence at once (`base/group_wise.py`):
 with group attention (`groups/attention.py`) over the rows that carry a label (`groups/rows.py`). It is decoded with
-plain causal attention over its own KV cache (`decoding/cached.py`).
+plain causal attention over its own KV cache (`decoding/decoders.py`).
 
 Where we decide what the paper leaves open:
 * `inputs`: the paper does not say whether this flavour reads the target's hidden states. `embedding` = e(x_t);

@@ -12,7 +12,7 @@ from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.eval.commands.compare import _check_comparable, joint_recipe
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.drafter.training_arguments import training_arguments

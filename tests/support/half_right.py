@@ -25,8 +25,8 @@ from draftsmith.eval.trees.builders import (
     StaticGrower,
     TreeBuilder,
 )
-from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.decoding.protocols import ALL_TOKENS
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import ALL_TOKENS
 
 GREEDY = Sampling()
 DEPTHS = 4

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.protocols import ALL_TOKENS, TokenColumns
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 
 Path = tuple[int, ...]
 

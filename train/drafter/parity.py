@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.decoding.protocols import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.target.features import target_features
 
 TOLERANCE = 1e-4  # of the logits' standard deviation, in fp32

@@ -16,7 +16,7 @@ from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.report.summary import summarize
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 
 PROMPT = [5, 9, 33, 12]
 TOKENS = 20

@@ -12,7 +12,7 @@ from parts.decoding import loop_figures
 from parts.shapes import FAVOURITE, SHAPES, agree, random_drafter, random_target, tree_paths
 from parts.timing import Suite, count, ratios
 
-from draftsmith.eval.decoding.answer import AnswerRecord
+from draftsmith.eval.decoding.loop import AnswerRecord
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]

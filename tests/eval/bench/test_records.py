@@ -20,7 +20,7 @@ from draftsmith.eval.bench.records import (
     weights_fingerprint,
 )
 from draftsmith.eval.report.summary import summarize, summarize_timing
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.errors import UserError
 
 OTHER: dict[str, Any] = {

@@ -16,14 +16,14 @@ from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.decoding.answer import StopStrings
 from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.loop import StopStrings
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
-from draftsmith.eval.trees.sampling import Sampling
-from draftsmith.models.decoding.protocols import ALL_TOKENS
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.recipes.errors import UserError
 
 SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"

@@ -18,19 +18,17 @@ from draftsmith.eval.bench.theory import (
     theory_row,
     walltime_factor,
 )
-from draftsmith.eval.decoding.answer import AnswerRecord
-from draftsmith.eval.decoding.loop import Round, generate
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Verdict
+from draftsmith.eval.trees.verify import Sampling, Verdict
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import PackedLinear, has_kernels, pack_linears
-from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12]

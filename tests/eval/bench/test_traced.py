@@ -13,7 +13,7 @@ from draftsmith.eval.bench.traced import Trace, TracedAnswer, best_of_each_kind
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 
 PROMPT = [1, 2, 3]
 

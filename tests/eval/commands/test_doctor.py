@@ -20,7 +20,7 @@ from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Le
 from draftsmith.data.sources.conversation import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
-from draftsmith.models.decoding.cached import ParallelDecoder
+from draftsmith.models.decoding.decoders import ParallelDecoder
 from draftsmith.models.drafters import parallel
 
 VOCABULARY = 400

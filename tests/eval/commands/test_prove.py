@@ -23,8 +23,8 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees import verify
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

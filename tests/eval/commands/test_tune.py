@@ -18,9 +18,8 @@ from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Verdict
+from draftsmith.eval.trees.verify import Sampling, Verdict
 from draftsmith.recipes.schema import MethodRecipe
 
 

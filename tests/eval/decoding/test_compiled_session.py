@@ -27,7 +27,7 @@ from draftsmith.eval.trees.tree import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
-from draftsmith.models.decoding.protocols import Compilable
+from draftsmith.models.decoding.decoders import Compilable
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodRecipe

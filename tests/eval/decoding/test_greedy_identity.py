@@ -31,7 +31,7 @@ from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import TreeBuilder
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.decoders import StepwiseDecoder
 
 MODELS = MATERIAL / "models"
 

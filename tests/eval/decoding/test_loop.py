@@ -13,9 +13,8 @@ from support.tiny_models import smallest_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith.eval.decoding import answer as answer_module
-from draftsmith.eval.decoding.answer import TIMELINE_ROUNDS
-from draftsmith.eval.decoding.loop import Round, generate
+from draftsmith.eval.decoding import loop as loop_module
+from draftsmith.eval.decoding.loop import TIMELINE_ROUNDS, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.methods.drafter import DrafterMethod
@@ -33,9 +32,9 @@ from draftsmith.eval.trees.builders import (
     TreeBuilder,
 )
 from draftsmith.eval.trees.enumeration import Outcomes
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.models.decoding.protocols import TokenColumns
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import TokenColumns
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -272,7 +271,7 @@ def every_answer(
         def rows(q: Tensor, _: Any, chooser: Outcomes = chooser) -> Tensor:
             return torch.tensor([chooser.draw(row) for row in q])
 
-        monkeypatch.setattr(answer_module, "first_token", first)
+        monkeypatch.setattr(loop_module, "first_token", first)
         monkeypatch.setattr(verify_module, "RandomChooser", lambda _, chooser=chooser: chooser)
         monkeypatch.setattr(builders_module, "drawn", rows)
         monkeypatch.setattr(builders_module, "draw", lambda q, _, chooser=chooser: chooser.draw(q))

@@ -17,8 +17,8 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import TreeShape
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import MethodRecipe
 
 GREEDY = Sampling()

@@ -12,13 +12,12 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.eval.decoding.answer import AnswerRecord, StopMatcher, StopStrings
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import AnswerRecord, StopMatcher, StopStrings, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import BestFirstBuilder
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 
 GREEDY = Sampling()
 PROMPT = [1, 2, 3]

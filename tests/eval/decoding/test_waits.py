@@ -15,9 +15,9 @@ from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12, 40, 7]

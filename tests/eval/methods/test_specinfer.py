@@ -19,9 +19,9 @@ from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.enumeration import Outcomes
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.protocols import StepwiseDecoder
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

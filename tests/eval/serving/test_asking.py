@@ -19,7 +19,7 @@ from draftsmith.data.sources.questions import Question
 from draftsmith.eval.bench.records import QuestionRecord, answer_settings
 from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ask, level_figures, with_speedups
 from draftsmith.eval.serving.own import chain_of, own_figures
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe
 
 QUESTIONS = [Question(1, "writing", ("w5",)), Question(2, "math", ("w6", "w7"))]

@@ -31,9 +31,9 @@ from draftsmith.eval.trees.builders import (
     tree_builder,
 )
 from draftsmith.eval.trees.enumeration import Outcomes
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.models.decoding.protocols import ALL_TOKENS, TokenColumns
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

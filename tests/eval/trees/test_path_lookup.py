@@ -15,8 +15,8 @@ from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.eval.trees.sampling import Sampling, drawn, largest
+from draftsmith.eval.trees.verify import Sampling, drawn, largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -7,9 +7,8 @@ import torch
 from support.table_decoder import DepthsDecoder
 
 from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Verdict, verify_greedy
+from draftsmith.eval.trees.verify import Sampling, Verdict, verify_greedy
 from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()

@@ -22,9 +22,8 @@ from draftsmith.eval.trees.enumeration import (
     target_and_draft,
     wanted_joint,
 )
-from draftsmith.eval.trees.sampling import Sampling
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Verdict, verify
+from draftsmith.eval.trees.verify import Sampling, Verdict, verify
 
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)]
 

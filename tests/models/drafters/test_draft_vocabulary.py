@@ -18,7 +18,7 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.draft_head import supervised_token_counts
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter, load_drafter_class

@@ -11,7 +11,7 @@ from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_targ
 from draftsmith.models.base.blocks import BlockDrafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.blocks import BlockDecoder
-from draftsmith.models.decoding.cached import MarkovDecoder
+from draftsmith.models.decoding.decoders import MarkovDecoder
 
 TARGET = tiny_target(num_hidden_layers=4)
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.decoding.cached import MarkovDecoder
+from draftsmith.models.decoding.decoders import MarkovDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 MASKED = [k for k in drafter_kinds() if issubclass(load_drafter_class(k).config_class.Options, MaskOptions)]

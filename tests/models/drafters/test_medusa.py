@@ -14,7 +14,7 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import BestFirstBuilder, tree_builder
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa import MedusaDrafter
 from draftsmith.models.target.features import target_features

@@ -14,7 +14,7 @@ from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import ChainBuilder
-from draftsmith.eval.trees.sampling import Sampling
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.pass_embeddings import PassEmbeddingsDrafter
 

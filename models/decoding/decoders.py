@@ -1,15 +1,20 @@
-"""The decode side of drafters made of decoder layers: a queue of final tokens and a KV cache of their rows.
+"""What a decoder is, a drafter while it decodes one sequence, and the decoders made of cached decoder layers.
 
-`ParallelDecoder` drafts all depths in one forward; `MarkovDecoder` adds to them what the tokens of a path say;
-`TreeDecoder` grows a tree level by level. Nothing is ever rolled back: committed tokens are final, and the rows of
-drafted ones are overwritten.
+A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
+that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is `OneForward` too).
 
-Shapes: G depths, K masks, P prompt, n newly committed, R rows of a forward, k of them kept, W nodes of a call, M nodes
-so far, E input width of a layer, F features, D hidden, V columns of the logits, S capacity.
+Of decoder layers are made `ParallelDecoder`, which drafts all depths in one forward, `MarkovDecoder`, which adds to
+them what the tokens of a path say, and `TreeDecoder`, which grows a tree level by level: a queue of final tokens and a
+KV cache of their rows. Nothing is ever rolled back: committed tokens are final, and the rows of drafted ones are
+overwritten.
+
+Shapes: G depths, K masks, P prompt, n newly committed tokens, R rows of a forward, k of them kept, W tree nodes of one
+call, M nodes so far, E input width of a layer, F features, D hidden, V the target's vocabulary, V' columns of the
+logits, S capacity.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +22,115 @@ from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.kv_cache import STATIC_ROPE_TYPES, CachedAttention, to_device
-from draftsmith.models.decoding.protocols import Compilable, DrafterDecoder
 
 LONGEST_TREE_NODES = 256
 SMALL_STEP_TOKENS = 16  # pending tokens up to this many use masks that were made beforehand
 LONGEST_STATIC_ROWS = 32  # of a compiled forward
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class TokenColumns:
+    """Which tokens the columns of a drafter's logits are: all of the target's, or those of a draft vocabulary.
+
+    A drafter with a reduced draft vocabulary reads V' rows of a head, and its logits have V' columns. Trees are made of
+    these columns and name the target's tokens; only what verification samples against is made V wide.
+
+    Args:
+        ids: [V'] the target's ids of the columns, ascending; None: all of its tokens, in order.
+        vocabulary: V, where there are `ids`.
+    """
+
+    def __init__(self, ids: Tensor | None = None, vocabulary: int = 0) -> None:
+        self.ids, self._vocabulary = ids, vocabulary
+        given: list[int] = [] if ids is None else ids.tolist()
+        self._tokens = [*given, -1]  # column -1 is "none", and stays -1
+        self._known = frozenset(given)
+        self._ids_there = torch.empty(0) if ids is None else ids  # where they were last asked for
+
+    @property
+    def reduced(self) -> bool:
+        """Whether tokens are missing, or may be."""
+        return self.ids is not None
+
+    def __contains__(self, token: int) -> bool:
+        return self.ids is None or token in self._known
+
+    def vocabulary_of(self, logits: Tensor) -> int:
+        """V, for logits [..., V']."""
+        return logits.shape[-1] if self.ids is None else self._vocabulary
+
+    def tokens(self, columns: list[int]) -> list[int]:
+        """The target's ids; -1, for no column, stays -1."""
+        return columns if self.ids is None else [self._tokens[column] for column in columns]
+
+    def widened(self, values: Tensor, elsewhere: float) -> Tensor:
+        """[..., V'] to [..., V], with this value for the tokens that have no column."""
+        if self.ids is None:
+            return values
+        if self._ids_there.device != values.device:
+            self._ids_there = self.ids.to(values.device)
+        wide = values.new_full((*values.shape[:-1], self._vocabulary), elsewhere)
+        return wide.index_copy_(-1, self._ids_there, values)
+
+
+ALL_TOKENS = TokenColumns()
+
+
+class SequenceDecoder(Protocol):
+    """A drafter while it decodes one sequence. `start` and `observe` only queue."""
+
+    columns: TokenColumns  # what its logits are of
+
+    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i."""
+
+    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
+        """Tokens that are final. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
+
+
+class DrafterDecoder(SequenceDecoder, Protocol):
+    """All depths from one forward: what a depth drafts does not depend on the tokens drafted before it."""
+
+    def draft(self) -> Tensor:
+        """fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward."""
+
+
+@runtime_checkable
+class StepwiseDecoder(SequenceDecoder, Protocol):
+    """A tree level by level: what a node's children are depends on the tokens of the path to it."""
+
+    num_depths: int  # the longest path worth drafting
+
+    def begin(self) -> Tensor:
+        """Read what is queued. fp32 logits [1, V'] of the children of node 0, the newest committed token."""
+
+    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """Add W nodes below `parents`; fp32 logits [W, V'] of their children.
+
+        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`.
+        """
+
+
+@runtime_checkable
+class OneForward(Protocol):
+    """A stepwise decoder whose layers run in `begin` alone: `expand` costs next to nothing, however wide a level is."""
+
+    one_forward: bool
+
+
+@runtime_checkable
+class ReadsTokens(Protocol):
+    """A decoder that looks tokens up on the host: it is given lists, and tensors of the CPU, wherever the target is."""
+
+    reads_tokens: bool
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """A decoder whose rounds `torch.compile` can run."""
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """Before the first sequence."""
 
 
 class CachedDecoder:
@@ -84,7 +192,7 @@ class CachedDecoder:
         return ids, features
 
     def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
-        """Of rows that follow the cached ones in order, from `first_kept` on: hidden [k, D] and fp32 logits [k, V]."""
+        """Of rows that follow the cached ones in order, from `first_kept` on: hidden [k, D] and fp32 logits [k, V']."""
         if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
             return self._static.causal(inputs_re, first_kept, self._rotary_of)
         begin, num_rows = self._cache.length, len(inputs_re)
@@ -112,7 +220,7 @@ class CachedDecoder:
 
 
 class ParallelDecoder(CachedDecoder):
-    """For group-wise drafters; see `protocols.DrafterDecoder`."""
+    """For group-wise drafters; see `DrafterDecoder`."""
 
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
@@ -121,7 +229,7 @@ class ParallelDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def draft(self) -> Tensor:
-        """fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over n+K rows."""
+        """fp32 logits [G, V'] of depths 1..G after the newest committed token, from one forward over n+K rows."""
         ids, features = self._take_pending()
         real_ne = self._drafter.real_inputs(ids, features)
         masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
@@ -136,7 +244,7 @@ class MarkovDecoder:
 
     Args:
         decoder: Its logits are those before the bias.
-        bias_of: Tokens [W], those before, to what they add to the logits [W, V].
+        bias_of: Tokens [W], those before, to what they add to the logits [W, V'].
         num_depths: G.
         device: The drafter's.
     """
@@ -168,13 +276,13 @@ class MarkovDecoder:
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
-        """fp32 logits [1, V] of the children of the newest committed token."""
+        """fp32 logits [1, V'] of the children of the newest committed token."""
         self._logits_gv, self._depths = self._decoder.draft(), [0]
         return self._logits_gv[:1] + self._bias_of(self._newest_1)
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
         self._depths += depths
         tokens_w, depths_w = to_device([tokens, depths], self._device)
@@ -245,7 +353,7 @@ class GrowingTree:
 
 
 class TreeDecoder(CachedDecoder):
-    """For drafters that read their own output (EAGLE); see `protocols.StepwiseDecoder`.
+    """For drafters that read their own output (EAGLE); see `StepwiseDecoder`.
 
     A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
     reads its parent's output (`drafted_inputs`) in place of the target's feature.
@@ -259,7 +367,7 @@ class TreeDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
-        """fp32 logits [1, V] of the children of the newest committed token."""
+        """fp32 logits [1, V'] of the children of the newest committed token."""
         ids, features = self._take_pending()
         newest_1d, logits_1v = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         self._cache.length += len(ids)
@@ -269,7 +377,7 @@ class TreeDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         ids, parents_w, depths, seen = self._tree.add(tokens, parents)
         above = self._feedback_md.index_select(0, parents_w)
         hidden = self._drafter.drafted_inputs(ids, above).unsqueeze(0)
@@ -313,14 +421,14 @@ class StaticLayers:
         self._run = compiled(run, drafter.device, f"drafter {type(drafter).__name__}", backend)
 
     def causal(self, inputs_re: Tensor, first_kept: int, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V] from `first_kept` on."""
+        """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         begin, rows = self._cache.length, len(inputs_re)
         places = self._columns[begin : begin + padded_rows(rows)]
         kept = self._columns[first_kept:rows]
         return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
 
     def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V]; seen [W, M] as in `CachedAttention`."""
+        """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V']; seen [W, M] as in `CachedAttention`."""
         (nodes, known), size = seen.shape, padded_rows(len(inputs_we))
         begin = self._cache.length + known - nodes
         places = self._columns[begin : begin + size]
