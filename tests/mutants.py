@@ -74,14 +74,14 @@ MUTANTS = (
         VERIFY,
         "logits = logits / self.temperature",
         "logits = logits / self.temperature**2",
-        "tests/eval/trees/test_sampling.py",
+        "tests/eval/trees/test_verify.py",
     ),
     Mutant(
         "top-p drops the token that reaches it",
         VERIFY,
         "dropped = mass.cumsum(-1) - mass >= self.top_p",
         "dropped = (mass.cumsum(-1) > self.top_p) & (mass.cumsum(-1) > mass)",
-        "tests/eval/trees/test_sampling.py",
+        "tests/eval/trees/test_verify.py",
     ),
     Mutant(
         "lookups in a tree of sampled tokens",

@@ -15,9 +15,7 @@ from draftsmith.models import cpu_kernels
 from draftsmith.models.cpu_kernels import (
     DTYPES,
     GROUPED_SDPA,
-    MOST_PACKED_ROWS,
     MOST_ROWS,
-    MOST_VECTORS,
     PackedLinear,
     can_attend,
     cpp_compiler,
@@ -70,19 +68,6 @@ def test_rows_of_any_shape(dtype: torch.dtype) -> None:
         KERNEL.linear(rows[..., :4].contiguous(), packed, 9, None)
     with pytest.raises(RuntimeError, match="differ in dtype"):
         KERNEL.linear(rows.double(), packed, 9, None)
-
-
-@KERNELS
-@EVERY_DTYPE
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
-    for outputs, inputs in ((33, 71), (96, 64)):
-        packed, bias = KERNEL.pack(random(outputs, inputs, dtype=dtype)), random(outputs, seed=1)
-        rows = random(70, inputs, dtype=dtype, seed=2)
-        together = KERNEL.linear(rows, packed, outputs, bias)
-        for count in range(1, 30):
-            assert torch.equal(
-                KERNEL.linear(rows[count : 2 * count], packed, outputs, bias), together[count : 2 * count]
-            )
 
 
 @KERNELS
@@ -186,38 +171,6 @@ def test_attention_refuses_what_it_cannot_do() -> None:
 
 
 @KERNELS
-def test_what_attention_takes() -> None:
-    """The rest is for torch's own."""
-    query, mask = torch.zeros(1, 4, 3, 64), torch.zeros(1, 1, 3, 10)
-    most = torch.zeros(1, 4, MOST_ROWS + 1, 64)
-    with torch.no_grad():
-        assert can_attend(query, mask)
-        assert can_attend(query[:, :, :1], None)
-        assert can_attend(most[:, :, 1:], torch.zeros(1, 1, MOST_ROWS, 70))
-        assert not can_attend(most, torch.zeros(1, 1, MOST_ROWS + 1, 70))
-        assert not can_attend(query, None)
-        assert not can_attend(query, mask == 0)
-        assert not can_attend(query, mask.bfloat16())
-        assert not can_attend(query, mask.expand(1, 4, 3, 10))
-        assert not can_attend(query.expand(2, -1, -1, -1), mask)
-        assert not can_attend(query[..., ::2], mask)
-        assert not can_attend(query[..., :62], mask)
-        assert not can_attend(torch.zeros(1, 1, 3, MOST_VECTORS * KERNEL.lanes() * 2), mask)
-        assert not can_attend(query.double(), mask.double())
-    assert not can_attend(query, mask)  # gradients may be wanted
-
-
-@KERNELS
-def test_the_compiler_knows_the_shapes() -> None:
-    checks = ("test_schema", "test_faketensor")
-    packed, bias = KERNEL.pack(random(9, 6)), random(9)
-    for rows in (random(6), random(2, 3, 6)):
-        torch.library.opcheck(KERNEL.linear.default, (rows, packed, 9, bias), test_utils=checks)
-    query, keys, values, mask = some_attention(4, 2, 32, 3, 10, torch.float32)
-    torch.library.opcheck(KERNEL.attention.default, (query, keys, values, mask, 0.2), test_utils=checks)
-
-
-@KERNELS
 def test_reading_reads_everything() -> None:
     assert KERNEL.read(torch.ones(100_000 // 16 * 16, dtype=torch.int32)) == 100_000
     with pytest.raises(RuntimeError, match="contiguous"):
@@ -313,43 +266,6 @@ def packed_of(plain: nn.Linear) -> PackedLinear:
 def frozen(inputs: int, outputs: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_same_product(bias: bool, dtype: torch.dtype) -> None:
-    """In bf16 within its last bit: sums are of fp32 in both."""
-    plain = frozen(48, 103, dtype, bias)
-    packed = packed_of(plain)
-    close = 1e-5 if dtype == torch.float32 else 2**-7
-    for shape in ((48,), (1, 48), (2, 7, 48), (33, 48), (0, 48)):
-        x = torch.randn(shape, dtype=dtype)
-        torch.testing.assert_close(packed(x), plain(x), atol=close, rtol=close)
-    assert packed.weight.data_ptr() == plain.weight.data_ptr()
-    assert set(packed.state_dict()) == set(plain.state_dict())
-
-
-def is_plain(packed: nn.Linear, rows: Tensor) -> bool:
-    """Whether the layer reads its own weight: the packed one is ruined meanwhile."""
-    assert isinstance(packed, PackedLinear)
-    packed(torch.zeros(1, packed.in_features, dtype=packed.weight.dtype))
-    kept = packed._packed
-    packed._packed = None if kept is None else torch.zeros_like(kept)
-    found = packed(rows)
-    packed._packed = kept
-    return bool((found.detach() - packed.bias.detach()).abs().max() > 0)
-
-
-@KERNELS
-def test_what_the_kernels_cannot_serve_is_the_plain_product() -> None:
-    packed = packed_of(frozen(16, 40))
-    assert not is_plain(packed, torch.ones(MOST_PACKED_ROWS, 16))
-    assert is_plain(packed, torch.ones(MOST_PACKED_ROWS + 1, 16))
-    assert is_plain(packed, torch.ones(3, 16, requires_grad=True))
-    with torch.no_grad():
-        assert not is_plain(packed, torch.ones(3, 16, requires_grad=True))
-    doubled = copy.deepcopy(packed).double()
-    assert doubled(torch.ones(2, 16).double()).dtype == torch.float64
 
 
 @KERNELS

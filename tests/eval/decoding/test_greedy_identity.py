@@ -30,7 +30,6 @@ from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import TreeBuilder
-from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 
 MODELS = MATERIAL / "models"
@@ -97,30 +96,9 @@ def test_grown_trees(name: str) -> None:
     check_all_trees(target, [[5, 6, 7, 8]], 40, HalfRightStepwiseDecoder, GROWERS)
 
 
-def test_eager_attention() -> None:
-    torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_config(TINY["llama"], attn_implementation="eager").eval()
-    check_all_trees(target, [[5, 6, 7, 8]], new_tokens=30)
-
-
 @pytest.mark.parametrize("name", ["stories260K", "neo3m_chat"])
 def test_real_targets(name: str) -> None:
     if not (MODELS / name).is_dir():
         pytest.skip(f"{MODELS / name} is not there")
     target = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
     check_all_trees(target, [[1, 40, 50, 60], [1, 300, 301, 302, 17, 18]], new_tokens=60)
-
-
-@pytest.mark.parametrize("inputs", ["embedding", "both"])
-def test_parallel_drafter(inputs: str) -> None:
-    """An untrained drafter with its real cache: mostly wrong, never visible in the output."""
-    torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
-    drafter = load_drafter_class("parallel").from_target(target, {"num_masks": 3, "inputs": inputs}).eval()
-    prompt, new_tokens = [1, 40, 50, 60], 40
-    wanted = greedy_reference(target, prompt, new_tokens)
-    with TargetSession(target, 60) as session:
-        decoder = drafter.decoder(60)
-        for name, builder in [*BUILDERS.items(), *BUILDERS.items()]:
-            out = generate(session, DrafterMethod(name, decoder, builder, GREEDY), prompt, GREEDY, new_tokens)
-            assert out.ids == wanted, name

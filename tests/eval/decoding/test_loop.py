@@ -34,7 +34,7 @@ from draftsmith.eval.trees.builders import (
 from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.models.decoding.decoders import TokenColumns
+from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -178,30 +178,6 @@ def test_an_end_token_cuts_the_round(session: TargetSession) -> None:
     assert (first.ids, first.rounds) == (answer[:1], 0)
 
 
-def test_features_are_those_that_predicted_the_tokens(target: LlamaForCausalLM, session: TargetSession) -> None:
-    """After any mix of accepted paths, the drafter has been shown the feature before each token."""
-    answer = answer_of(session, 24)
-    seen: list[Tensor] = []
-
-    class Watching(Scripted):
-        def start(self, prompt_ids: list[int], features: Tensor) -> None:
-            super().start(prompt_ids, features)
-            seen.clear()
-
-        def observe(self, committed_ids: list[int], features: Tensor) -> None:
-            super().observe(committed_ids, features)
-            seen.append(features)
-
-    for spoil_depth in (None, 1, 2):
-        method = Watching(answer, spoil_depth)
-        generate(session, method, PROMPT, GREEDY, 12)
-        features = torch.cat(seen)
-        with torch.inference_mode():
-            sequence = torch.tensor([PROMPT + method.observed])
-            wanted = target.model(sequence).last_hidden_state[0, len(PROMPT) - 1 : -1]
-        torch.testing.assert_close(features, wanted, atol=1e-6, rtol=1e-5)
-
-
 def test_prompt_and_answer_must_fit(session: TargetSession) -> None:
     with pytest.raises(UserError, match="prompt of 3 tokens and an answer of 46 do not fit into a session of 48"):
         generate(session, Autoregressive(), PROMPT, GREEDY, 46)
@@ -226,6 +202,8 @@ BUILDERS: dict[str, TreeBuilder] = {
     "grown chain": ChainGrower(),
     "grown static": StaticGrower([[0], [1], [0, 0]]),
     "grown best_first": BestFirstGrower(nodes=4, branch=2),
+    "grown, top-k": StaticGrower([[0], [1], [2], [0, 0], [2, 0]]),
+    "grown, two tokens of three": StaticGrower([[0], [1], [0, 0]]),
 }
 
 
@@ -285,14 +263,15 @@ def every_answer(
 def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all answers, over up to two rounds, or four of trees without chance: exactly. Some adapt from round two on."""
     monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 1)
-    sampling, builder = Sampling(0.8), BUILDERS[name]
+    sampling, builder = Sampling(0.8, top_k=2 if "top-k" in name else 0), BUILDERS[name]
+    columns = TokenColumns(torch.tensor([0, 2]), SMALL_V) if "two tokens" in name else ALL_TOKENS
     new_tokens = 5 if isinstance(builder, BestFirstBuilder | BestFirstGrower) else 3
     target = random_table(5, SMALL_V, new_tokens + DEPTHS)
     drafts = {path: 0.6 * target[path] + 0.6 * noise for path, noise in random_table(6, SMALL_V, DEPTHS).items()}
     sizes: set[int] = set()
 
     def answer() -> list[int]:
-        decoder: Any = TableDecoder(drafts, DEPTHS)
+        decoder: Any = TableDecoder(drafts, DEPTHS, columns)
         if isinstance(builder, ChainBuilder | StaticBuilder | BestFirstBuilder):
             decoder = DepthsDecoder(torch.stack([drafts[()], drafts[0,]]))
         adaptive = AdaptiveTree(RoundCosts(((1, 1.0), (2, 1.3), (5, 3.0)), 0.1)) if name == "adaptive" else None

@@ -14,7 +14,6 @@ from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.tree import TreeShape
@@ -77,13 +76,6 @@ def test_of_target_and_drafter(kind: str, tree: str) -> None:
             padded.prefill([5, 9, 33])
             mask = padded._tree_mask(TreeShape.of((-1, 0, 0)), padded._cache.capacity_tokens)
         assert (mask.storage_offset(), mask.shape[-1] % 8) == (0, 0)
-
-
-def test_of_a_draft_model() -> None:
-    target, draft_model = tiny_target(), tiny_target(num_hidden_layers=1)
-    with TargetSession(target, 61) as session, masks_are_aligned(at_least=30):
-        decoder = DraftModelDecoder(draft_model, 4, 61, target.config.vocab_size)
-        generate(session, method_of(decoder, "best_first"), [5, 9, 33], GREEDY, 40)
 
 
 def test_cudnn_attention_is_off_while_a_session_is_open() -> None:

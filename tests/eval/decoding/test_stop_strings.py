@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from support.scripted import Scripted
-from support.table_decoder import DepthsDecoder
 from support.tiny_models import smallest_llama
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -15,8 +14,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.eval.decoding.loop import AnswerRecord, StopMatcher, StopStrings, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import BestFirstBuilder
 from draftsmith.eval.trees.verify import Sampling
 
 GREEDY = Sampling()
@@ -110,62 +107,6 @@ def run(target: LlamaForCausalLM, method: Method, *stop: str, sampling: Sampling
     stops = StopStrings(stop, PieceTokenizer(PIECES)) if stop else None
     with TargetSession(target, 48) as session:
         return generate(session, method, PROMPT, sampling, 24, (), torch.Generator().manual_seed(0), stops)
-
-
-def test_every_method_cuts_where_the_loop_does(target: LlamaForCausalLM) -> None:
-    """Every stop string of up to five characters of the answer, through chains and trees that accept this and that."""
-    answer = run(target, Autoregressive()).ids
-    text = PieceTokenizer(PIECES).decode(answer)
-    decoder = DepthsDecoder(torch.randn(4, V, generator=torch.Generator().manual_seed(0)))
-    methods: list[Method] = [
-        Scripted(answer, None),
-        Scripted(answer, 3),
-        DrafterMethod("tree", decoder, BestFirstBuilder(nodes=20, branch=6), GREEDY),
-    ]
-    stops = sorted({text[begin : begin + size] for begin in range(len(text)) for size in (1, 3, 5)})[::2]
-    assert len(stops) > 20
-    lengths, inside = set(), 0
-    for stop in stops:
-        plain = run(target, Autoregressive(), stop)
-        assert plain.ids == answer[: len(plain.ids)]
-        assert plain.text == text[: text.index(stop)]
-        assert stop in PieceTokenizer(PIECES).decode(plain.ids)
-        assert stop not in PieceTokenizer(PIECES).decode(plain.ids[:-1])
-        lengths.add(len(plain.ids))
-        for method in methods:
-            out = run(target, method, stop)
-            assert (out.ids, out.text) == (plain.ids, plain.text), (method.name, stop)
-            assert sum(out.accept_lengths) == len(out.ids) - 1
-            assert all(drafts <= kept for drafts, kept in zip(out.draft_lengths, out.accept_lengths, strict=True))
-            inside += bool(out.accept_lengths) and out.accept_lengths[-1] == out.draft_lengths[-1] > 0
-    assert len(lengths) > 3
-    assert inside > 20, "no answer ended inside an accepted path"
-
-
-def test_transformers_stops_at_the_same_token() -> None:
-    """`generate(stop_strings=...)`, which looks for them in another way: over the vocabulary's pieces."""
-    tokenizer = byte_level()
-    target = smallest_llama(2, len(tokenizer), initializer_range=0.5)
-    prompt = tokenizer.encode("Hello there", add_special_tokens=False)
-    with TargetSession(target, 56) as session:
-        answer = generate(session, Autoregressive(), prompt, GREEDY, 32).ids
-        text = tokenizer.decode(answer, skip_special_tokens=True)
-        pieces = {text[begin : begin + size] for begin in range(len(text)) for size in (1, 2, 3)}
-        stops = sorted(piece for piece in pieces if piece.isascii())[::4]
-        assert len(stops) > 8
-        for stop in stops:
-            theirs = target.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=32,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                stop_strings=[stop],
-                tokenizer=tokenizer,
-            )[0, len(prompt) :].tolist()
-            ours = generate(session, Autoregressive(), prompt, GREEDY, 32, (), None, StopStrings((stop,), tokenizer))
-            assert ours.ids == theirs, stop
 
 
 def test_in_the_middle_of_an_accepted_path_and_across_two_rounds(target: LlamaForCausalLM) -> None:

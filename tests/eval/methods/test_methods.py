@@ -287,22 +287,6 @@ class TestDraftModel:
         assert out.ids == wanted
         assert out.accept_lengths == [5] * 7 + [4]  # gamma + 1 every round, and what is left of 39
 
-    def test_accepted_tokens_are_not_read_again(self, target: PreTrainedModel) -> None:
-        decoder = DraftModelDecoder(target, 4, 64, VOCABULARY)
-        method = DrafterMethod("x", decoder, tree_builder(MethodRecipe(name="x"), decoder), GREEDY)
-        read: list[int] = []
-        hook = target.register_forward_pre_hook(
-            lambda _, __, keys: read.append(keys["input_ids"].shape[1]), with_kwargs=True
-        )
-        decoder.start(torch.tensor(PROMPT), NO_FEATURES)
-        decoder.observe(torch.tensor([7]), NO_FEATURES)
-        tree = method._builder.propose(7, decoder, GREEDY, None)
-        # All accepted and one more token of the target's: the deepest draft and that one are new.
-        decoder.observe(torch.tensor([*tree.tokens[1:], 8]), NO_FEATURES)
-        decoder.begin()
-        hook.remove()
-        assert read == [len(PROMPT) + 1, 1, 1, 1, 2]
-
     def test_smaller_and_larger_vocabularies(self, target: PreTrainedModel, wanted: list[int]) -> None:
         for size in (VOCABULARY - 7, VOCABULARY + 7):
             draft = tiny_target(vocab_size=size).double()

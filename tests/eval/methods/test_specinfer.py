@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.table_decoder import TableDecoder, check_three_tokens, paths_in, random_table
-from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
+from support.tiny_models import tiny_drafter_of, tiny_target
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods import specinfer
-from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.enumeration import Outcomes
@@ -49,13 +48,6 @@ def test_the_most_likely_tokens_of_every_model_are_merged() -> None:
     assert (tree.tokens[0], tree.q, tree.draws) == (7, None, None)
     # Each model reads its own nodes only, whoever else drafted them.
     assert (first.widths, second.widths) == ([2], [2])
-
-
-def test_a_model_drafts_no_deeper_than_it_can() -> None:
-    table = random_table(0, V, 3)
-    tree = merged([TableDecoder(table, 1), TableDecoder(table, 3)], [1, 1, 1]).propose()
-    assert tree.shape.max_depth == 3
-    assert len(tree) == 4
 
 
 def test_tokens_without_probability_are_not_drafted() -> None:
@@ -174,15 +166,3 @@ def test_draft_models_and_a_trained_drafter_together(tmp_path: Path, temperature
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_method(setting(None, None, options))
-
-
-def test_the_target_beside_a_bad_model_is_always_right() -> None:
-    """gamma + 1 tokens a round from the good one's path, whatever the other drafts beside it."""
-    target, bad = tiny_target().double(), tiny_target(num_hidden_layers=1, initializer_range=0.5).double()
-    prompt = [5, 9, 33, 12]
-    decoders: list[StepwiseDecoder] = [DraftModelDecoder(model, 4, 64, VOCABULARY) for model in (bad, target)]
-    with TargetSession(target, 64) as session:
-        wanted = generate(session, Autoregressive(), prompt, GREEDY, 40).ids
-        out = generate(session, SpecInfer("x", decoders, [1, 2, 1, 1], 1, GREEDY), prompt, GREEDY, 40)
-    assert out.ids == wanted
-    assert out.accept_lengths == [5] * 7 + [4]

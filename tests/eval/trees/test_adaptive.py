@@ -1,9 +1,6 @@
 """The size of a tree by what it promises and costs; the drafter's confidence, corrected; and no token changes."""
 
-import collections
-import itertools
 import math
-import random
 from typing import Any
 
 import pytest
@@ -123,34 +120,6 @@ def test_the_rate_is_that_of_all_rounds_with_the_levels_that_were_drafted() -> N
     assert adaptive.rate == pytest.approx((1 + 3) / (1.2 + STEADY.of(3, levels=3) + STEADY.of(3)))
 
 
-def test_rounds_share_one_price_of_a_second() -> None:
-    """Of all pairs of sizes for two kinds of rounds that take turns, the one with the best quotient of the sums: which
-    is not each round's own best."""
-    kinds = [[0.95, 0.9, 0.85, 0.35, 0.3], [0.35, 0.2, 0.05, 0.03, 0.02]]
-    steep = RoundCosts(((1, 1.0), (6, 2.0)), draft=0.2)
-
-    def quotient(*sizes: int) -> float:
-        tokens = sum(1 + sum(kind[:size]) for kind, size in zip(kinds, sizes, strict=True))
-        return tokens / sum(steep.of(size + 1) for size in sizes)
-
-    every_size = range(1, 6)
-    best = max(itertools.product(every_size, every_size), key=lambda sizes: quotient(*sizes))
-    alone = tuple(
-        max(every_size, key=lambda size, kind=kind: (1 + sum(kind[:size])) / steep.of(size + 1))  # type: ignore[misc]
-        for kind in kinds
-    )
-    adaptive, luck, sizes = AdaptiveTree(steep), random.Random(0), []
-    for turn in range(600):
-        kind = kinds[turn % 2]
-        tree = adaptive.fitting(tree_of(kind, (-1, 0, 1, 2, 3, 4)))
-        sizes.append(len(tree) - 1)
-        # One draw for the path: as deep as its probability reaches.
-        accepted = sum(luck_of < p for luck_of in [luck.random()] for p in kind[: len(tree) - 1])
-        adaptive.observe([*tree.tokens[1 : accepted + 1], 99])
-    assert best != alone
-    assert collections.Counter(zip(sizes[-200::2], sizes[-199::2], strict=True)).most_common(1)[0][0] == best
-
-
 def answered(decoder_of: Any, round_costs: RoundCosts | None, lookup_nodes: int = 0) -> tuple[AnswerRecord, list[int]]:
     target = tiny_target().double()
     prompt = [5, 6, 7, 8]
@@ -173,14 +142,6 @@ def test_no_token_changes(monkeypatch: pytest.MonkeyPatch, decoder_of: Any, look
     assert whole.ids == cut.ids == wanted
     assert sum(cut.draft_lengths) < sum(whole.draft_lengths)
     assert len(set(cut.draft_lengths)) > 2, "sizes follow the confidence"
-
-
-def test_levels_that_cost_too_much_are_not_grown() -> None:
-    deep, _ = answered(HalfRightStepwiseDecoder, RoundCosts(((1, 1.0), (64, 1.0)), 0.1, level=0.0))
-    shallow, wanted = answered(HalfRightStepwiseDecoder, RoundCosts(((1, 1.0), (64, 1.0)), 0.1, level=100.0))
-    assert max(deep.draft_depths) > 1
-    assert max(shallow.draft_depths) == 1
-    assert shallow.ids == wanted
 
 
 def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,16 +98,6 @@ def test_the_best_paths_of_both(seed: int) -> None:
     assert len(set(paths)) == len(both) == nodes + 1
 
 
-def test_without_anything_to_look_up_it_is_the_drafters_tree() -> None:
-    tree = DraftTree([4, 1, 2, 1], TreeShape.of((-1, 0, 0, 1)), log_confidence=[0.0, -0.1, -1.0, -0.5])
-    lookup = PathLookup()
-    lookup.start([4])
-    both = with_lookups(tree, lookup, 3)
-    assert [both.shape.path_to(node) for node in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 3]]
-    assert both.tokens == [4, 1, 1, 2]
-    assert both.log_confidence == pytest.approx([0.0, -0.1, -0.5, -1.0])
-
-
 @pytest.mark.parametrize(("kind", "options"), [("parallel", {}), ("eagle", {}), ("parallel", {"draft_vocab_size": 32})])
 def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, int]) -> None:
     """On a target that comes to repeat itself, with a drafter that knows nothing; in a batch too."""

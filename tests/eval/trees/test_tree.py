@@ -14,10 +14,6 @@ from draftsmith.recipes.errors import UserError
 GREEDY = Sampling()
 
 
-def random_parents(generator: torch.Generator, nodes: int) -> tuple[int, ...]:
-    return (-1, *(int(torch.randint(0, node, (), generator=generator)) for node in range(1, nodes)))
-
-
 def test_a_tree_derived_by_hand() -> None:
     """Root 7 with children 1 and 2; 3 continues 1.
 
@@ -44,37 +40,6 @@ def test_nodes_that_are_no_candidates() -> None:
     assert verify_greedy(tree, [2, 3, 0, 0]) == Verdict([0], 2)
     cut = DraftTree([7, 1, 5, 2], TreeShape.of((-1, 0, 1, 0), num_candidates=3)).cut_to_depth(1)
     assert (cut.tokens, cut.parents, cut.children(0)) == ([7, 1, 2], (-1, 0, 0), (1,))
-
-
-@pytest.mark.parametrize("seed", range(0, 20, 4))
-def test_a_node_sees_exactly_the_path_to_it(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    shape = TreeShape.of(random_parents(generator, 1 + seed))
-    for node in range(len(shape)):
-        path = shape.path_to(node)
-        assert shape.attention_mask[node].nonzero()[:, 0].tolist() == path
-        assert len(path) == shape.depths[node] + 1
-    assert TreeShape.of(shape.parents) is shape
-
-
-@pytest.mark.parametrize(
-    ("parents", "message"),
-    [((), "root with parent -1"), ((0,), "root with parent -1"), ((-1, 1), "must be one of the nodes before it")],
-)
-def test_parents_that_are_no_tree(parents: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TreeShape.of(parents)
-
-
-def test_tokens_and_q_must_fit_the_shape() -> None:
-    with pytest.raises(ValueError, match="3 tokens do not fit a tree of 2 nodes"):
-        DraftTree([1, 2, 3], TreeShape.chain(1))
-    with pytest.raises(ValueError, match="q has 1 rows"):
-        DraftTree([1, 2], TreeShape.chain(1), torch.ones(1, 5))
-    with pytest.raises(ValueError, match="2 nodes need as many lists of draws, and q: not 1"):
-        DraftTree([1, 2], TreeShape.chain(1), torch.ones(1, 5), draws=[[(1, 0)]])
-    with pytest.raises(ValueError, match="need as many lists of draws, and q"):
-        DraftTree([1, 2], TreeShape.chain(1), draws=[[(1, 0)], []])
 
 
 def test_chain() -> None:
@@ -134,24 +99,6 @@ def test_static_tree() -> None:
     assert tree.parents == (-1, 0, 0, 1, 1)
 
 
-def test_sampled_static_tree_draws_without_replacement() -> None:
-    """Siblings differ, come in the order of draws, and only from the support that top-k leaves."""
-    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], dtype=torch.float64)
-    builder = StaticBuilder([[0], [1], [2], [0, 0]])
-    generator = torch.Generator().manual_seed(0)
-    first = torch.zeros(3)
-    for _ in range(3000):
-        tree = builder.propose(9, DepthsDecoder(logits), Sampling(1.0), generator)
-        assert sorted(tree.tokens[1:4]) == [0, 1, 2]
-        first[tree.tokens[1]] += 1
-    torch.testing.assert_close(first / 3000, logits[0].softmax(-1).float(), atol=0.03, rtol=0)
-    cut = builder.propose(9, DepthsDecoder(logits), Sampling(1.0, top_k=2), generator)
-    assert sorted(cut.tokens[1:3]) == [1, 2]
-    assert len(cut) == 4
-    assert cut.q is not None
-    assert len(cut.q) == 4
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [([[0, 0]], r"needs the path \[0\] too"), ([[0], [0]], "unique"), ([[]], "non-empty"), ([[-1]], "ranks >= 0")],
@@ -159,8 +106,3 @@ def test_sampled_static_tree_draws_without_replacement() -> None:
 def test_bad_static_paths(paths: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         StaticBuilder(paths)
-
-
-def test_static_tree_deeper_than_the_draft() -> None:
-    with pytest.raises(UserError, match="2 deep and 1 wide, but the drafter drafts 1 tokens"):
-        StaticBuilder([[0], [0, 0]]).propose(0, DepthsDecoder(torch.zeros(1, 4)), GREEDY, None)

@@ -95,16 +95,6 @@ def test_the_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
     assert weights_hash(recipe) is not None
 
 
-def test_converted_once(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = converted_folder(recipe)
-
-    def never(*_: Any) -> None:
-        raise AssertionError("converted again")
-
-    monkeypatch.setattr(gguf_file, "_convert", never)
-    assert converted_folder(recipe) == first
-
-
 def test_another_content_or_dtype_is_another_folder(recipe: TargetRecipe) -> None:
     first = converted_folder(recipe)
     half = converted_folder(recipe.model_copy(update={"dtype": "bfloat16"}))

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.places import MATERIAL
 from support.tiny_runs import save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config
 
@@ -94,14 +93,3 @@ def test_embedded_target_that_is_not_there(tmp_path: Path, monkeypatch: pytest.M
 def test_unknown_device(folder: Path) -> None:
     with pytest.raises(UserError, match=r"target.device quantum cannot be used here"):
         load_target(TargetRecipe(model=str(folder), device="quantum"))
-
-
-REAL_MODELS = MATERIAL / "models"
-
-
-@pytest.mark.skipif(not REAL_MODELS.is_dir(), reason="no real models here")
-def test_real_models_load() -> None:
-    for model in sorted(path for path in REAL_MODELS.iterdir() if (path / "config.json").is_file()):
-        target, _ = load_target(recipe_for(model, chat_template=TEMPLATE))
-        ids = torch.randint(3, 50, (1, 5))
-        torch.testing.assert_close(target.get_output_embeddings()(target_features(target, ids)), target(ids).logits)
