@@ -69,6 +69,8 @@ def launch(
     config: Path, recipe: Recipe, *overrides: str, signals: dict[int, tuple[int, str]] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` on a free port, until it ends."""
+    if signals is None and config.stem.startswith("launch-zero"):
+        signals = {}  # by `main`, which spares the compilation of an operator
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
     script = SCRIPT if signals is None else Path(__file__)
     return subprocess.run(
@@ -99,6 +101,11 @@ def main() -> None:
             super().__init__(*args, callbacks=[SignalItself()], **kwargs)
 
     stage.DrafterTrainer = Signalled  # type: ignore[misc]
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed
+
+        # Else DeepSpeed compiles its all-reduce through shared memory, for minutes on a busy machine; gloo has one.
+        deepspeed.ops.__compatible_ops__ = {}
     atexit.register(_say_whether_it_left)  # the first one registered is the last one called
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

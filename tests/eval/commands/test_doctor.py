@@ -9,7 +9,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import yaml
 from support import tiny_tokenizers as templates
 from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import tiny_tokenizer
@@ -240,33 +239,6 @@ def test_little_loss_is_a_warning(tmp_path: Path) -> None:
     assert findings["tokens/positions"]["severity"] == "defect"
 
 
-def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
-    """Of a mixture: one prompt twice, one a question, one too long; prompts without answers are no defect."""
-    case = clinic(tmp_path)
-    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["Say hi 1"]}\n')
-    (tmp_path / "prompts.jsonl").write_text(
-        '{"prompt": "SAY HI 0"}\n{"prompt": "other"}\n{"prompt": "' + "x" * 99 + '"}\n'
-    )
-    values = yaml.safe_load((tmp_path / "mine.yaml").read_text())
-    values["data"]["conversations"] = {
-        "mixture": [{"source": str(tmp_path / f"{name}.jsonl")} for name in ("talk", "prompts")],
-        "decontaminate": [str(tmp_path / "q.jsonl")],
-        "filters": {"max_turn_chars": 60},
-    }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
-    code, findings, _ = case.examine()
-    assert code == 0
-    assert findings["source/without answers"]["figures"] == {"unanswered": 1}
-    talk, prompts = findings["source/source talk"], findings["source/source prompts"]
-    assert talk["sentence"] == "2 of 3 records kept, contaminated: 1 (1 is a question)"
-    assert "filtered: 1 (1 a turn of more than 60 characters)" in prompts["sentence"]
-    assert talk["severity"] == prompts["severity"] == "warning"  # a third of each is left out
-    assert findings["source/source prompts"]["figures"]["duplicates"] == 1
-    assert findings["source/end tokens"]["figures"]["answers"] == 2
-    _, findings, _ = case.examine("data.conversations.decontaminate=[]")
-    assert findings["source/evaluation questions"]["severity"] == "warning"
-
-
 def test_what_distillation_lost(tmp_path: Path) -> None:
     """Two of five conversations hit max_new_tokens; one that is being worked on does not count."""
     case = clinic(tmp_path)
@@ -304,36 +276,23 @@ def test_a_target_that_ignores_the_mask(tmp_path: Path, monkeypatch: pytest.Monk
     assert "ignores 4-D attention masks" in findings["target/draft trees"]["sentence"]
 
 
-def test_a_half_precision_target_is_compared_in_fp32(tmp_path: Path) -> None:
-    code, findings, _ = clinic(tmp_path).examine("target.dtype=bfloat16")
-    assert code == 0
-    assert 0 < findings["drafter/train = decode"]["figures"]["largest_difference"] < 1e-4
-
-
 @pytest.mark.parametrize(
-    ("has_kernels", "large_bytes", "dtype", "said"),
+    ("has_kernels", "dtype", "said"),
     [
-        (True, 1000, "float32", "ok: float32; in bfloat16 a step reads half as much"),
-        (False, 1000, "float32", None),
-        (False, 1000, "bfloat16", "warning: without the kernels that a C++ compiler would build"),
-        (True, 1000, "float16", "warning: CPUs are slow in float16: set target.dtype=bfloat16"),
-        (False, 1000, "float16", "warning: CPUs are slow in float16: set target.dtype=float32"),
+        (True, "float32", "ok: float32; in bfloat16 a step reads half as much"),
+        (False, "bfloat16", "warning: without the kernels that a C++ compiler would build"),
+        (True, "float16", "warning: CPUs are slow in float16: set target.dtype=bfloat16"),
     ],
 )
 def test_the_dtype_that_a_cpu_is_fast_in(
-    has_kernels: bool,
-    large_bytes: int,
-    dtype: str,
-    said: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    has_kernels: bool, dtype: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "has_kernels", lambda: has_kernels)
-    monkeypatch.setattr(doctor, "LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(doctor, "LARGE_BYTES", 1000)
     code, findings, _ = clinic(tmp_path).examine(f"target.dtype={dtype}")
     assert code == 0
-    finding = findings.get("target/dtype")
-    assert (finding and f"{finding['severity']}: {finding['sentence']}"[: len(said or "")]) == said
+    finding = findings["target/dtype"]
+    assert f"{finding['severity']}: {finding['sentence']}".startswith(said)
 
 
 class OffByOne(ParallelDecoder):
@@ -343,34 +302,15 @@ class OffByOne(ParallelDecoder):
         super().observe(committed_ids, features.roll(1, 0))
 
 
-class ShiftedDepths(ParallelDecoder):
-    """Gives depth d the logits of depth d+1."""
-
-    def draft(self) -> torch.Tensor:
-        return super().draft().roll(-1, 0)
-
-
-@pytest.mark.parametrize("decoder_class", [OffByOne, ShiftedDepths])
-def test_a_drafter_whose_decoder_is_off_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder_class: type[ParallelDecoder]
-) -> None:
+def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = clinic(tmp_path)
-    monkeypatch.setattr(parallel.ParallelDrafter, "decoder", lambda self, length: decoder_class(self, length))
+    monkeypatch.setattr(parallel.ParallelDrafter, "decoder", lambda self, length: OffByOne(self, length))
     code, findings, printed = case.examine()
     assert code == 1
     finding = findings["drafter/train = decode"]
     assert finding["figures"]["largest_difference"] > 0.01
     assert "parallel decodes something else than it would be trained on" in finding["sentence"]
     assert f"{finding['figures']['largest_difference']:.1e}" in printed
-
-
-def test_the_preview_colours_exactly_the_supervised_tokens() -> None:
-    tokenizer = tiny_tokenizer(templates.CHATML)
-    row = tokenize_conversation(tokenizer, parse_conversation(TWO_ROUNDS, "here"))
-    text = doctor.preview(tokenizer, row)
-    assert text.plain == tokenizer.decode(row.input_ids)
-    coloured = [text.plain[span.start : span.end] for span in text.spans if span.style == "bold green"]
-    assert coloured == ["Hello there " * 4 + "<|im_end|>", "answer " * 20 + "<|im_end|>"]
 
 
 @pytest.mark.slow
@@ -383,13 +323,6 @@ def test_the_quickstart_on_the_embedded_target_is_healthy(tmp_path: Path) -> Non
     assert {entry["severity"] for entry in findings} == {"ok"}
     assert 0 < findings[-1]["figures"]["largest_difference"] < 1e-4
     assert result.stdout.count("<|end|>»") >= 2
-
-
-def test_a_target_that_cannot_be_loaded_is_no_diagnosis(tmp_path: Path) -> None:
-    clinic(tmp_path)
-    result = CliRunner().invoke(cli.app, ["doctor", str(tmp_path / "mine.yaml"), f"target.model={tmp_path}/gone"])
-    assert result.exit_code == 2
-    assert "gone is not a folder" in result.stderr
 
 
 @pytest.mark.parametrize(

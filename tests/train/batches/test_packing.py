@@ -1,28 +1,21 @@
 """Packing: rows are full, every document is in one, the target keeps them apart, next to nothing is padding."""
 
-from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import BloomConfig, BloomForCausalLM
 
-from draftsmith.data.distill.token_dataset import row_lengths
-from draftsmith.models.drafters.parallel import DRAFTER
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.batches.collate import (
-    PackedRows,
     check_packing,
     collate_right_padded,
     pack_by_length,
     pack_documents,
 )
-from draftsmith.train.drafter.trainer import DrafterTrainer
-from draftsmith.train.drafter.training_arguments import training_arguments
 
 # Lengths as conversations have them: many short ones, a few that fill a row.
 LENGTHS = np.random.default_rng(0).lognormal(4.6, 0.8, 500).astype(int).clip(8, 512).tolist()
@@ -79,43 +72,3 @@ def test_a_target_that_cannot_tell_documents_apart_is_refused() -> None:
     target = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.raises(UserError, match=r"`data.packing`: a target of the kind bloom .* set data.packing=false"):
         check_packing(target)
-
-
-def tokens_of(lengths: list[int]) -> datasets.Dataset:
-    rows = [
-        {"input_ids": [3 + t % 30 for t in range(n)], "loss_mask": [0, *[1] * (n - 1)], "length": n} for n in lengths
-    ]
-    return datasets.Dataset.from_list(rows)
-
-
-def test_row_lengths_of_a_selection() -> None:
-    tokens = tokens_of([3, 5, 4])
-    assert row_lengths(tokens) == [3, 5, 4]
-    assert row_lengths(tokens.select([2, 0])) == [4, 3]
-    packed = PackedRows(tokens.select([2, 0]), 7)
-    assert [len(packed), packed[0]["position_ids"].tolist()] == [1, [0, 1, 2, 3, 0, 1, 2]]
-
-
-def padding_frac(dataset: Any, tmp_path: Path, batch_size: int, **train: Any) -> float:
-    """Share of the batches' tokens that are padding, over an epoch as the Trainer makes it."""
-    target = tiny_target()
-    values = {"per_device_train_batch_size": batch_size, **train}
-    args = training_arguments(values, tmp_path, seed=3, use_cpu=True)
-    drafter = DRAFTER.from_target(target, {"num_masks": 1})
-    masks = [batch["attention_mask"] for batch in DrafterTrainer(drafter, target, args, dataset).get_train_dataloader()]
-    real, total = (
-        sum(int(count) for count in counts) for counts in zip(*((m.sum(), m.numel()) for m in masks), strict=True)
-    )
-    assert real == sum(LENGTHS)
-    return 1 - real / total
-
-
-def test_padding_before_and_after(tmp_path: Path) -> None:
-    """Shares of all tokens that the target computes."""
-    tokens = tokens_of(LENGTHS)
-    random = padding_frac(tokens, tmp_path, 8)
-    grouped = padding_frac(tokens, tmp_path, 8, train_sampling_strategy="group_by_length")
-    packed = padding_frac(PackedRows(tokens, 512), tmp_path, 2)
-    assert random > 0.55
-    assert grouped < 0.15
-    assert packed < 0.01

@@ -80,19 +80,6 @@ def test_acceptance_by_depth_and_what_the_draft_vocabulary_cost(tmp_path: Path) 
     assert text.count("draft vocabulary") == 1
 
 
-def test_model_index(tmp_path: Path) -> None:
-    """What the Hub shows of the figures: two metrics a row, all of one data set."""
-    (index,) = front_matter(recipe_in(tmp_path), FIGURES)["model-index"]
-    (result,) = index["results"]
-    assert result["dataset"] == {"type": "embedded", "name": "21 questions of embedded.jsonl"}
-    assert [(metric["name"], metric["value"]) for metric in result["metrics"]] == [
-        ("tau, tree at T = 0", 2.5),
-        ("speedup, tree at T = 0", 1.4),
-        ("tau, tree at T = 1", 2.1),
-        ("speedup, tree at T = 1", 1.2),
-    ]
-
-
 def test_training_figures_and_proof(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     folder = RunFolder(recipe).drafter

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_runs import InterruptAt, history_of, make_recipe, same_weights, tiny_run, token_rows, train_until
+from support.tiny_runs import history_of, make_recipe, same_weights, token_rows
 
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.recipes.errors import UserError
@@ -75,28 +75,27 @@ def test_rows_are_kept_out_by_what_they_are() -> None:
         split_rows(few, 1e-9)
 
 
-@pytest.mark.parametrize("eval_rows_frac", [0.0, 0.4])
-def test_parts_of_the_data_lie_in_each_other(eval_rows_frac: float) -> None:
+def test_parts_of_the_data_lie_in_each_other() -> None:
     tokens = token_rows((*range(9, 60), 12, 14))
     labels = [sum(mask) for mask in tokens["loss_mask"]]
-    _, kept = split_rows(tokens, eval_rows_frac)
+    _, kept = split_rows(tokens, 0.4)
+    assert kept is not None
     parts = []
     for size in (8, 30, 90):
-        part, kept_beside_it = split_rows(tokens, eval_rows_frac, size)
+        part, kept_beside_it = split_rows(tokens, 0.4, size)
         rows = [row for (row,) in part[ROWS_COLUMN]]
         assert rows == sorted(rows)
         assert part["input_ids"] == [tokens["input_ids"][row] for row in rows]
         assert size <= sum(labels[row] for row in rows) < size + max(labels)
-        if kept is not None:
-            assert kept_beside_it is not None
-            assert kept_beside_it[ROWS_COLUMN] == kept[ROWS_COLUMN]
-            assert not {row for (row,) in kept[ROWS_COLUMN]} & set(rows)
+        assert kept_beside_it is not None
+        assert kept_beside_it[ROWS_COLUMN] == kept[ROWS_COLUMN]
+        assert not {row for (row,) in kept[ROWS_COLUMN]} & set(rows)
         parts.append(set(rows))
     assert parts[0] < parts[1] < parts[2]
     with pytest.raises(
         UserError, match=r"`data\.train_answer_tokens`: 50,000 are wanted, but the rows to train on hold"
     ):
-        split_rows(tokens, eval_rows_frac, 50_000)
+        split_rows(tokens, 0.4, 50_000)
 
 
 def test_the_log_tells_where_decoding_will_end(target_folder: Path) -> None:
@@ -139,52 +138,13 @@ def test_evaluation_of_nothing(target_folder: Path) -> None:
         train_drafter(make_recipe(target_folder, "nothing", eval_strategy="epoch"))
 
 
-def test_a_ramp_resumes_bit_for_bit(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken off inside the ramp, with evaluations: the same weights and the same log, the shares in it."""
-
-    def recipe_of(name: str) -> Recipe:
-        train = {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2}
-        recipe = with_rows_kept_out(target_folder, name, **train, per_device_train_batch_size=2)
-        options = {"num_masks": 2, "depth_weights": 0.5, "depth_ramp": 0.8}
-        return recipe.model_copy(update={"drafter": recipe_drafter({"kind": "parallel", "options": options})})
-
-    whole, broken = recipe_of("whole"), recipe_of("broken")
-    train_drafter(whole)
-    train_until(InterruptAt(3), broken, monkeypatch)
-    train_drafter(broken)
-    assert same_weights(whole, broken)
-    logs = [
-        [{key: value for key, value in entry.items() if "_depth" in key} for entry in history_of(recipe)]
-        for recipe in (whole, broken)
-    ]
-    assert logs[0] == logs[1]
-    # Step 4 of 6, the last before its log, has 3 / 6 done: s = 0.625.
-    shares = [entry["share_depth1"] for entry in logs[0] if "share_depth1" in entry]
+def test_the_ramp_follows_the_steps(target_folder: Path) -> None:
+    """Step 4 of 6, the last before its log, has 3 / 6 done: s = 0.625."""
+    recipe = make_recipe(target_folder, "ramp")
+    options = {"num_masks": 2, "depth_weights": 0.5, "depth_ramp": 0.8}
+    recipe = recipe.model_copy(update={"drafter": recipe_drafter({"kind": "parallel", "options": options})})
+    train_drafter(recipe)
+    shares = [entry["share_depth1"] for entry in history_of(recipe) if "share_depth1" in entry]
     s = 0.5 / 0.8
     assert shares[1] == pytest.approx(1 / (1 + 0.5 * s + 0.25 * s**2), abs=1e-4)
     assert shares[0] > shares[1] > shares[2] == pytest.approx(4 / 7, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_offline_and_packed_rows_know_their_features(tmp_path: Path) -> None:
-    """Features from disk belong to rows by number: after a split the figures are those of features computed anew."""
-    from draftsmith.train.features.write import project_features, write_features
-
-    logs = []
-    for name, source, packing in (
-        ("online", "online", False), ("offline", "offline", False),
-        ("packed-online", "online", True), ("packed-offline", "offline", True),
-    ):  # fmt: skip
-        data = {
-            "eval_rows_frac": 0.4, "packing": packing, "max_length_tokens": 32,
-            "features": {"source": source, "dtype": "float32"},
-        }  # fmt: skip
-        recipe = tiny_run(tmp_path, name, data=data, train={"max_steps": 2})
-        if source == "offline":
-            write_features(recipe, project_features(recipe))
-        train_drafter(recipe)
-        logs.append([entry for entry in history_of(recipe) if "eval_loss" in entry][-1])
-    for online, offline in (logs[:2], logs[2:]):
-        assert {key: value for key, value in offline.items() if "_depth" in key} == pytest.approx(
-            {key: value for key, value in online.items() if "_depth" in key}, abs=1e-3
-        )

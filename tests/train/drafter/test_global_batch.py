@@ -8,18 +8,15 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from safetensors.torch import load_file
 from support.processes import in_processes
 from support.tiny_runs import recipe_in
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from draftsmith.models.groups.rows import active, depth_labels
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import even_out
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trainer import DrafterTrainer, generator_of
+from draftsmith.train.drafter.trainer import DrafterTrainer
 
 ALONE, OF_TWO, OF_FOUR = (1, 4), (2, 2), (4, 1)  # processes, micro-batches of each
 # 13 rows in steps of 8: of the second step only 5 are left, for four micro-batches of 2 and so for four processes.
@@ -120,29 +117,6 @@ def before(recipe: Recipe) -> dict[str, torch.Tensor]:
     target, _ = load_target(recipe.target)
     torch.manual_seed(recipe.seed)
     return load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).state_dict()
-
-
-@pytest.mark.parametrize("rows", [1, 4, 6, 7, 12])
-@pytest.mark.parametrize("processes", [2, 4])
-def test_batches_are_even(rows: int, processes: int) -> None:
-    """All processes get as many; every row once."""
-    batches = BatchSampler(SequentialSampler(range(rows)), batch_size=3, drop_last=False)
-    found = []
-    for rank in range(processes):
-        shard = BatchSamplerShard(batches, processes, rank)
-        loader = even_out(DataLoader(list(range(rows)), batch_sampler=shard, collate_fn=list))
-        assert len(loader) == -(-len(batches) // processes)
-        found.append(list(loader))
-    assert {len(each) for each in found} == {-(-len(batches) // processes)}
-    assert sorted(row for each in found for batch in each for row in batch) == list(range(rows))
-
-
-def test_draws_are_the_micro_batchs_own() -> None:
-    def draw(*place: int) -> list[float]:
-        return torch.rand(3, generator=generator_of(torch.device("cpu"), *place)).tolist()
-
-    assert draw(0, 5, 1) == draw(0, 5, 1)
-    assert len({tuple(draw(*place)) for place in ((0, 5, 1), (0, 5, 2), (0, 6, 1), (1, 5, 1), (0, 1, 5))}) == 5
 
 
 def test_expected_rows_are_what_is_kept(target_folder: Path) -> None:

@@ -23,12 +23,14 @@ from transformers import TrainerCallback
 
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter import stage
-from draftsmith.train.drafter.checkpoints import is_last_checkpoint, set_damaged_aside, what_is_damaged
+from draftsmith.train.drafter.checkpoints import set_damaged_aside, what_is_damaged
 from draftsmith.train.drafter.stage import train_drafter
 
 STEPS = 7
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"draft_vocab_size": 12, "markov_rank": 5})
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"draft_vocab_size": 12, "markov_rank": 5, "depth_weights": 0.5, "depth_ramp": 0.8},
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ class SignalIn(TrainerCallback):
             os.kill(os.getpid(), self._number)
 
 
-@pytest.mark.parametrize(("case", "step"), [(0, 3), (0, STEPS), (1, 5)])
+@pytest.mark.parametrize(("case", "step"), [(0, STEPS), (1, 3)])
 def test_ctrl_c_in_any_step(
     whole: list[Recipe], target: Path, monkeypatch: pytest.MonkeyPatch, case: int, step: int
 ) -> None:
@@ -87,22 +89,6 @@ def test_ctrl_c_in_any_step(
     train_until(SignalIn(step), broken, monkeypatch)
     assert train_drafter(broken).steps == STEPS
     check_alike(whole[case], broken)
-
-
-def test_killed_between_the_last_checkpoint_and_the_end(
-    whole: list[Recipe], broken: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "_save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train_drafter(broken)
-    assert is_last_checkpoint(RunFolder(broken).drafter / "checkpoints" / f"checkpoint-{STEPS}")
-    assert not (RunFolder(broken).drafter / "training.json").exists()
-    train_drafter(broken)
-    check_alike(whole[0], broken)
 
 
 def test_a_damaged_checkpoint_is_passed_over(
@@ -119,18 +105,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     check_alike(whole[0], broken)
 
 
-def test_no_whole_checkpoint_at_all(whole: list[Recipe], broken: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_until(InterruptAt(5), broken, monkeypatch)
-    for folder in (RunFolder(broken).drafter / "checkpoints").iterdir():
-        (folder / "scheduler.pt").write_bytes(b"")
-    train_drafter(broken)
-    check_alike(whole[0], broken)
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
 def changed(file: Path) -> None:
     """Change the last byte but one: the size stays."""
     whole = bytearray(file.read_bytes())
@@ -138,7 +112,7 @@ def changed(file: Path) -> None:
     file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("damage", [cut, changed, Path.unlink])
+@pytest.mark.parametrize("damage", [changed, Path.unlink])
 def test_what_is_damaged(whole: list[Recipe], tmp_path: Path, damage: Callable[[Path], None]) -> None:
     newest = RunFolder(whole[0]).drafter / "checkpoints" / f"checkpoint-{STEPS}"
     names = {file.name for file in newest.iterdir()}

@@ -15,7 +15,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trackers import TRACKERS_FILE, refuse_missing_trackers, tracked_run
+from draftsmith.train.drafter.trackers import refuse_missing_trackers, tracked_run
 
 SUMMARY = [
     {"method": "autoregressive", "tau": 1.0, "speedup_mean": 1.0, "greedy_identical": None},
@@ -137,13 +137,6 @@ def test_trackio(target_folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     (table,) = [log["report"] for log in logs if "report" in log]
     assert "chain" in json.dumps(table)
     assert [artifact["name"] for artifact in SQLiteStorage.get_artifacts("draftsmith")] == ["tracked-report"]
-
-
-def test_no_tracker_no_file(target_folder: Path) -> None:
-    recipe = make_recipe(target_folder, "plain", max_steps=1)
-    train_drafter(recipe)
-    assert not (RunFolder(recipe).root / TRACKERS_FILE).exists()
-    add_to_trackers(recipe, SUMMARY)
 
 
 def test_trackers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

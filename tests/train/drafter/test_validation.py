@@ -76,17 +76,16 @@ def test_the_best_weights_are_kept(best: Recipe, target: Path) -> None:
     assert TrainReport.read(RunFolder(last).drafter).heldout_tau[-1] == values[STEPS]
 
 
-@pytest.mark.parametrize("patience", [1, 2])
-def test_training_ends_when_tau_rises_no_more(best: Recipe, target: Path, patience: int) -> None:
+def test_training_ends_when_tau_rises_no_more(best: Recipe, target: Path) -> None:
     """At the first evaluation that is the n-th in a row without a new best; the sequence is that of the whole run."""
-    values, waited, highest, expected = taus(best), 0, 0.0, STEPS
+    values, waited, highest, expected, patience = taus(best), 0, 0.0, STEPS, 2
     for step, tau in values.items():
         waited, highest = (0, tau) if tau > highest else (waited + 1, highest)
         if waited == patience:
             expected = step
             break
     assert expected < STEPS
-    recipe = validated(target, f"patient{patience}", {"keep": "best", "patience": patience})
+    recipe = validated(target, "patient", {"keep": "best", "patience": patience})
     report = train_drafter(recipe)
     assert report.steps == expected
     assert report.stopped_early
@@ -125,9 +124,3 @@ def test_what_does_not_go_together(
 ) -> None:
     with pytest.raises(UserError, match=message):
         train_drafter(validated(target, "refused", validation, **train))
-
-
-def test_other_validation_is_another_training(best: Recipe) -> None:
-    changed = best.model_copy(update={"train": {**best.train, "eval_steps": 4, "save_steps": 4}})
-    with pytest.raises(UserError, match=r"begun with train.save_steps = 2, now it is 4 \(train.eval_steps changed too"):
-        train_drafter(changed)

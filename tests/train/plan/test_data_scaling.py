@@ -61,16 +61,8 @@ def test_a_whole_run_and_the_plan_that_reads_it(tmp_path: Path, monkeypatch: pyt
     ]
     shipped = tmp_path / "data_scaling.json"
     monkeypatch.setattr(script, "SCALING_FILE", shipped)
-    arguments = [
-        *map(recipe_file, recipes),
-        "--tokens",
-        "10",
-        "20",
-        "40",
-        "--store",
-        "--picture",
-        str(tmp_path / "a.png"),
-    ]
+    arguments = [*map(recipe_file, recipes), "--store", "--picture", str(tmp_path / "a.png")]
+    arguments += ["--tokens", "10", "20", "40"]
     figures = figures_of(script, tmp_path, monkeypatch, *arguments)
     assert [(row["run"], row["kind"]) for row in figures["rows"]] == [
         (f"{name}-{size}", kind) for size in (10, 20, 40) for name, kind in (("one", "parallel"), ("two", "medusa"))

@@ -11,20 +11,17 @@ import pytest
 import torch
 from support.tiny_runs import make_recipe, recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.stages import run_train
-from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.fake_run import FakeRun
-from draftsmith.models.target import loading as target_module
-from draftsmith.models.target.loading import load_target, target_without_weights
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe, TargetRecipe
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.trainer import DrafterTrainer
@@ -44,9 +41,6 @@ from draftsmith.train.plan.plan import (
     what_more_data_is_worth,
 )
 from draftsmith.train.processes.frozen_target import sync_models
-
-# What a kind needs to reach its most expensive step at once.
-OPTIONS: dict[str, dict[str, Any]] = {"medusa2": {"warmup_steps": 0}}
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -106,16 +100,17 @@ def traced_peak_bytes(trainer: DrafterTrainer) -> int:
 @pytest.mark.parametrize(
     ("kind", "options", "train"),
     [
-        *((kind, OPTIONS.get(kind, {}), {}) for kind in drafter_kinds()),
+        ("eagle3", {}, {}),  # with a teacher
+        ("hydra", {}, {}),
+        ("medusa2", {"warmup_steps": 0}, {}),  # its most expensive step at once
         ("parallel", {"attention": "dense", "markov_rank": 64}, {}),
         ("parallel", {"loss": "lk_lambda", "draft_vocab_size": 500}, {"gradient_accumulation_steps": 2}),
         ("parallel", {"num_layers": 2}, {"bf16": True}),
     ],
 )
-def test_every_drafter_is_planned_as_it_is_trained(
+def test_drafters_are_planned_as_they_are_trained(
     tmp_path: Path, kind: str, options: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    """No formula to keep up to date: a new drafter is under test by existing."""
     config = llama_config()
     recipe = recipe_of(tmp_path, config, drafter={"kind": kind, "options": options}, train=train)
     row = training_row(96, 64)
@@ -197,58 +192,6 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     assert half.flops()["LM head"] == flops["LM head"]  # though the head is cast then
 
 
-def test_a_draft_vocabulary_by_hand(tmp_path: Path) -> None:
-    """An eighth of the vocabulary: an eighth of the head's FLOPs, and 64 x 64 more frozen numbers."""
-    row = training_row(32, 16)
-    whole, reduced = (
-        predicted_step(recipe_of(tmp_path, drafter={"options": {"draft_vocab_size": size}}), row) for size in (None, 64)
-    )
-    assert 8 * reduced.flops()["LM head"] == whole.flops()["LM head"]
-    weights = [cost.phases["backward"].at_peak_bytes["drafter"] for cost in (whole, reduced)]
-    assert weights[1] - weights[0] == 4 * 64 * 64 + 8 * 64 + 512  # and the map: V' int64, V bool
-
-
-# ---- the mode itself ----
-
-
-def test_what_is_saved_for_backward_is_alive_and_then_dies() -> None:
-    """exp saves its result, sin its argument (the same tensor), so 2 of 3 tensors of 4 KiB live after the forward."""
-    run = FakeRun()
-    with run.building():
-        module = torch.nn.Linear(1, 1024, bias=False)
-    run.adopt("weights", module)
-    weight = module.weight
-    with run.phase("forward"):
-        result = weight.exp().sin()
-    assert run.live_bytes["weights"] == 4096
-    assert run.live_bytes["activations"] == 2 * 4096
-    assert run.phases["forward"].peak_bytes == 3 * 4096
-    with run.phase("backward"):
-        result.sum().backward()
-    assert weight.grad is not None
-    del result
-    assert run.live_bytes["activations"] == 4096  # the gradient
-    assert run.phases["backward"].at_peak_bytes["weights"] == 4096
-
-
-def test_values_that_decide_shapes_are_real_and_others_cost_most() -> None:
-    run = FakeRun()
-    with run.building():
-        module = torch.nn.Embedding(50, 8)
-    run.adopt("weights", module)
-    ids = torch.arange(12).view(3, 4)
-    with run.phase("all"):
-        hidden = module(ids)
-        assert hidden[ids % 5 == 0].shape == (3, 8)  # 0, 5 and 10: known
-        assert hidden[hidden > 0].shape == (96,)  # unknown: all
-        assert hidden.mean().item() == 1.0
-        written = torch.zeros(12)
-        written[ids[0]] = hidden[0, :, 0]  # a real tensor keeps its values
-        assert written.sum() == 0
-        mask = ids.flatten()[:, None] * torch.ones(1 << 20, dtype=torch.int64)  # too large to compute
-    assert run.live_bytes["activations"] >= mask.numel() * 8 == 12 << 23
-
-
 # ---- sizes ----
 
 
@@ -268,12 +211,6 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     assert amount(plan.memory, "target weights") == pytest.approx(2 * 8_030_261_248, rel=1e-6)  # and RoPE's angles
     assert plan.verdict is not None
     assert plan.verdict.fits
-
-
-def test_packed_copies_are_told(tmp_path: Path) -> None:
-    """Of 4 layers (q, o: 64 x 64, k, v: 64 x 32, three of 64 x 160) and the head (512 x 64), 4 bytes each: 800 KiB."""
-    notes = make_plan(recipe_of(tmp_path, target={"dtype": "float32", "device": "cpu"})).notes
-    assert [note for note in notes if note.endswith("packed copies of the target's layers: up to 800 KiB")]
 
 
 def test_the_feature_cache(tmp_path: Path) -> None:
@@ -377,8 +314,6 @@ def test_training_that_runs_out_of_memory(
     assert OutOfMemory.held() is None  # the failed step's tensors are freed before the plan is made
     first, *others = ways_out(recipe, plan.peak_bytes)
     assert first.lines == {"train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 2}
-    changed = make_recipe(target_folder, "large", per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    assert make_plan(changed, PlanOptions(peak_tflops=1.0)).peak_bytes == first.peak_bytes
     assert all(way.peak_bytes < plan.peak_bytes for way in others)
     assert {"train.optim"} <= {key for way in others for key in way.lines}
 
@@ -462,18 +397,8 @@ def test_what_more_data_is_worth(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
-    command = [
-        "plan",
-        recipe_file(recipe_of(tmp_path)),
-        "drafter.options.attention=flex",
-        "--memory-gib",
-        "1",
-        "--processes",
-        "2",
-        "--json",
-        f"{tmp_path}/p.json",
-    ]
-    result = CliRunner().invoke(cli.app, command)
+    options = ["drafter.options.attention=flex", "--memory-gib=1", "--processes=2", f"--json={tmp_path}/p.json"]
+    result = CliRunner().invoke(cli.app, ["plan", recipe_file(recipe_of(tmp_path)), *options])
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
     assert "flex is planned as folded" in result.stdout
@@ -500,12 +425,3 @@ def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], message
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any, **__: Any) -> Tensor:
-        raise OSError("we could not connect to the hub")
-
-    monkeypatch.setattr(target_module.AutoConfig, "from_pretrained", unreachable)
-    with pytest.raises(UserError, match=r"owner/model cannot be loaded \(we could not connect"):
-        target_without_weights(TargetRecipe(model="owner/model"))

@@ -9,7 +9,6 @@ import torch
 from support.tiny_runs import recipe_in
 from transformers import TrainingArguments
 
-from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.target import quantized
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.drafter.checkpoints import refuse_other_launch, write_manifest
@@ -91,16 +90,6 @@ def test_refused_by_name(
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
     with pytest.raises(UserError, match=message):
         refuse_what_cannot_work(recipe, arguments(tmp_path, **train), launch)
-
-
-def test_all_else_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
-    args = arguments(tmp_path)
-    for kind in drafter_kinds():
-        recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}})
-        for launch in (ALONE, DDP, FSDP2, ZERO2, ZERO3):
-            if not (launch.splits_weights and load_drafter_class(kind).split_obstacle):
-                refuse_what_cannot_work(recipe, args, launch)
 
 
 def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:

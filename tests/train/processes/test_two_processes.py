@@ -139,20 +139,6 @@ def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
     assert {value.dtype for value in weights(recipe).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", EVERY_LAUNCH)
-def test_a_markov_head_is_split_as_the_rest(tmp_path: Path, name: str) -> None:
-    """Its factors are weights that the loss reads itself; both learn, and alike however they are split."""
-    train = {**CURVE, "max_steps": 12}
-    drafter = {"kind": "dspark", "options": {"block_size": 3, "num_layers": 2, "markov_rank": 5}}
-    alone = tiny_run(tmp_path, "alone", drafter=drafter, train={**train, "per_device_train_batch_size": 6})
-    train_drafter(alone)
-    recipe = launched(name, tiny_run(tmp_path, name, drafter=drafter, train=train))
-    assert losses(recipe) == pytest.approx(losses(alone), abs=1e-5)
-    for key, value in weights(alone).items():
-        torch.testing.assert_close(weights(recipe)[key], value, atol=1e-5, rtol=0)
-    assert all(weights(recipe)[f"markov_head.markov_{part}.weight"].abs().sum() > 0 for part in ("w1", "w2"))
-
-
 @pytest.mark.nightly
 def test_as_slurm_starts_them(tmp_path: Path) -> None:
     """Each process by the environment alone, without a launcher: SIGTERM of one ends both with 143, all saved."""
