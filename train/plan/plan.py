@@ -37,7 +37,6 @@ from draftsmith.train.plan.fake_step import FakeTraining, StepCost
 from draftsmith.train.processes.launch import Launch
 
 MEASURING_S = 0.5
-FLEX_AS_FOLDED = "flex is planned as folded, which saves the same for the backward pass"
 # Left free: the device's own context, the kernels' workspaces, fragmentation.
 USABLE_FRAC = 0.9
 SCALING_FILE = Path(__file__).with_name("data_scaling.json")  # written by `benchmarks/data_scaling.py`

@@ -328,12 +328,7 @@ def test_the_quickstart_on_the_embedded_target_is_healthy(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("to", "overrides", "severity", "said"),
     [
-        (
-            "vllm",
-            ["drafter.kind=parallel"],
-            "defect",
-            "4 distinct masks, as this drafter has: train with drafter.options.",
-        ),
+        ("vllm", ["drafter.kind=parallel"], "defect", "4 distinct masks, as this drafter has: train with drafter."),
         ("vllm", ["drafter.kind=eagle", "drafter.options.fc_bias=true"], "defect", "drafter.options.fc_bias=false"),
         ("sglang", ["drafter.kind=peagle"], "defect", "has no place for peagle: train with drafter.kind=eagle3"),
         ("vllm", ["drafter.kind=medusa"], "ok", "`draftsmith export --to vllm` can write it"),

@@ -105,18 +105,8 @@ def test_layouts_train_the_same_weights(target_folder: Path, drafter: dict[str, 
         assert len(rows) == len(LENGTHS) - EVAL_ROWS
         drawn = [number for note in processes for number in note["drawn"]]
         assert len(set(drawn)) == len(drawn)  # none repeats, on whatever rank
-    moved = [float((weights[0][name] - value).abs().max()) for name, value in before(recipe).items()]
-    assert max(moved) > 1e-3
-
-
-def before(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The weights before the first step."""
-    from draftsmith.models.base.registry import load_drafter_class
-    from draftsmith.models.target.loading import load_target
-
-    target, _ = load_target(recipe.target)
-    torch.manual_seed(recipe.seed)
-    return load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).state_dict()
+    losses = [entry["loss"] for entry in histories[0] if "loss" in entry]
+    assert losses[-1] < losses[0] - 1e-3  # else equal weights would say nothing
 
 
 def test_expected_rows_are_what_is_kept(target_folder: Path) -> None:

@@ -40,12 +40,6 @@ def test_the_tau_that_accuracies_promise() -> None:
     assert script.expected_chain_tau([0.8, 0.5], 2) == pytest.approx(2.2)
     assert script.expected_chain_tau([0.8, 0.5, 0.9], 2) == pytest.approx(2.2)
     assert script.expected_chain_tau([0.8], 3) == pytest.approx(2.952)
-    history = [{"accuracy_depth1": 0.9, "accuracy_depth2": 0.7}, {"eval_accuracy_depth1": 0.8}, {"train_loss": 1.0}]
-    assert script.depth_figures(history, 1) == {
-        "accuracy_on_rows_kept_out": True, "accuracy_by_depth": [0.8], "chain_tau_expected": 1.8
-    }  # fmt: skip
-    assert script.depth_figures(history[:1], 2)["accuracy_by_depth"] == [0.9, 0.7]
-    assert script.depth_figures([], 2)["chain_tau_expected"] is None
 
 
 @pytest.mark.slow
