@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -206,73 +205,6 @@ def test_weights_may_come_later(name: str, trained: bool, monkeypatch: pytest.Mo
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_frozen_head_and_no_grad(name: str) -> None:
-    """A frozen head gets no gradient, and neither that nor `no_grad` changes a value."""
-    trained, frozen = Setting(), Setting(trained=False)
-    torch.testing.assert_close(frozen.run(name), trained.run(name), atol=0, rtol=0)
-    hidden_grad, head_grad = frozen.grads(frozen.run(name).loss)
-    assert head_grad is None
-    torch.testing.assert_close(hidden_grad, trained.grads(trained.run(name).loss)[0], atol=0, rtol=0)
-    with torch.no_grad():
-        result = trained.run(name)
-    assert result.loss.grad_fn is None
-    torch.testing.assert_close(result, trained.run(name), atol=0, rtol=0)
-    trained.hidden_nd = trained.hidden_nd.detach()  # only the head is trained
-    assert trained.run(name).loss.requires_grad
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_alpha_beside_any_loss(name: str) -> None:
-    """Sum of min(p, q), in the rows' own order; the losses are what they are without it."""
-    setting, overlap_n = Setting(reduced=False), torch.empty(N, dtype=torch.float64)
-    given = (setting.hidden_nd, setting.head, setting.labels_n, setting.weights_n, name, setting.teacher)
-    result = head_loss(*given, setting.teacher_head, overlap_n=overlap_n)
-    q, p = setting.head(setting.hidden_nd).softmax(-1), setting.teacher_head(setting.teacher_nd).softmax(-1)
-    torch.testing.assert_close(overlap_n, torch.minimum(p, q).sum(-1).detach())
-    torch.testing.assert_close(result, setting.run(name))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_rows(name: str) -> None:
-    setting = Setting()
-    result = setting.run(name, slice(0))
-    assert result.loss.item() == 0.0
-    assert [len(part) for part in result[1:]] == [0, 0, 0]
-    for grad, shape in zip(setting.grads(result.loss), [(N, D), (V, D)], strict=True):
-        torch.testing.assert_close(grad, torch.zeros(shape, dtype=torch.float64), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["ce", "lk_lambda"])
-def test_dtypes(name: str) -> None:
-    """Products in the head's dtype, or in autocast's; losses in fp32; gradients in their owner's dtype."""
-    setting = Setting(reduced=False)
-    hidden_nd, teacher = setting.hidden_nd.detach().float(), setting.taught_in(torch.float32)
-
-    def run(head: nn.Linear, weight: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        head.requires_grad_(False).weight.requires_grad_()
-        hidden = hidden_nd.clone().requires_grad_()
-        result = head_loss(hidden, head, setting.labels_n, torch.full((N,), weight), name, teacher)
-        grads = torch.autograd.grad(result.loss, (hidden, head.weight))
-        return result.losses_n, grads[0] / weight, grads[1].float() / weight
-
-    half, single = nn.Linear(D, V).bfloat16(), nn.Linear(D, V)
-    half.load_state_dict(setting.head.state_dict())
-    single.load_state_dict(half.state_dict())
-    in_half, in_single = run(half), run(single)
-    assert [part.dtype for part in in_half] == [torch.float32] * 3
-    torch.testing.assert_close(in_half, in_single, atol=0.05, rtol=0.05)
-    assert not torch.equal(in_half[0], in_single[0])
-    with torch.autocast("cpu", torch.bfloat16):
-        under_autocast = run(single)
-    torch.testing.assert_close(under_autocast[:2], in_half[:2], atol=0, rtol=0)
-    # The head's gradient of a row is not rounded on its way into an fp32 head.
-    torch.testing.assert_close(under_autocast[2].bfloat16().float(), in_half[2], atol=0, rtol=0)
-    # A mean over very many labels: weights below fp16's smallest number.
-    small = run(nn.Linear(D, V).half().requires_grad_(False), 1e-9)
-    assert small[1].abs().max() > 0.01
-
-
 @pytest.mark.parametrize("name", ["ce", "lk_lambda"])
 @pytest.mark.parametrize("master", [True, False])
 @pytest.mark.parametrize("later", [True, False])
@@ -309,22 +241,6 @@ def test_fp16_without_rows_or_weights(weight: float) -> None:
     result = head_loss(hidden_nd, head, torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), weight))
     for grad in torch.autograd.grad(result.loss, (hidden_nd, head.weight)):
         assert (grad == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"teacher": None}, "pass its rows"),
-        ({"head": nn.Sequential(nn.Linear(D, V, bias=False))}, "not a Sequential"),
-        ({"head": nn.Linear(D, V)}, "bias=False"),
-        ({"teacher_head": nn.Identity()}, "not a Identity"),
-    ],
-)
-def test_misuse(change: dict[str, Any], message: str) -> None:
-    setting = Setting(reduced=False)
-    arguments: dict[str, Any] = {"head": setting.head, "teacher": setting.teacher, **change}
-    with pytest.raises(ValueError, match=message):
-        head_loss(setting.hidden_nd, labels_n=setting.labels_n, weights_n=setting.weights_n, loss="kl", **arguments)
 
 
 @pytest.mark.parametrize(("device_type", "teacher_rows"), [("cpu", 3 + 2), ("cuda", 12)])
@@ -395,21 +311,6 @@ def test_a_low_rank_term_equals_plain_autograd(
     torch.testing.assert_close(silent.losses_n, found.losses_n)
 
 
-def test_a_backward_again_and_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights' gradients that are not kept are computed again, each for itself: bit for bit the same."""
-    hidden, weight, rows, columns, _ = low_rank_factors()
-    labels_n, weights_n = torch.arange(N) % V, torch.ones(N, dtype=torch.float64)
-    found = []
-    for large_bytes in (1 << 28, 1, V * D * 8):  # none is large, both are, only the head is
-        monkeypatch.setattr(through_head, "LARGE_GRADIENT_BYTES", large_bytes)
-        for factor in (weight, columns):
-            factor.grad = torch.zeros_like(factor)  # of an earlier micro-batch
-        loss = head_loss(hidden, head_of(weight), labels_n, weights_n, low_rank=LowRankLogits(rows, columns)).loss
-        for _again in range(2):
-            found.append(torch.autograd.grad(loss, (hidden, weight, rows, columns), retain_graph=True))
-    assert all(torch.equal(mine, first) for each in found for mine, first in zip(each, found[0], strict=True))
-
-
 # ---- memory ----
 
 
@@ -470,14 +371,3 @@ def test_a_trained_heads_gradient_lies_in_memory_once(micro_batches: int, monkey
             assert peak > 2 * num_heads * one_head
         results.append([head.weight.grad for head in heads])
     torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
-
-
-def test_chunk_rows() -> None:
-    """Few rows for a large vocabulary, but never so few that the products wait for the head."""
-    assert chunk_rows(4096, 192) == 1024
-    assert chunk_rows(1 << 24, 8) == 1
-    assert chunk_rows(128_256, 4096) == 256
-    assert chunk_rows(49_152, 576, head_is_trained=True) == 288  # 85 with a frozen one
-    # A GPU would wait for the head with fewer, whether it is trained or not.
-    assert [chunk_rows(128_256, 4096, trained, "cuda") for trained in (False, True)] == [2048, 2048]
-    assert chunk_rows(1000, 64, device_type="cuda") == 4194

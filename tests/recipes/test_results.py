@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.recipes.provenance import Machine, Provenance
-from draftsmith.recipes.results import RESULT_KEYS, folded_json, portable, write_result
+from draftsmith.recipes.results import RESULT_KEYS, portable, write_result
 
 
 def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,12 +56,3 @@ def test_figures_of_another_process(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_folders_of_this_machine_are_left_out(text: str, shortened: str) -> None:
     assert portable({text: [text]}) == {shortened: [shortened]}
-
-
-def test_results_are_folded_three_levels_down() -> None:
-    """A row of figures is a line; short values are never folded."""
-    value = {"machine": {"cpu_count": 2}, "figures": {"rows": {"a@0": [1.5] * 99, "b@0": {"tau": 2}}, "n": 4}}
-    text = folded_json(value)
-    assert json.loads(text) == value
-    assert len(text.splitlines()) == 10
-    assert '   "b@0": {"tau": 2}' in text.splitlines()

@@ -59,11 +59,6 @@ class LayoutReference:
 
     # ---- slot n: what the target knew at n, and token n + 1 ----
 
-    def eagle_slots(self, tokens: list[int], features_rd: Tensor, positions: list[int]) -> Tensor:
-        """[R, D] of slots that each see all before them."""
-        fused = self.product("fc", torch.cat([self.embedding[tokens], features_rd], dim=-1))
-        return self.layer("layers.0", fused, fused, positions, causal(len(tokens)))
-
     def eagle3_fused(self, features_rf: Tensor) -> Tensor:
         """[R, D] of the features of three layers, normed as the tensors say."""
         if "input_norm.weight" in self.tensors:
@@ -122,14 +117,3 @@ def rotary(positions: list[int], head_size: int, theta: float, dtype: torch.dtyp
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def smooth_l1(predicted: Tensor, target: Tensor) -> Tensor:
-    """d^2 / 2 below 1, |d| - 1/2 above, mean over all."""
-    distance = (predicted - target).abs()
-    return torch.where(distance < 1, distance.pow(2) / 2, distance - 0.5).mean()
-
-
-def kl(teacher_logits: Tensor, logits: Tensor) -> Tensor:
-    p = teacher_logits.softmax(-1)
-    return (p * (p.log() - logits.softmax(-1).log())).sum()

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from support.tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
 
-from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.models.drafters.draft_model import DraftModel
 
 
@@ -18,22 +17,6 @@ def test_as_a_model_of_its_own(model_type: str) -> None:
     with torch.no_grad():
         ours = drafter.group_logits(ids, torch.zeros(*ids.shape, target.config.hidden_size))[:, 0]
         torch.testing.assert_close(model(ids).logits, ours, atol=1e-5, rtol=1e-5)
-
-
-def test_both_decoders_draft_the_same() -> None:
-    target = tiny_target(num_hidden_layers=4)
-    drafter = tiny_drafter_of("draft_model", target, num_layers=2)
-    assert isinstance(drafter, DraftModel)
-    ids = random_batch(target, 1)["input_ids"][0]
-    features = torch.zeros(len(ids), target.config.hidden_size)
-    own, external = drafter.decoder(32), DraftModelDecoder(drafter.causal_lm(target), 5, 32, VOCABULARY)
-    for decoder in (own, external):
-        decoder.start(ids[:4], features[:4])
-        decoder.observe(ids[4:6], features[4:6])
-    torch.testing.assert_close(own.begin(), external.begin(), atol=1e-5, rtol=1e-5)
-    for tokens, parents in (([7, 8], [0, 0]), ([9, 10, 11], [1, 2, 2]), ([12], [4])):
-        drafted = own.expand(tokens, parents)
-        torch.testing.assert_close(drafted, external.expand(tokens, parents), atol=1e-5, rtol=1e-5)
 
 
 def test_it_starts_from_layers_of_the_target() -> None:

@@ -10,8 +10,6 @@ from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_targ
 
 from draftsmith.models.base.blocks import BlockDrafter
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.decoding.blocks import BlockDecoder
-from draftsmith.models.decoding.decoders import MarkovDecoder
 
 TARGET = tiny_target(num_hidden_layers=4)
 
@@ -74,29 +72,3 @@ def test_it_starts_undecided() -> None:
     assert not state["confidence_head.proj.weight"].any()
     assert not state["confidence_head.proj.bias"].any()
     assert not state["markov_head.markov_w2.weight"].any()
-
-
-def test_a_path_is_drafted_with_the_token_before_each_of_its_tokens() -> None:
-    """The block's logits are those of one forward; every node adds its own token's row of W1 W2."""
-    drafter = tiny_dspark()
-    batch = random_batch(TARGET, drafter=drafter)
-    ids, features = batch["input_ids"][0], batch["features"][0]
-    plain = BlockDecoder(drafter, LENGTH)
-    decoder: Any = drafter.decoder(LENGTH)
-    assert isinstance(decoder, MarkovDecoder)
-    for one in (plain, decoder):
-        one.start(ids[:7], features[:7])
-    marginals, state = plain.draft(), drafter.state_dict()
-    table = state["markov_head.markov_w1.weight"] @ state["markov_head.markov_w2.weight"].T
-    assert marginals.shape[0] == 3
-    torch.testing.assert_close(decoder.begin(), marginals[:1] + table[ids[6]])
-    torch.testing.assert_close(decoder.expand([8, 9], [0, 0]), marginals[1] + table[[8, 9]])
-    torch.testing.assert_close(decoder.expand([4], [2]), marginals[2:] + table[[4]])
-
-
-def test_its_layers_have_the_targets_shapes_whatever_the_block() -> None:
-    """A block's length is no parameter: drafters of other lengths load each other's weights."""
-    shapes = [
-        {name: value.shape for name, value in tiny_dspark(block_size=size).state_dict().items()} for size in (2, 9)
-    ]
-    assert shapes[0] == shapes[1]

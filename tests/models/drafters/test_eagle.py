@@ -7,7 +7,6 @@ from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_targ
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.draft_head import Batch, LabelledRows, training_loss
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.target.features import target_features
 
@@ -56,23 +55,6 @@ def test_a_drafted_tree_equals_a_recomputation_without_cache(offset: int) -> Non
         with torch.no_grad():
             expected = tree_by_recomputation(drafter, target, ids[0, :length], features, offset)
         torch.testing.assert_close(torch.cat(drafted), torch.stack(expected), atol=1e-5, rtol=1e-5)
-
-
-def test_the_regression_by_hand() -> None:
-    """0.5 off everywhere: 0.5**2 / 2 = 0.125. 3 off: 3 - 0.5 = 2.5. Their mean, with no weight on the distribution."""
-    target = tiny_target()
-    drafter = tiny_drafter_of("eagle", target, class_weight=0)
-    hidden = torch.stack([torch.full((32,), 0.5), torch.full((32,), -3.0)])
-
-    def loss(drafter: Drafter, features: Tensor | None) -> float:
-        batch = Batch(torch.tensor([[4, 5]]), torch.tensor([[[4, 5]]]), features, None)
-        rows = LabelledRows(drafter.draft_head(), hidden, torch.zeros(2, dtype=torch.long), torch.arange(2))
-        return float(training_loss(drafter, batch, [rows]).loss)
-
-    assert loss(drafter, torch.zeros(1, 2, 32)) == pytest.approx((0.125 + 2.5) / 2)
-    assert loss(tiny_drafter_of("eagle", target), hidden[None]) == pytest.approx(0.0, abs=1e-6)
-    with pytest.raises(ValueError, match="pass its rows"):
-        loss(drafter, None)
 
 
 def test_noise_on_what_is_read_in_training_only() -> None:

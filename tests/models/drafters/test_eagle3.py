@@ -1,69 +1,14 @@
-"""EAGLE-3: its unrolled training against a loop over single rows, its tensors, its options."""
-
-from typing import Any
+"""EAGLE-3's and P-EAGLE's initial values and defaults; their forwards are in tests/models/formats/test_import.py."""
 
 import pytest
 import torch
-from support.eagle_reference import LayoutReference
-from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
-from torch import Tensor
-from transformers import PreTrainedModel
+from support.tiny_models import LENGTH, tiny_drafter_of, tiny_target
 
 from draftsmith.models.base.eagle3_shape import default_feature_layers
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
+from draftsmith.models.drafters.peagle import PEagleDrafter
 
-STEPS, TARGET_LAYERS, REDUCED = 3, 4, 40
-# Everything is in fp64 but the norms and RoPE, which transformers computes in fp32.
-TOLERANCE = 1e-6
-
-
-def target_and_drafter(**options: Any) -> tuple[PreTrainedModel, Eagle3Drafter]:
-    """In fp64."""
-    target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
-    drafter = tiny_drafter_of("eagle3", target, **{"ttt_steps": STEPS, **options})
-    assert isinstance(drafter, Eagle3Drafter)
-    return target, drafter
-
-
-def reference_logits(drafter: Eagle3Drafter, ids_s: Tensor, features_sf: Tensor, t: int, steps: int) -> list[Tensor]:
-    """[V] of depths 1..steps of group t: real rows up to t, then the layer fed with its own outputs and true tokens."""
-    reference, ids = LayoutReference.of(drafter), ids_s.tolist()
-    g = reference.eagle3_fused(torch.cat([torch.zeros_like(features_sf[:1]), features_sf[:t]]))
-    logits = []
-    for j in range(steps):
-        out = reference.eagle3_slots(ids[: t + 1 + j], g)[-1]
-        logits.append(reference.eagle3_logits(out))
-        g = torch.cat([g, reference.eagle3_feedback(out, drafter.config.norm_output)[None]])
-    return logits
-
-
-NEWER: list[dict[str, Any]] = [
-    {"fc_norm": True, "norm_output": True},
-    {"norm_before_fc": True},
-]  # EAGLE-3.1 and its kin
-
-
-@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, *NEWER])
-def test_unrolled_training_equals_a_loop(options: dict[str, Any]) -> None:
-    target, drafter = target_and_drafter(**options)
-    batch = random_batch(target, 1, drafter=drafter)
-    ids, features = batch["input_ids"], batch["features"]
-    with torch.no_grad():
-        training = drafter.group_logits(ids, features)[0]
-        for t in range(LENGTH):
-            expected = reference_logits(drafter, ids[0], features[0], t, min(STEPS, LENGTH - t))
-            for j, logits_v in enumerate(expected):
-                torch.testing.assert_close(training[j, t], logits_v, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_with_norm_output_what_is_fed_back_does_not_grow() -> None:
-    """The paper's reason for it: an output twice as large changes the next step, or nothing at all."""
-    for options, grows in (({}, True), ({"norm_output": True}, False)):
-        _, drafter = target_and_drafter(**options)
-        out, ids = torch.randn(1, 32, dtype=torch.float64), torch.tensor([5])
-        with torch.no_grad():
-            once, doubled = (drafter.drafted_inputs(ids, scale * out) for scale in (1.0, 2.0))
-        assert ((once - doubled).abs().max() > 1e-3) == grows
+TARGET_LAYERS = 4
 
 
 def test_it_starts_from_the_targets_last_layer() -> None:
@@ -80,10 +25,9 @@ def test_it_starts_from_the_targets_last_layer() -> None:
 
 
 def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
-    _, drafter = target_and_drafter()
-    assert drafter.decoder(LENGTH).num_depths == drafter.config.num_depths == STEPS
-    _, drafter = target_and_drafter(draft_depth=7)
-    assert (drafter.decoder(LENGTH).num_depths, drafter.config.num_depths) == (7, STEPS)
+    for options, drafted in (({}, 3), ({"draft_depth": 7}, 7)):
+        drafter = tiny_drafter_of("eagle3", tiny_target(num_hidden_layers=TARGET_LAYERS), ttt_steps=3, **options)
+        assert (drafter.decoder(LENGTH).num_depths, drafter.config.num_depths) == (drafted, 3)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +39,11 @@ def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
 )  # fmt: skip
 def test_default_feature_layers(num_layers: int, expected: list[int]) -> None:
     assert default_feature_layers(num_layers) == expected
+
+
+@pytest.mark.parametrize(("pad", "expected"), [(0, 0), (17, 17), (None, 60), (-1, 60)])
+def test_default_mask_token_of_peagle(pad: int | None, expected: int) -> None:
+    """The padding token, or the last of the vocabulary of 61."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    target.config.pad_token_id = pad
+    assert PEagleDrafter.from_target(target, {}).config.mask_token_id == expected

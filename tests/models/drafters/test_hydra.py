@@ -80,6 +80,11 @@ def test_a_new_drafter_says_what_the_target_said() -> None:
         torch.testing.assert_close(logits[:, j, 1:], expected[:, :-1])
 
 
+def test_prefix_attention_needs_layers_that_are_known() -> None:
+    with pytest.raises(UserError, match="`gpt2` is not supported by this drafter"):
+        HydraDrafter.from_target(tiny_gpt2(), {"prefix_attention": True})
+
+
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_prefix_attention_is_one_layer_of_the_target_over_its_features(model_type: str) -> None:
     """transformers' own one-layer model, fed h_{-1} = 0, h_0, h_1, ... as embeddings."""
@@ -118,42 +123,3 @@ def test_a_tree_is_its_paths(prefix_attention: bool) -> None:
             expected = drafter.group_logits(text, padded)[0, len(path), 5]
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(grown[3], grown[4], atol=1e-2)
-
-
-def test_gpt2_trains_and_decodes_without_prefix_attention() -> None:
-    target = tiny_gpt2()
-    drafter = hydra(target)
-    batch = random_batch(target, 1)
-    assert torch.isfinite(drafter(**batch).loss)
-    ids, features = batch["input_ids"][0], batch["features"][0]
-    training = drafter.group_logits(batch["input_ids"], batch["features"])[0].detach()
-    decoder = drafter.decoder(LENGTH)
-    decoder.start(ids[:5], features[:5])
-    decoder.observe(ids[5:7], features[4:6])
-    torch.testing.assert_close(decoder.begin()[0], training[0, 6], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(decoder.expand([int(ids[7])], [0])[0], training[1, 6], atol=1e-5, rtol=1e-5)
-    with pytest.raises(UserError, match="`gpt2` is not supported by this drafter"):
-        HydraDrafter.from_target(target, {"prefix_attention": True})
-
-
-def test_the_decoder_refuses_what_cannot_be() -> None:
-    target = tiny_target()
-    batch = random_batch(target, 1)
-    ids, features = batch["input_ids"][0], batch["features"][0]
-    decoder = hydra(target, prefix_attention=True).decoder(8)
-    with pytest.raises(ValueError, match="begin"):
-        decoder.expand([5], [0])
-    decoder.start(ids[:9], features[:9])
-    with pytest.raises(ValueError, match="max_length_tokens=8"):
-        decoder.begin()
-    decoder = hydra(target).decoder(8)
-    decoder.start(ids[:1], features[:1])
-    decoder.begin()
-    with pytest.raises(ValueError, match=r"parents \[1\] must be among the 1 nodes"):
-        decoder.expand([5], [1])
-    decoder.expand([5, 6], [0, 0])
-    decoder.expand([7], [2])
-    with pytest.raises(ValueError, match="depth 3 has no children: there are 3 heads"):
-        decoder.expand([8], [3])
-    with pytest.raises(ValueError, match="call start"):
-        decoder.begin()

@@ -1,21 +1,17 @@
 """Medusa: its heads start as the target's own, its loss is the paper's, and any architecture will do."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import BestFirstBuilder, tree_builder
+from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa import MedusaDrafter
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
@@ -43,37 +39,6 @@ def test_every_head_starts_as_the_targets_own(model_type: str, lm_heads: str) ->
     assert logits.shape == (2, 3, LENGTH, VOCABULARY)
     for j in range(3):
         assert torch.equal(logits[:, j, 1:], own[:, :-1])
-
-
-def head_by_hand(drafter: MedusaDrafter, target: PreTrainedModel, depth: int, feature_d: Tensor) -> Tensor:
-    """[V]: x + SiLU(A x + b) twice, then the head's matrix."""
-    weights = dict(drafter.named_parameters())
-    for layer in range(2):
-        name = f"blocks.{depth - 1}.layers.{layer}"
-        inner = weights[f"{name}.weight"] @ feature_d + weights[f"{name}.bias"]
-        feature_d = feature_d + inner * torch.sigmoid(inner)
-    return weights.get(f"lm_heads.{depth - 1}.weight", target.lm_head.weight) @ feature_d
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
-def test_any_architecture_trains_decodes_and_travels(model_type: str, tmp_path: Path) -> None:
-    """No layer of the target's kind is needed: those that the parallel drafter refuses work too."""
-    target = tiny_target(model_type).double()
-    drafter = tiny_medusa(target)
-    batch = random_batch(target)
-    drafter(**batch).loss.backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in drafter.parameters())
-    drafter.save_pretrained(tmp_path)
-    loaded = load_drafter(tmp_path, target)
-    greedy, prompt = Sampling(), [5, 9, 33, 12, 40, 7]
-    with TargetSession(target, 64) as session:
-        method = DrafterMethod("x", loaded.decoder(64), BestFirstBuilder(9, 3), greedy)
-        drafted = generate(session, method, prompt, greedy, 30)
-        plain = generate(session, Autoregressive(), prompt, greedy, 30)
-    assert drafted.ids == plain.ids
-    with torch.no_grad():
-        expected = drafter.group_logits(batch["input_ids"], batch["features"])
-        assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
 
 
 def test_the_first_token_has_no_feature_before_it() -> None:

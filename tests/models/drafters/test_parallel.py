@@ -28,15 +28,6 @@ def test_prompt_and_first_token_in_one_draft() -> None:
         decoder.draft()
 
 
-def test_the_decoder_says_when_it_is_full() -> None:
-    target = tiny_target()
-    batch = random_batch(target, 1)
-    decoder = tiny_parallel(target).decoder(8)
-    decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
-    with pytest.raises(ValueError, match="max_length_tokens=8"):
-        decoder.draft()
-
-
 def test_every_feature_layer_is_normalised_by_itself() -> None:
     """A residual stream that is a hundred times larger than the others says neither more nor less."""
     target = tiny_target()

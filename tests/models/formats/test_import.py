@@ -157,18 +157,6 @@ def test_layers_of_blocks_are_counted_by_their_outputs(tmp_path: Path) -> None:
         assert (config.feature_layers, config.sample_from_anchor, config.mask_token_id) == (layers, from_anchor, 7)
 
 
-def test_eagle(tmp_path: Path) -> None:
-    drafter, tensors = imported(tmp_path, "eagle")
-    theirs, (decoder, features) = reference(tensors), started(drafter)
-    tokens, read = IDS[0, 1 : NEWEST + 1].tolist(), features[:NEWEST]
-    expected = []
-    for depth in range(3):
-        out = theirs.eagle_slots(tokens, read, list(range(len(tokens))))[-1]
-        expected.append(out @ theirs.head.T)
-        tokens, read = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([read, out[None]])
-    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("layout", "layers", "normed"),
     [

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.tiny_models import MASKS, random_batch, tiny_parallel, tiny_target
 
 from draftsmith.models.base.group_wise import MaskOptions
 from draftsmith.models.groups.rows import ActiveRows, active, depth_labels
@@ -18,20 +17,6 @@ def test_labels_and_rows_by_hand() -> None:
     assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
 
 
-def test_packing_is_lossless() -> None:
-    """The hidden state of every active row is the one that the full grid gives."""
-    target = tiny_target()
-    drafter = tiny_parallel(target, num_layers=2)
-    batch = random_batch(target)
-    labels = depth_labels(batch["input_ids"], batch["loss_mask"], MASKS + 1)
-    rows = ActiveRows.of(labels)
-    assert len(rows.index_n) < labels.numel() / 2
-    with torch.no_grad():
-        packed = drafter.rows_hidden(rows, batch["input_ids"], batch["features"])
-        full = drafter.group_hidden(batch["input_ids"], batch["features"]).flatten(0, 2)
-    torch.testing.assert_close(packed, full[rows.index_n])
-
-
 @pytest.mark.parametrize(
     ("least", "expected"), [(0.0, [1.0, 0.7, 0.49, 0.343]), (0.4, [1.0, 0.7, 0.49, 0.4]), (0.8, [1.0, 0.8, 0.8, 0.8])]
 )
@@ -45,68 +30,6 @@ def test_conditional_drop(least: float, expected: list[float]) -> None:
     assert not (kept[:, 2:] & ~kept[:, 1:-1]).any()
     shares = kept.float().mean((0, 2))
     torch.testing.assert_close(shares, torch.tensor(expected), atol=0.03, rtol=0)
-
-
-@pytest.mark.parametrize("first_token", [True, False])
-def test_documents_by_hand(first_token: bool) -> None:
-    """Two rows of 5, two depths: documents x_0 x_1 x_2 and x_3 x_4, then one of 4 and padding, which is a document.
-
-    Labels at depth 1 everywhere but in the padding, at depth 2 where the document goes on that far. What follows a
-    row's last label has no place: 4, 8 and 9 of ten. Without first tokens their rows and their places are gone too: 0,
-    3 and 5.
-    """
-    labels = torch.full((2, 2, 5), -100)
-    labels[0, 0, [0, 1, 3]] = labels[0, 1, 0] = labels[1, 0, :3] = labels[1, 1, :2] = 7
-    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
-    rows = ActiveRows.of(labels, position_ids=positions, first_token=first_token)
-    found = list(zip(rows.batch_n.tolist(), rows.depth_n.tolist(), rows.position_n.tolist(), strict=True))
-    all_rows = [
-        (0, 0, 0),
-        (0, 0, 1),
-        (0, 0, 2),
-        (0, 0, 3),
-        (0, 1, 0),
-        (1, 0, 0),
-        (1, 0, 1),
-        (1, 0, 2),
-        (1, 1, 0),
-        (1, 1, 1),
-    ]
-    firsts = {(0, 0), (0, 3), (1, 0), (1, 4)}
-    assert found == [row for row in all_rows if first_token or (row[0], row[2]) not in firsts]
-    documents = rows.grid.documents
-    assert documents is not None
-    if first_token:
-        assert rows.counts_g == [7, 3]
-        assert rows.labelled_m.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9]
-        assert rows.grid.shape == (1, 2, 7)
-        assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 7, 4, 5, 6, 11, 12]
-        assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
-            [0, 3, 4, 7, 7], [3, 1, 3, 0], 3,
-        )  # fmt: skip
-        assert documents.numbers(7).tolist() == [0, 0, 0, 1, 2, 2, 2]
-    else:
-        assert rows.counts_g == [4, 1]
-        assert rows.grid.shape == (1, 2, 4)
-        assert rows.grid.index_n.tolist() == [0, 1, 2, 3, 6]
-        assert (documents.bounds_d.tolist(), documents.lengths, documents.max_length_tokens) == (
-            [0, 2, 2, 4, 4], [2, 0, 2, 0], 2,
-        )  # fmt: skip
-        assert documents.numbers(4).tolist() == [0, 0, 2, 2]
-    values = torch.arange(1.0, 1 + len(found)).view(1, 1, -1, 1)
-    grid = rows.grid.to_grid(values)
-    assert grid.flatten()[rows.grid.index_n].tolist() == values.flatten().tolist()
-    assert grid.count_nonzero() == len(found)
-    assert torch.equal(rows.grid.from_grid(grid), values.transpose(1, 2))
-    depths = [(places.tolist(), there.shape, there.index_n.tolist()) for places, there in rows.by_depth()]
-    if first_token:
-        assert depths == [
-            ([0, 1, 2, 3, 5, 6, 7], (1, 1, 7), [0, 1, 2, 3, 4, 5, 6]),
-            ([4, 8, 9], (1, 1, 7), [0, 4, 5]),
-        ]
-        assert [places.tolist() for places in rows.labelled_by_depth()] == [[0, 1, 3, 5, 6, 7], [4, 8, 9]]
-    else:
-        assert depths == [([0, 1, 2, 3], (1, 1, 4), [0, 1, 2, 3]), ([4], (1, 1, 4), [2])]
 
 
 def test_one_document_in_each_row_is_not_packed() -> None:
