@@ -54,23 +54,6 @@ def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 @KERNELS
-@EVERY_DTYPE
-def test_rows_of_any_shape(dtype: torch.dtype) -> None:
-    weight = random(9, 6, dtype=dtype)
-    packed, rows = KERNEL.pack(weight), random(2, 3, 6, dtype=dtype, seed=1)
-    flat = KERNEL.linear(rows.view(6, 6), packed, 9, None)
-    assert torch.equal(KERNEL.linear(rows, packed, 9, None), flat.view(2, 3, 9))
-    assert torch.equal(KERNEL.linear(rows[1, 2], packed, 9, None), flat[5])
-    strided = rows.view(6, 6).T.contiguous().T
-    assert torch.equal(KERNEL.linear(strided, packed, 9, None), flat)
-    assert torch.equal(KERNEL.pack(weight.T.contiguous().T), packed)
-    with pytest.raises(RuntimeError, match="differ in size"):
-        KERNEL.linear(rows[..., :4].contiguous(), packed, 9, None)
-    with pytest.raises(RuntimeError, match="differ in dtype"):
-        KERNEL.linear(rows.double(), packed, 9, None)
-
-
-@KERNELS
 def test_sums_are_rounded_to_the_nearest_bf16() -> None:
     """Ties go to even: bf16 has 7 bits behind the point, 2**-8 is half of the last."""
     inf, nan, largest = float("inf"), float("nan"), torch.finfo(torch.bfloat16).max

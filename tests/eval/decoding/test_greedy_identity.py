@@ -17,7 +17,6 @@ from support.half_right import (
     HalfRightStepwiseDecoder,
     greedy_reference,
 )
-from support.places import MATERIAL
 from transformers import AutoModelForCausalLM
 
 from draftsmith.eval.decoding.loop import generate
@@ -31,8 +30,6 @@ from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import TreeBuilder
 from draftsmith.models.decoding.decoders import StepwiseDecoder
-
-MODELS = MATERIAL / "models"
 
 
 def check_all_trees(
@@ -94,11 +91,3 @@ def test_grown_trees(name: str) -> None:
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).eval()
     check_all_trees(target, [[5, 6, 7, 8]], 40, HalfRightStepwiseDecoder, GROWERS)
-
-
-@pytest.mark.parametrize("name", ["stories260K", "neo3m_chat"])
-def test_real_targets(name: str) -> None:
-    if not (MODELS / name).is_dir():
-        pytest.skip(f"{MODELS / name} is not there")
-    target = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
-    check_all_trees(target, [[1, 40, 50, 60], [1, 300, 301, 302, 17, 18]], new_tokens=60)

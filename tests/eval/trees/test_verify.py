@@ -123,16 +123,6 @@ def test_greedy_lenience() -> None:
     assert verify(with_best, logits, Sampling(), lenience=0.15).path == [0, 2]
 
 
-def test_greedy_follows_the_argmax() -> None:
-    tree = DraftTree([9, 1, 2, 3, 0], TreeShape.of((-1, 0, 0, 2, 3)))
-    logits = torch.full((5, V), -1.0)
-    logits[0, 2] = logits[2, 3] = logits[3, 1] = 5.0
-    verdict = verify(tree, logits, Sampling())
-    assert (verdict.path, verdict.next_token) == ([0, 2, 3], 1)
-    logits[0, 2] = -2.0
-    assert verify(tree, logits, Sampling()).path == [0]
-
-
 # ---- greedy choices, draws, and the distribution that they are from ----
 
 
