@@ -91,7 +91,7 @@ class BlockOptions(OneForwardOptions):
 
 
 class BlockDrafter(GroupWiseDrafter):
-    """Parameters, rows and decoders of all such kinds."""
+    """Parameters, rows and decoders of all kinds that draft blocks."""
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = qwen3_layers_config(config.target_config, config.num_layers)
@@ -131,7 +131,7 @@ class BlockDrafter(GroupWiseDrafter):
     # ---- training ----
 
     def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
-        """Whole blocks, and the context before the last of them."""
+        """Return the rows of whole blocks, and of the context before the last of them."""
         blocks_bs = labels_bgs[:, 0] != IGNORED_LABEL
         if self.training and self.config.anchor_ratio < 1:
             drawn_bs = torch.rand(blocks_bs.shape, generator=self.generator, device=blocks_bs.device)
@@ -178,11 +178,11 @@ class BlockDrafter(GroupWiseDrafter):
     # ---- shared by training and decoding ----
 
     def context_of(self, features: Tensor) -> Tensor:
-        """[..., F] to c [..., D]."""
+        """Map features [..., F] to the context c [..., D]."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        """[..., D] of tokens [...]."""
+        """Return embeddings [..., D] of tokens [...]."""
         return self.attached.embedding(input_ids).to(self.fc.weight.dtype)
 
     def block_inputs(self, newest_ids: Tensor, masks_kd: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class BlockDrafter(GroupWiseDrafter):
         return torch.cat([newest, masks], dim=-2)
 
     def mask_inputs(self) -> Tensor:
-        """[block_size - 1, D], the same row each time."""
+        """Return [block_size - 1, D], the same row each time."""
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.fc.weight.device)
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 

@@ -74,11 +74,11 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def factors(self, previous_n: Tensor) -> LowRankLogits:
-        """B of N previous tokens [N], as its two factors."""
+        """Return the bias of N previous tokens [N] as its two factors."""
         return LowRankLogits(self.markov_w1(previous_n), self.markov_w2.weight)
 
     def forward(self, previous: Tensor) -> Tensor:
-        """[...] -> [..., V'], in the weights' dtype."""
+        """Map tokens [...] to [..., V'], in the weights' dtype."""
         return self.markov_w2(self.markov_w1(previous))
 
 
@@ -103,7 +103,7 @@ class DraftHead:
     markov: MarkovHead | None
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[..., D] -> [..., V'], without the Markov head's part."""
+        """Map [..., D] to logits [..., V'], without the Markov head's part."""
         return self.linear(normed.to(self.linear.weight.dtype))
 
     def rows_of(self, labels_n: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ class DraftedShare:
     coverage: float
 
     def sentence(self) -> str:
-        """For the terminal."""
+        """Return the sentence that the terminal shows."""
         sentence = (
             f"the draft vocabulary, {self.size:,} of {self.vocabulary:,} tokens, covers {self.coverage:.2%} of the "
             "answers' tokens"
@@ -317,7 +317,7 @@ class DraftedShare:
 
 
 def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
-    """[V] how often each token carries loss."""
+    """Count how often each token carries loss, [V]."""
     counts_v = torch.zeros(vocabulary, dtype=torch.int64)
     for rows in dataset.with_format("torch", columns=["input_ids", "loss_mask"]).iter(batch_size=ROWS_AT_ONCE):
         ids, mask = (torch.cat(list(rows[name])) for name in ("input_ids", "loss_mask"))

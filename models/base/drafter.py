@@ -143,7 +143,7 @@ class DrafterOptions(Section):
 
     @property
     def dpace(self) -> float | None:
-        """D-PACE's alpha; None: rows are weighed by their depth alone."""
+        """Return D-PACE's alpha, or None where rows are weighed by their depth alone."""
         return None
 
 
@@ -229,7 +229,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def options(self) -> DrafterOptions:
-        """The attributes that are options, as such."""
+        """Return the attributes that are options as the kind's own model of them."""
         return self.Options.model_construct(**{key: getattr(self, key) for key in self.Options.model_fields})
 
     @property
@@ -290,7 +290,7 @@ class Drafter(PreTrainedModel):
         self.markov_head = MarkovHead(vocabulary, drafted or vocabulary, rank) if rank else None
 
     def build(self, config: DrafterConfig) -> None:
-        """Make the parameters."""
+        """Make the drafter's own parameters and modules."""
 
     def get_input_embeddings(self) -> None:
         """Return none: a drafter borrows the target's."""
@@ -407,7 +407,7 @@ class Drafter(PreTrainedModel):
         return self.reduced_head if self._reduced and not self.own_heads else cast(nn.Linear, self.attached.lm_head)
 
     def draft_head(self, depth: int = 0) -> DraftHead:
-        """The head that this depth, counted from 0, is read off."""
+        """Return the head that gives the logits of this depth, counted from 0."""
         heads = self.own_heads
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         return DraftHead(
@@ -438,12 +438,12 @@ class Drafter(PreTrainedModel):
         return TokenColumns(self.draft_ids, len(self.t2d)) if self._reduced else ALL_TOKENS
 
     def over_all_tokens(self, logits: Tensor) -> Tensor:
-        """[..., V'] to [..., V], -inf for tokens that are not drafted."""
+        """Widen [..., V'] to [..., V], with -inf for tokens that are not drafted."""
         return self.columns.widened(logits, float("-inf"))
 
     @torch.no_grad()
     def initialize_own_heads(self) -> None:
-        """Start them as the target's, row by row."""
+        """Copy the target's rows into the drafter's own heads."""
         source, ids = cast(nn.Linear, self.attached.lm_head).weight, self.draft_ids
         for head in self.own_heads:
             head.weight.copy_(source if ids is None else source[ids])

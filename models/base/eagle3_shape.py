@@ -137,7 +137,7 @@ class Eagle3Shape(GroupWiseDrafter):
             self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
 
     def _fresh_norm(self, size: int) -> nn.Module:
-        """A norm of the target's kind, with weights of one."""
+        """Make a norm of the target's kind, with weights of one."""
         return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
 
     @property
@@ -164,7 +164,7 @@ class Eagle3Shape(GroupWiseDrafter):
         return self.token_inputs(input_ids, self.fused(previous_features))
 
     def fused(self, features: Tensor) -> Tensor:
-        """g [..., D] from the features of all layers [..., F]."""
+        """Return g [..., D] from the features of all layers [..., F]."""
         features = features.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             features = self.input_norm(features)

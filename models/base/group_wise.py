@@ -38,7 +38,7 @@ from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
 
 
 class GroupWiseOptions(DrafterOptions):
-    """Options of all kinds that are trained so."""
+    """Options of all kinds that are trained on groups."""
 
     attention: Attention = "folded"
 
@@ -136,7 +136,7 @@ class GroupWiseDrafter(Drafter):
         return super().attach(target)
 
     def make_rotary(self, target: PreTrainedModel) -> Rotary:
-        """The rotary embedding of its queries and keys."""
+        """Return the rotary embedding of its queries and keys."""
         return Rotary.of_target(target, self.layers_config)
 
     # ---- training ----
@@ -159,7 +159,7 @@ class GroupWiseDrafter(Drafter):
         return training_loss(self, Batch(input_ids, labels_bgs, teacher_features, label_counts), [labelled])
 
     def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
-        """Rows with a label, and what they attend to."""
+        """Return the rows with a label, and those that they attend to."""
         shares = self.config.options.kept_shares if self.training else None
         active_bgs, in_documents = active(labels_bgs, shares, self.generator), self.in_documents(labels_bgs)
         return ActiveRows.of(labels_bgs, active_bgs, position_ids, self.reads_first_token, in_documents)
@@ -224,7 +224,7 @@ class GroupWiseDrafter(Drafter):
         raise NotImplementedError
 
     def mask_inputs(self) -> Tensor | None:
-        """[K, E] inputs of [MASK]_1..K; None for kinds without masks."""
+        """Return the inputs [K, E] of [MASK]_1..K, or None for kinds without masks."""
         return None
 
     @property
@@ -243,11 +243,11 @@ class GroupWiseDrafter(Drafter):
         return hidden
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V'], of `columns`."""
+        """Map [..., D] to the logits [..., V'] of `columns`."""
         return self.draft_head().logits(self.norm(hidden))
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, N, Dh] at positions [1, N]."""
+        """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
         if self._rotary is None:
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._rotary(hidden, position_ids)

@@ -18,7 +18,7 @@ from draftsmith.recipes.errors import UserError
 
 
 class HeadOptions(DepthOptions):
-    """Options of both."""
+    """Options of drafters that are heads on the target's last hidden state."""
 
     num_heads: int = Field(5, ge=1, description="G, the depths that are drafted")
     num_layers: int = Field(1, ge=1, description="residual blocks of a head")
@@ -38,7 +38,7 @@ class HeadsDrafter(Drafter):
     """LM heads, shared or not, and the loss through them. Own ones have V' rows each, with `draft_vocab_size`."""
 
     def add_lm_heads(self, config: DrafterConfig) -> None:
-        """Make them, if they are not the target's."""
+        """Make one LM head for each depth, unless they share the target's."""
         if config.lm_heads == "separate":
             hidden_size, vocabulary = (config.target_config[key] for key in ("hidden_size", "vocab_size"))
             rows = config.draft_vocab_size or vocabulary

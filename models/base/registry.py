@@ -73,7 +73,7 @@ def load_drafter_class(kind: str) -> type[Drafter]:
 
 
 def drafter_kinds() -> list[str]:
-    """Files of `models/drafters/` that define a `DRAFTER`."""
+    """Return the files of `models/drafters/` that define a `DRAFTER`."""
     files = sorted((Path(__file__).parents[1] / "drafters").glob("*.py"))
     return [file.stem for file in files if "\nDRAFTER = " in file.read_text(encoding="utf-8")]
 

@@ -55,7 +55,7 @@ class DraftModel(GroupWiseDrafter):
         return as_causal_lm(self, target, tied=bool(target.config.tie_word_embeddings))
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """[..., E] of tokens [...]; nothing else is read."""
+        """Return inputs [..., E] of tokens [...]; nothing else is read."""
         return self.attached.embedding(input_ids).to(self.dtype)
 
 

@@ -64,7 +64,7 @@ class ConfidenceHead(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, normed: Tensor, token_before: Tensor) -> Tensor:
-        """[..., D] and [..., r] to [...], in fp32 at least."""
+        """Map [..., D] and [..., r] to [...], in fp32 at least."""
         read = torch.cat([normed, token_before.to(normed.dtype)], dim=-1)
         return self.proj(read.to(self.proj.weight.dtype)).squeeze(-1).to(torch.promote_types(read.dtype, torch.float32))
 

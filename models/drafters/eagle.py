@@ -73,7 +73,7 @@ class EagleLayer(GroupWiseDrafter):
     # ---- training ----
 
     def features_read(self, features: Tensor) -> Tensor:
-        """Add noise in training."""
+        """Add uniform noise to the features that are read, in training only."""
         if not self.training or self.config.feature_noise == 0:
             return features
         dtype, device = self.fc.weight.dtype, features.device
@@ -85,7 +85,7 @@ class EagleLayer(GroupWiseDrafter):
         return self.config.class_weight
 
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
-        """The regression to the target's features, of all labelled rows."""
+        """Return the regression to the target's features, of all labelled rows."""
         if part.teacher is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
         losses_n = smooth_l1(part.rows.normed_nd, part.teacher.features_nd())
@@ -94,7 +94,7 @@ class EagleLayer(GroupWiseDrafter):
     # ---- shared by training and decoding ----
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """[..., E] from x_t [...] and h_{t-1} [..., D]."""
+        """Return inputs [..., E] from x_t [...] and h_{t-1} [..., D]."""
         dtype = self.fc.weight.dtype
         embedded = self.attached.embedding(input_ids)
         return self.fc(torch.cat([embedded.to(dtype), previous_features.to(dtype)], dim=-1))

@@ -96,7 +96,7 @@ class PrefixAttention(nn.Module):
         self._rotary = Rotary.of_target(target, self.layers_config)
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, N, Dh] at positions [1, N]."""
+        """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
         if self._rotary is None:
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._rotary(hidden, position_ids)
@@ -262,7 +262,7 @@ class HydraDecoder:
         return logits_wv
 
     def _logits(self, rows: Tensor, depth: int) -> Tensor:
-        """fp32 [W, V]. Compiled for a few numbers of rows."""
+        """Return fp32 logits [W, V]; compiled for a few numbers of rows."""
         if not self._is_compiled:
             return self._drafter.logits_of(rows, depth).float()
         padded = nn.functional.pad(rows, (0, 0, 0, padded_rows(len(rows)) - len(rows)))

@@ -32,7 +32,7 @@ class MedusaConfig(DrafterConfig):
 
 
 class ResidualBlocks(nn.Module):
-    """x + SiLU(A x + b), `num_layers` times."""
+    """Apply x + SiLU(A x + b) `num_layers` times."""
 
     def __init__(self, hidden_size: int, num_layers: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class MedusaDrafter(HeadsDrafter):
         position_ids: Tensor | None,
         counts_2g: Tensor | None,
     ) -> DrafterOutput:
-        """The loss of all heads at the active rows of these labels."""
+        """Return the loss of all heads at the active rows of these labels."""
         previous_pd = previous_features(features, position_ids).flatten(0, 1)
 
         def hidden_of(j: int, token_n: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class MedusaDrafter(HeadsDrafter):
         return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))
 
     def logits_of(self, previous: Tensor) -> Tensor:
-        """h_{t-1} [..., D] -> [G, ..., V'] of all heads."""
+        """Map h_{t-1} [..., D] to the logits [G, ..., V'] of all heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
         if not self.own_heads:
             return self.draft_head().logits(hidden)  # one product

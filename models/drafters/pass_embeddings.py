@@ -74,15 +74,15 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
         return self._of_the_target.norm
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Look-ahead embeddings near the mean of the target's."""
+        """Draw look-ahead embeddings near the mean of the target's."""
         draw_near_mean_embedding(self.masks, target)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """[..., D]: what the target reads, in its dtype."""
+        """Return what the target reads, [..., D] in its dtype."""
         return self.attached.embedding(input_ids)
 
     def mask_inputs(self) -> Tensor:
-        """[T, D], in the target's dtype whatever theirs is."""
+        """Return the embeddings [T, D] in the target's dtype, whatever theirs is."""
         return self.masks.to(next(self.attached.embedding.parameters()).dtype)
 
 
