@@ -26,7 +26,7 @@ from draftsmith.train.drafter.stage import train_drafter
 pytestmark = pytest.mark.slow
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 SHARDED: dict[str, Any] = {"features": {"sharded": True}}
-STEPS = 50
+STEPS = 30
 CURVE = {"max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
 HALF = {**CURVE, "max_steps": 12, "bf16": True}
 
