@@ -217,10 +217,8 @@ def test_the_report_says_that_the_target_changed_and_measures_the_changed_one(
         summary = write(recipe)
         root = Path(recipe.runs_dir) / recipe.name
         sentence = "The target itself was changed: a LoRA of rank 2 in 7 of its linear layers"
-        for file, first, identical in (
-            ("report.md", "Overall", "every greedy answer is identical to the changed target's"),
-            ("report.html", "How much faster?", "All 3 greedy answers are the changed target's, token for token."),
-        ):
+        identical = "All 3 greedy answers are the changed target's, token for token."
+        for file, first in (("report.md", "Overall"), ("report.html", "How much faster?")):
             text = html.unescape((root / file).read_text())
             assert text.index("NOT THE ORIGINAL TARGET") < text.index(sentence) < text.index(first)
             assert identical in text
