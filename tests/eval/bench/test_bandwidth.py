@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from draftsmith.eval.bench import bandwidth
@@ -54,8 +53,3 @@ def test_it_is_the_median_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads of 9, 1 and 2 seconds."""
     monkeypatch.setattr(bandwidth.time, "perf_counter", iter([0.0, 9.0, 9.0, 10.0, 10.0, 12.0]).__next__)
     assert WeightReading(llama()).seconds() == 2.0
-
-
-@pytest.mark.parametrize("words", [7, 8, 9, 16, 21])
-def test_a_small_buffer_is_read_until_it_was_as_many_bytes(words: int) -> None:
-    assert bandwidth._read_buffer(torch.ones(min(words, 8), dtype=torch.int64), words) == words

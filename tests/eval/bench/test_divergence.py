@@ -10,7 +10,7 @@ from support.records import made_up
 from support.tiny_models import tiny_target
 
 from draftsmith.data.sources.questions import Question
-from draftsmith.eval.bench.divergence import divergence_at, find_divergences, first_difference
+from draftsmith.eval.bench.divergence import divergence_at, find_divergences
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
@@ -65,12 +65,6 @@ def recorded(expected: list[list[int]], found: list[list[int]]) -> QuestionRecor
         (turn,) = record.answers[key].turns
         record.answers[key].turns = [replace(turn, ids=ids, text=f"answer {n}") for n, ids in enumerate(answers)]
     return record
-
-
-def test_where_answers_part() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 1, "one ended where the other went on"
 
 
 def test_a_tie_and_a_bug_in_records(target: Any, asked: Asked) -> None:

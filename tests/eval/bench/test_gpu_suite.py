@@ -9,8 +9,8 @@ import pytest
 import torch
 from parts import decoding
 from parts.decoding import loop_figures
-from parts.shapes import FAVOURITE, SHAPES, agree, random_drafter, random_target, tree_paths
-from parts.timing import Suite, count, ratios
+from parts.shapes import SHAPES
+from parts.timing import Suite, ratios
 
 from draftsmith.eval.decoding.loop import AnswerRecord
 
@@ -33,26 +33,6 @@ def test_figures_by_hand() -> None:
     assert ratios("r", [6.0, 4.0, 9.0], [4.0, 4.0, 3.0]) == {
         "r": 1.5, "r_lowest": 1.0, "r_highest": 3.0, "r_of_best": pytest.approx(4 / 3)
     }  # fmt: skip
-
-
-def test_launches_are_counted_by_kind() -> None:
-    events = [("cudaLaunchKernel", 35), ("cudaLaunchKernelExC", 2), ("aten::mm", 9), ("cudaMalloc", 4)]
-    events += [("Memcpy DtoH (Device -> Pinned)", 5), ("Memcpy DtoD (Device -> Device)", 90), ("cudaGraphLaunch", 6)]
-    assert count(events) == {
-        "kernel_launches": 37, "graph_launches": 6, "waits": 0, "copies_back": 5, "copies_in": 0, "operators": 9
-    }  # fmt: skip
-
-
-def test_trees_and_agreement() -> None:
-    assert tree_paths(5, 5) == [[0], [0, 0], [1], [0, 0, 0]]
-    assert tree_paths(5, 2) == [[0], [0, 0], [1], [0, 1]]
-    assert max(map(len, tree_paths(48, 5))) == 5
-    target = random_target(TINY, CPU)
-    drafter = random_drafter("medusa", target)
-    agree(target, drafter, share=0.7)
-    hidden = torch.nn.functional.normalize(torch.randn(50, TINY.hidden_size), dim=-1) * TINY.hidden_size**0.5
-    for head in [target.get_output_embeddings(), *drafter.own_heads]:
-        assert float(head(hidden).detach().softmax(-1)[:, FAVOURITE].mean()) == pytest.approx(0.7, abs=0.02)
 
 
 def test_what_fails_is_noted_and_the_next_goes_on() -> None:
@@ -102,20 +82,3 @@ def test_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts["step_bound"]["parallel"]["labelled_rows"] == sum(31 - depth for depth in range(5))
     assert parts["step_bound"]["parallel"]["ratio_highest"] > 0
     assert set(parts["step_bound"]) == {"parallel", "parallel, dense"}
-
-
-@pytest.mark.nightly
-def test_tiny_shapes_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = figures_of_parts(tmp_path, monkeypatch, "compiled_trees", "compiled_drafts")
-    assert figures["errors"] == {}
-    parts = figures["parts"]
-    assert set(parts["compiled_trees"]) == {"1_nodes", "5_nodes", "3_nodes"}
-    assert all(kind["chain@0"]["tau"] == 19 / 4 for kind in parts["compiled_drafts"].values())
-
-
-def test_no_time_left_is_said_by_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        figures_of_parts(tmp_path, monkeypatch, "peaks", minutes="0")
-    assert exit_info.value.code == 1
-    left_out = json.loads((tmp_path / "gpu.json").read_text())["figures"]["left_out"]
-    assert left_out == ["peaks: matmul_float32_flops_per_s", "peaks: memory_bytes_per_s"]

@@ -1,6 +1,5 @@
 """Replayed rounds are those of the real loop, on the target's own answers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,3 @@ def test_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: d
     assert accepted_lengths(method, ids_s.tolist(), features_sf, first, last) == answer.accept_lengths
     mask_s = torch.tensor([0] * len(prompt) + [1] * NEW_TOKENS)
     assert replay(method, [(ids_s, mask_s, features_sf)] * 2) == (NEW_TOKENS - 1) / len(answer.accept_lengths)
-
-
-def test_nothing_to_replay(tmp_path: Path) -> None:
-    assert replay(None, []) is None  # type: ignore[arg-type]

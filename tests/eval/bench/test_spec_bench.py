@@ -215,22 +215,6 @@ def test_stop_strings_end_answers_and_are_no_part_of_them(
         assert len(answers[key].turns[0].ids) == text.index(text[4]) + 1
 
 
-def test_lenience_reaches_the_loop_and_the_table(
-    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
-) -> None:
-    """Almost everything is accepted; the answer is not the target's; nobody claims that it is."""
-    greedy = Sampling()
-    lenient = [methods[0], MeasuredMethod(methods[1].method, greedy, torch.Generator(), lenience=1e-9)]
-    log = RecordLog(tmp_path / "records.jsonl")
-    bench.run(lenient, log, runs=1, warmup_questions=0)
-    answers = next(iter(log)).answers
-    assert answers["chain@0"].ids != answers["autoregressive@0"].ids
-    row = summarize(list(log))[-1]
-    assert (row["method"], row["lossless"], row["greedy_identical"]) == ("chain", False, None)
-    assert [timing["lossless"] for timing in summarize_timing(list(log))] == [True, False]
-    assert row["tau"] > 2.5
-
-
 def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path) -> None:
     """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -275,12 +259,9 @@ def test_questions_that_do_not_fit_are_counted(
     [
         ("", "holds no question"),
         ("{", "line 1 is not JSON"),
-        ("[]", "line 1 is not a JSON object"),
         ('{"question_id": 1, "turns": ["a"]}', "line 1 has no `category`"),
         ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
         (f'{{"question_id": {"9" * 5000}, "category": "a", "turns": ["a"]}}', "must be a number .* not inf"),
-        ('{"question_id": 1, "category": "\\ud800", "turns": ["a"]}', "category must be text"),
-        ('{"question_id": 1, "category": "' + "a\\n" * 5000 + '", "turns": ["a"]}', r"category must be .{0,160}$"),
         ("[" * 100_000, "line 1 is nested too deeply: Spec-Bench lines look like"),
         ("\xe4".encode("latin-1"), r"line 1 is not UTF-8 text \(byte 0xe4 at position 1\)"),
         ('{"question_id": 1, "category": "a", "turns": []}', "turns must be a list of one or more non-empty texts"),

@@ -1,34 +1,25 @@
 """alpha as E[sum min(p, q)]: by hand, against the acceptances that it predicts, and operations by parameter counts."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from support.table_decoder import TableDecoder, random_table
 from support.tiny_models import tiny_drafter_of, tiny_target
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.eval.bench.theory import (
     LinearOperations,
     OverlapMeter,
-    best_gamma,
-    expected_tokens,
-    sufficient_gamma,
     theory_row,
-    walltime_factor,
 )
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.methods.lookahead import Lookahead
-from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.tree import DraftTree, TreeShape
 from draftsmith.eval.trees.verify import Sampling, Verdict
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.cpu_kernels import PackedLinear, has_kernels, pack_linears
-from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12]
@@ -157,32 +148,6 @@ def test_measuring_changes_nothing(kind: str, shape: str, temperature: float) ->
         assert sum(meter.overlap) == sum(answers[1].draft_lengths)
 
 
-def test_corollary_3_6_of_the_first_of_several_models() -> None:
-    """The chance of acceptance of the draw that is tried first is sum min(p, q): means of 1000 agree within 4 sigma.
-
-    SpecInfer with two models that differ.
-    """
-    sampling, generator = Sampling(1.0), torch.Generator().manual_seed(2)
-    tables = [TableDecoder(random_table(seed, 61, 2), 2) for seed in (3, 4)]
-    meter = OverlapMeter(SpecInfer("x", list[StepwiseDecoder](tables), [1, 1], 1, sampling, generator), sampling)
-    accepted: list[bool] = []
-
-    def note(round_: Round) -> None:
-        meter.on_round(round_)
-        assert round_.tree.draws is not None
-        path = [*round_.verdict.path, -1]
-        tried = [(node, below) for node, below in itertools.pairwise(path) if round_.tree.children(node)]
-        accepted.extend(below == round_.tree.draws[node][0][0] for node, below in tried[: round_.kept])
-
-    with TargetSession(tiny_target(), 128) as session:
-        for _ in range(10):
-            generate(session, meter, PROMPT, sampling, 120, (), generator, on_round=note)
-    assert len(accepted) == len(meter.overlap) > 1000
-    alpha = sum(meter.overlap) / len(accepted)
-    assert 0.1 < alpha < 0.8
-    assert sum(accepted) / len(accepted) == pytest.approx(alpha, abs=4 * (0.25 / len(accepted)) ** 0.5)
-
-
 def test_a_method_that_reads_logits_still_does() -> None:
     target = tiny_target()
     with TargetSession(target, 128) as session:
@@ -222,19 +187,6 @@ def test_operations_of_a_draft_model() -> None:
     assert 0.9 < figures["operations_ratio"] <= 4 / 3
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_linear_layers_of_all_forms(packed: bool) -> None:
-    for rows, bias in itertools.product([(8,), (1, 8), (2, 3, 8)], [False, True]):
-        linear: nn.Linear = nn.Linear(8, 16, bias=bias).requires_grad_(False)
-        if packed:
-            pack_linears(linear)
-            assert isinstance(linear, PackedLinear) == has_kernels()
-        operations = LinearOperations()
-        with torch.inference_mode(), operations:
-            linear(torch.randn(rows))
-        assert operations.total == 2 * 8 * 16 * (torch.Size(rows).numel() // 8)
-
-
 def answer(draft_lengths: list[int], depths: list[int], tried: int) -> AnswerRecord:
     return AnswerRecord(draft_lengths=draft_lengths, draft_depths=depths, tried=tried)
 
@@ -260,29 +212,3 @@ def test_theory_by_hand() -> None:
 
 
 # ---- the formulas, against the paper's own figures and against simulation ----
-
-
-# Table 2: T5-XXL with T5-small (c = 0.02), the walltime improvements that theory expects, in table 4's last column.
-def test_expected_improvement_of_table_4() -> None:
-    assert walltime_factor(0.75, 7, 0.02) == pytest.approx(3.2, abs=0.05)
-    assert walltime_factor(0.62, 7, 0.02) == pytest.approx(2.3, abs=0.05)
-
-
-def test_best_gamma() -> None:
-    """Brute force by hand at alpha .5, c .1: 1, 1.364, 1.458, 1.442 for gamma 0..3."""
-    assert best_gamma(0.5, 0.1) == 2
-    assert best_gamma(0.3, 0.5) == 0
-
-
-def test_sufficient_gamma() -> None:
-    """.5^7 = .0078 is the first power below .01, so gamma = 6; with nothing accepted none is needed."""
-    assert sufficient_gamma(0.5) == 6
-    assert sufficient_gamma(0.0) == 0
-    assert sufficient_gamma(1.0) == 32
-
-
-def test_limits() -> None:
-    assert expected_tokens(1.0, 4) == 5
-    assert expected_tokens(0.0, 4) == 1
-    with pytest.raises(ValueError, match=r"alpha=1\.5"):
-        expected_tokens(1.5, 2)

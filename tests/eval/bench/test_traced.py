@@ -1,15 +1,13 @@
 """Answers round by round in words: the pieces put together are the answer, and what was drafted is told apart."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.records import made_up
 from support.scripted import Scripted, V
 from support.tiny_models import smallest_llama
 
-from draftsmith.eval.bench.traced import Trace, TracedAnswer, best_of_each_kind
+from draftsmith.eval.bench.traced import Trace, TracedAnswer
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -70,21 +68,3 @@ def test_an_answer_that_ends_within_a_path_has_no_token_of_the_targets(session: 
 def test_a_character_of_several_tokens_comes_with_its_last() -> None:
     text, ids = Trace(TracedAnswer("x@0", "x", 1, "math", "?"), Bytes()), list("aé€".encode())
     assert [text.added(ids[:i], token) for i, token in enumerate(ids)] == ["a", "", "é", "", "", "€"]
-
-
-def test_the_fastest_of_each_kind_at_the_lowest_temperature() -> None:
-    """chain: 10 tokens in 2 s; other: in 1 s, of the same kind; lookup: in 4 s; hot: at T = 1."""
-    record = made_up(0, 2.0, 5.0)
-    chain = record.answers["chain@0"]
-
-    def like(method: str, seconds: float, temperature: float = 0.0) -> None:
-        turns = [replace(turn, wall_time_s=seconds) for turn in chain.turns]
-        record.answers[f"{method}@{temperature:g}"] = replace(
-            chain, method=method, temperature=temperature, turns=turns
-        )
-
-    like("other", 1.0)
-    like("lookup", 4.0)
-    like("hot", 0.1, 1.0)
-    kinds = {"chain": "parallel", "other": "parallel", "lookup": "prompt_lookup", "hot": "parallel"}
-    assert best_of_each_kind([record], kinds) == ["other@0", "lookup@0"]

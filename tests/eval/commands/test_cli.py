@@ -1,6 +1,5 @@
 """The command line: a user's mistake is one sentence on stderr and a non-zero exit, never a traceback."""
 
-import importlib.metadata
 import os
 import shlex
 import signal
@@ -85,11 +84,6 @@ def test_what_comes_next_can_be_pasted_and_a_file_of_figures_at_home(
     assert shlex.split(next_line) == ["draftsmith", "eval", str(recipe), *overrides]
     assert (home / "plans" / "rows.json").is_file()
     assert not list(here.iterdir())
-
-
-def test_the_version() -> None:
-    result = RUNNER.invoke(cli.app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"draftsmith {importlib.metadata.version('draftsmith')}\n")
 
 
 def test_help_and_a_mistyped_recipe_wait_for_no_library() -> None:

@@ -69,19 +69,6 @@ def test_seeds_train_anew_and_measure_the_rest_once() -> None:
     ]  # fmt: skip
 
 
-def test_variants_reuse_what_their_recipe_distilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [f"runs_dir={tmp_path}"]
-    (tmp_path / "quickstart" / "data" / "tokens").mkdir(parents=True)
-    (tmp_path / "quickstart" / "data" / "tokens" / "here").touch()
-    made: list[str] = []
-    monkeypatch.setattr("draftsmith.eval.commands.compare.make_drafter", lambda recipe: made.append(recipe.name))
-    monkeypatch.setattr("draftsmith.eval.commands.compare.run_eval", lambda *_: [])
-    variants = expand_variants("quickstart", overrides, "data.train_answer_tokens=100,200")
-    compare(variants, "parts", distilled=[load_recipe("quickstart", overrides)])
-    assert made == ["quickstart-train_answer_tokens-100", "quickstart-train_answer_tokens-200"]
-    assert all((tmp_path / name / "data" / "tokens" / "here").exists() for name in made)
-
-
 def test_spread_over_seeds_by_hand() -> None:
     """tau 2, 3, 4: mean 3, standard deviation 1."""
     rows = [
@@ -178,11 +165,8 @@ def test_ratios_by_hand(tmp_path: Path) -> None:
 
 def test_from_the_command_line(tmp_path: Path) -> None:
     folders = [str(run_in(tmp_path / name, seconds)) for name, seconds in (("a", [1.0, 0.5]), ("b", [2.0, 1.5]))]
-    result = CliRunner().invoke(app, ["compare", *folders, "--json", str(tmp_path / "rows.json")])
-    assert result.exit_code == 0, result.output
-    assert "slower" in result.output
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["speedup_ratio"] for row in rows] == pytest.approx([1.0, 1.5 / 3.5])
+    result = CliRunner().invoke(app, ["compare", *folders])
+    assert (result.exit_code, "slower" in result.output) == (0, True)
     result = CliRunner().invoke(app, ["compare", folders[0], "quickstart"])
     assert result.exit_code == 2
     assert "recipes, which it measures, or folders of measured runs" in result.output

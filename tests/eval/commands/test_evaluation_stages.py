@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from draftsmith.eval.artifacts.drafter import update_card, write_tuned
 from draftsmith.eval.artifacts.measurement import WEIGHTS
-from draftsmith.eval.artifacts.proof import PROOF, Proof
+from draftsmith.eval.artifacts.proof import Proof
 from draftsmith.eval.bench.measured_methods import load_models
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.prove import prove
@@ -217,26 +217,3 @@ def test_other_weights_inherit_neither_figures_nor_proof(recipe: Recipe) -> None
 
 def _rows(folder: RunFolder) -> list[dict[str, Any]]:
     return [row for row in json.loads((folder.eval / "summary.json").read_text()) if row["category"] == "overall"]
-
-
-def test_records_of_an_earlier_version_stop_the_evaluation_at_once(recipe: Recipe) -> None:
-    file = RunFolder(recipe).eval / "records.jsonl"
-    file.write_text(file.read_text().replace('"round_s"', '"rounds"'))
-    with pytest.raises(UserError, match="was measured by an earlier version of draftsmith"):
-        evaluate(recipe)
-
-
-def test_a_proof_of_another_drafter_is_not_shown(recipe: Recipe) -> None:
-    folder = RunFolder(recipe)
-    file = folder.eval / PROOF
-    proof = json.loads(file.read_text())
-    file.write_text(json.dumps({**proof, "drafter_weights": ["something else"]}))
-    report_again(recipe)
-    assert "Is it lossless?" not in (folder.root / "report.md").read_text()
-
-
-@pytest.mark.parametrize("stage", [tune, prove, evaluate])
-def test_without_a_drafter(stage: object, recipe: Recipe) -> None:
-    assert callable(stage)
-    with pytest.raises(UserError, match="no trained drafter"):
-        stage(recipe.model_copy(update={"name": "nothing-trained"}))

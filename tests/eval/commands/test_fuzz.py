@@ -86,13 +86,6 @@ def test_truncated_weights_are_named(run: FinishedRun) -> None:
         run.restore()
 
 
-def test_binary_records_are_named(run: FinishedRun) -> None:
-    file = run.root / "eval" / "records.jsonl"
-    file.write_bytes(bytes(range(256)) + b"\n" + file.read_bytes())
-    for command in ("eval", "report"):
-        assert f"{file} line 1 is no record" in told(run.call(command))
-
-
 # ---- anything at all ----
 
 # Commands with their options, and what is removed first so that they have something to do.

@@ -162,13 +162,6 @@ def with_drafter(recipe: str, kind: str) -> str:
     return recipe
 
 
-def test_a_drafter_that_vllm_cannot_serve(recipe: str) -> None:
-    result = call(with_drafter(recipe, "hydra"))
-    assert result.exit_code == 2
-    assert "cannot go `--to vllm`: it takes eagle3, " in result.stderr
-    assert "and has no place for hydra: train with drafter.kind=eagle3" in result.stderr
-
-
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_no_vllm_says_how(recipe: str) -> None:
     result = call(with_drafter(recipe, "eagle"))

@@ -1,20 +1,18 @@
 """`--json` and `--quiet`, wherever they stand; what is on which stream."""
 
 import json
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rich.table import Table
 from support.finished_run import FinishedRun
-from support.terminal import in_terminal
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.console import heading
+from draftsmith.eval.commands.console import PlainConsole, heading
 from draftsmith.eval.commands.options import moved_to_front
 from draftsmith.recipes.schema import Recipe
 
@@ -114,35 +112,18 @@ def test_every_command_tells_its_figures(finished: FinishedRun, command: str) ->
     assert "\x1b" not in result.output
 
 
-@pytest.mark.slow
-def test_a_whole_run_into_a_file(finished: FinishedRun) -> None:
-    """In a process of its own, whose libraries have not yet asked whether they may draw bars."""
-    for stage in ("drafter", "eval"):
-        shutil.rmtree(finished.root / stage)
-    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "run", finished.recipe, "train.disable_tqdm=false"]
-    methods = ["eval.methods=[{name: x, kind: prompt_lookup}, {name: chain}]"]
-    result = subprocess.run([*command, *methods], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    for stream in (result.stdout, result.stderr):
-        assert not set("\r\x1b─━│┃╭") & set(stream)
-    assert [line for line in result.stderr.splitlines() if line.startswith("measure: 100%")]
-    assert re.search(r"^{'loss': ", result.stdout, re.MULTILINE)
-    assert "1 distil" in result.stdout
-    assert "Next: " in result.stdout or "Report " in result.stdout
-
-
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_a_terminal_has_colours_unless_it_wants_none(no_color: str) -> None:
-    """Bold and italics are no colours; lines of box characters are for terminals."""
-    command = [sys.executable, "-c", "from draftsmith.eval.commands.console import heading; heading('train', 'x')"]
-    shown = in_terminal(command, NO_COLOR=no_color, TERM="xterm-256color", COLORTERM="")
-    colours = re.findall(rb"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|38;[\d;]+)m", shown)
-    assert bool(colours) == (not no_color)
-    assert b"\x1b[1m" in shown
-    assert "─".encode() in shown
-
-
 def test_every_command_is_tried() -> None:
     """Compare and search by their files, export and import beside what they write."""
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert names == {*FIGURES, "compare", "search", "export", "import"}
+
+
+def test_a_table_in_a_file_is_as_wide_as_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    shown = Table("method", "tau", box=None)
+    shown.add_row("a-method-with-many-options-" * 10, "3.21")
+    PlainConsole().print(shown)
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["a-method-with-many-options-" * 10, "3.21"]

@@ -4,22 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from support.tiny_models import tiny_target
 from torch import Tensor
 
 from draftsmith.eval.artifacts.proof import DistributionProof, GreedyProof, Proof
-from draftsmith.eval.bench.divergence import Divergence
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.commands.prove import (
     _test,
     chi_square_uniform,
-    compare_answers,
     prove,
     rosenblatt,
 )
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees import verify
@@ -102,22 +98,6 @@ def test_chi_square_by_hand() -> None:
     assert float(torch.special.gammaincc(half_df, half)) == pytest.approx(0.05, abs=1e-4)
 
 
-def test_a_wrong_token_is_a_bug_and_a_tie_is_none() -> None:
-    target = tiny_target()
-    with TargetSession(target, 64) as session:
-        answer = generate(session, Autoregressive(), PROMPT, Sampling(), 12).ids
-        wrong = [*answer[:5], (answer[5] + 1) % 61, *answer[6:]]
-        proof = compare_answers(target, session, "x", [(7, PROMPT)], {7: answer}, {7: wrong})
-    (found,) = proof.divergences
-    assert (found.question_id, found.position, found.expected) == (7, 5, answer[5])
-    logits = target(torch.tensor([PROMPT + answer[:5]])).logits[0, -1]
-    assert found.gap == pytest.approx(float(logits.max() - logits[wrong[5]]), abs=1e-4)
-    assert found.noise < 1e-4
-    assert not proof.holds
-    tie = Divergence(7, 5, 1, 2, gap=1e-6, noise=1e-6)
-    assert GreedyProof("x", 1, 12, [tie]).holds
-
-
 def test_all_of_it_must_hold() -> None:
     good = DistributionProof("x", 1.0, 100, 0, 19.0, 0.4)
     assert Proof([GreedyProof("x", 1, 12)], [good], 1e-12, []).holds
@@ -131,14 +111,9 @@ def test_all_of_it_must_hold() -> None:
     sentence = proof_sentence(proof.as_json())
     assert sentence is not None
     assert sentence.startswith("NOT PROVED: 12 greedy tokens of 1 method(s)")
-    assert proof_sentence(None) is None
-    assert "left out" not in sentence
     lenient = proof_sentence(Proof([], [], 0.0, [], ["hasty", "sloppy"]).as_json())
     assert lenient is not None
     assert lenient.endswith("Not lossless, left out: hasty, sloppy.")
-    console = Console(record=True, width=120)
-    Proof([], [], 0.0, [], ["hasty"]).show(console)
-    assert "not lossless by their lenience, so left out: hasty" in console.export_text()
 
 
 def test_there_must_be_something_lossless() -> None:

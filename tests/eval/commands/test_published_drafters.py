@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from support.fake_hub import USER, FakeHub, commit_id, hub
+from support.fake_hub import USER, FakeHub, hub
 from support.finished_run import FinishedRun
 from support.tiny_runs import recipe_file
 
@@ -72,41 +71,6 @@ def test_eval_prove_and_tune(run: FinishedRun, hub: FakeHub) -> None:
     assert json.loads((fetched / "config.json").read_text()) == json.loads(hub.files(REPO)["config.json"])
 
 
-@pytest.mark.slow
-def test_a_revision_that_moves_is_noticed(run: FinishedRun, hub: FakeHub) -> None:
-    """Records of other weights are never mixed; a commit's id always means the same ones."""
-    files = hub.files(REPO)
-    assert run.call("eval").exit_code == 0
-    registry._fetched.cache_clear()
-    weights = files["model.safetensors"][:-4] + bytes(4)
-    training = json.loads(files["training.json"]) | {"weights_sha256": None}
-    moved = {"model.safetensors": weights, "training.json": json.dumps(training).encode()}
-    hub.repos[REPO].commit(files | moved)
-    assert "drafter_weights" in refused(run, "eval")
-    pinned = json.loads(Path(run.recipe).read_text())
-    pinned["eval"]["methods"][0]["drafter"] = f"{REPO}@{commit_id(files)}"
-    pinned["name"] = "pinned"
-    Path(run.recipe).write_text(json.dumps(pinned))
-    assert run.call("eval").exit_code == 0
-
-
-@pytest.mark.slow
-def test_init_and_compare(run: FinishedRun, hub: FakeHub) -> None:
-    recipe = load_recipe(run.recipe)
-    values = recipe.model_dump()
-    values["drafter"]["init"] = REPO
-    values["eval"]["methods"] = [{"name": "mine"}, {"name": "there", "drafter": f"{REPO}@main"}]
-    run.recipe = recipe_file(Recipe.model_validate({**values, "name": "second"}))
-    result = run.call("compare")
-    assert result.exit_code == 0, (result.output, result.exception)
-    training = json.loads((run.root.parent / "second" / "drafter" / "training.json").read_text())
-    begun = json.loads((run.root / "drafter" / "training.json").read_text())
-    assert training["start"]["source"] == REPO
-    assert training["start"]["weights_sha256"] == begun["weights_sha256"]
-    summary = json.loads((run.root.parent / "comparison" / "eval" / "summary.json").read_text())
-    assert {row["method"] for row in summary} >= {"mine", "there"}
-
-
 def test_what_the_hub_does_not_give(run: FinishedRun, hub: FakeHub) -> None:
     def refusal(location: str) -> str:
         registry._fetched.cache_clear()
@@ -119,12 +83,3 @@ def test_what_the_hub_does_not_give(run: FinishedRun, hub: FakeHub) -> None:
     assert "holds no drafter that draftsmith trained" in refusal(REPO)
     hub.repos[REPO].commit({"data.csv": b"1"})
     assert "holds no drafter that draftsmith trained" in refusal(REPO)
-
-
-def test_other_bytes_are_noticed(run: FinishedRun, hub: FakeHub) -> None:
-    """Weights that somebody put there beside training.json are not what was trained."""
-    files = hub.files(REPO)
-    weights = bytearray(files["model.safetensors"])
-    weights[-1] ^= 1
-    hub.repos[REPO].commit({**files, "model.safetensors": bytes(weights)})
-    assert "are not those that training wrote" in refused(run, "eval")

@@ -239,15 +239,7 @@ def test_runs_of_earlier_versions_and_damaged_ones(run: FinishedRun, hub: FakeHu
 
 def test_names_are_those_that_engines_look_for() -> None:
     """vLLM takes `eagle-` for EAGLE and `eagle3` for EAGLE-3 (vllm/config/speculative.py)."""
-    names = {
-        kind: default_name(
-            Recipe.model_validate({"name": "x", "target": {"model": "org/T-8B"}, "drafter": {"kind": kind}})
-        )
-        for kind in drafter_kinds()
-    }
-    assert {kind for kind, name in names.items() if "eagle-" in name} == {"eagle"}
-    assert {kind for kind, name in names.items() if "eagle3" in name} == {"eagle3"}
-    assert names["medusa"] == "T-8B-medusa"
-    assert names["peagle"] == "T-8B-peagle"
-    assert names["draft_model"] == "T-8B-draft-model"
-    assert len(set(names.values())) == len(names)
+    for kind in drafter_kinds():
+        values = {"name": "x", "target": {"model": "org/T-8B"}, "drafter": {"kind": kind}}
+        name = default_name(Recipe.model_validate(values))
+        assert ("eagle-" in name, "eagle3" in name) == (kind == "eagle", kind == "eagle3")

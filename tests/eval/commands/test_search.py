@@ -4,16 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from support.tiny_runs import recipe_file, recipe_in, tiny_run
+from support.tiny_runs import recipe_file, tiny_run
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import search as search_module
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.commands.search import trial_recipe, trial_values
+from draftsmith.eval.commands.search import trial_values
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.drafter.report import TrainReport
-from draftsmith.train.features.write import project_features, write_features
 
 
 def test_trials_are_the_same_for_every_kind_and_never_change() -> None:
@@ -31,16 +30,6 @@ def test_trials_are_the_same_for_every_kind_and_never_change() -> None:
     flagship = load_recipe("embedded-parallel")
     begun = [trial_values(flagship, number)["drafter.options.init"] for number in range(1, 9)]
     assert set(begun) == {"target", "random"}
-
-
-def test_a_trial_is_the_recipe_with_other_values() -> None:
-    recipe = load_recipe("embedded-eagle_parallel")
-    trial = trial_recipe(recipe, 3, {"train.learning_rate": 0.1, "drafter.options.depth_ramp": 0.3}, 50)
-    assert trial.name == "embedded-eagle_parallel-trial-3-of-50-steps"
-    assert trial.train == {**recipe.train, "learning_rate": 0.1, "max_steps": 50}
-    assert trial.drafter.options == {**recipe.drafter.options, "depth_ramp": 0.3}
-    assert trial.data.eval_rows_frac == 0.05
-    assert (trial.eval, trial.target) == (recipe.eval, recipe.target)
 
 
 def test_a_whole_search_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,26 +72,6 @@ def test_a_whole_search_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypa
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0
     assert (tmp_path / "found.json").read_text() == json.dumps([found], indent=2) + "\n"
-
-
-def test_recipes_share_conversations_and_trials_the_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "run_distill", lambda recipe: None)
-    chain = {
-        "data": {"eval_rows_frac": 0.4, "features": {"source": "offline"}},
-        "eval": {"methods": [{"name": "chain"}]},
-    }
-    first = tiny_run(tmp_path, "first", **chain)
-    write_features(first, project_features(first), progress=False)
-    online = {**chain, "data": {"eval_rows_frac": 0.4}}
-    second = recipe_in(tmp_path, "second", drafter={"kind": "medusa", "options": {"num_heads": 2}}, **online)
-    command = ["search", recipe_file(first), recipe_file(second), "--trials", "1", "--steps", "2"]
-    result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "found.json")])
-    assert result.exit_code == 0, result.output
-    assert [found["kind"] for found in json.loads((tmp_path / "found.json").read_text())] == ["parallel", "medusa"]
-    tokens = Path("data", "tokens", "data-00000-of-00001.arrow")
-    runs = tmp_path / "runs"
-    assert (runs / "first" / tokens).read_bytes() == (runs / "second" / tokens).read_bytes()
-    assert (runs / "first-trial-0-of-2-steps" / "features").samefile(runs / "first" / "features")
 
 
 def test_what_cannot_be_searched() -> None:

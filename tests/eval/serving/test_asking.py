@@ -87,11 +87,6 @@ def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
     assert with_speedups([row(DRAFTING, 1, 15)])[0]["speedup"] is None
 
 
-def test_nothing_drafted() -> None:
-    row = level_figures(Asked(), PLAIN, 0.0, 1)
-    assert row["tau"] is row["tau_committed"] is row["tokens_per_s"] is None
-
-
 def record(prompt: list[int] = PROMPT) -> QuestionRecord:
     """10 tokens, the first from the prefill: three rounds of a chain, nine without, 2 s and 5 s."""
     made = made_up(0, 2.0, 5.0)

@@ -136,21 +136,6 @@ def test_started_as_in_our_decoder(setup: Setup) -> None:
     assert [(proof["prompts"], proof["divergences"]) for proof in figures["greedy"]] == [(QUESTIONS, [])] * 2
 
 
-def test_given_and_asked_sixteen_at_once(setup: Setup, tmp_path: Path) -> None:
-    """Streamed over HTTP: none fails, the answers are our decoder's, and so are the drafts."""
-    with closing(drafting_server(setup, tmp_path)) as server:
-        evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(16,), server=server.url), Console())
-    figures = result(setup, "vllm-server.json")
-    (row,) = figures["rows"]
-    assert (row["answers"], row["failures"], row["tokens"]) == (QUESTIONS, {}, QUESTIONS * NEW_TOKENS)
-    assert row["drafts"] == figures["own"][1]["drafts"]
-    assert row["tau_committed"] == figures["own"][1]["tau_committed"]
-    assert 0 < row["first_token_s"] < row["wall_time_s"]
-    lines = (RunFolder(setup.recipe).eval / "vllm-server-answers.jsonl").read_text().splitlines()
-    served = {answer["question_id"]: answer["ids"] for answer in map(json.loads, lines)}
-    assert served == {record.question_id: record.answers["autoregressive@0"].turns[0].ids for record in setup.own}
-
-
 def drafting_server(setup: Setup, folder: Path, **environment: str) -> VllmServer:
     export_drafter(setup.drafter, "vllm", folder / "served", str(EMBEDDED_TARGET), RunFolder(setup.recipe).drafter)
     speculative = speculative_config(setup.drafter.config, str(folder / "served"))
