@@ -138,12 +138,7 @@ def test_the_whole_harness(
     summary = summarize(records)
     assert [row["category"] for row in summary[:3]] == ["writing", "math", "overall"]
     assert len(summary) == 6 * 3
-    keys = """method temperature category task tau tau_by_question tau_without_bonus speedup_mean speedup_std
-        speedup_by_question_mean speedup_by_question_std runs tokens tokens_per_s first_token_s latency_p50_s
-        latency_p90_s lossless decoded_coverage rounds_ended_outside tau_lost_at_most tau_interval speedup_interval
-        greedy_identical different_answers numerical_ties"""
     for row in summary:
-        assert list(row) == keys.split()
         assert (row["lossless"], row["runs"]) == (True, 2)
         assert 0 < row["latency_p50_s"] <= row["latency_p90_s"]
         assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
@@ -259,6 +254,7 @@ def test_questions_that_do_not_fit_are_counted(
     [
         ("", "holds no question"),
         ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is not a JSON object"),
         ('{"question_id": 1, "turns": ["a"]}', "line 1 has no `category`"),
         ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
         (f'{{"question_id": {"9" * 5000}, "category": "a", "turns": ["a"]}}', "must be a number .* not inf"),

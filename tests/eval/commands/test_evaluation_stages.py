@@ -5,6 +5,7 @@ They run once; every test has a copy of what they left.
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,9 @@ def test_other_weights_inherit_neither_figures_nor_proof(recipe: Recipe) -> None
 
 def _rows(folder: RunFolder) -> list[dict[str, Any]]:
     return [row for row in json.loads((folder.eval / "summary.json").read_text()) if row["category"] == "overall"]
+
+
+@pytest.mark.parametrize("stage", [tune, prove, evaluate])
+def test_without_a_drafter(stage: Callable[[Recipe], object], recipe: Recipe) -> None:
+    with pytest.raises(UserError, match="no trained drafter"):
+        stage(recipe.model_copy(update={"name": "nothing-trained"}))
