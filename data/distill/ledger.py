@@ -24,13 +24,58 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.recipes.errors import UserError
 
 DONE, SHORTENED, FAILED = "done", "truncated", "failed"
 SHARDS, UNFINISHED, CLAIMS = "shards", "unfinished", "claims.lock"
+
+
+class _Message(TypedDict):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _Answer(TypedDict):
+    text: str
+    token_ids: list[int] | None
+
+
+class _KeptLine(TypedDict):
+    """A line of `shards/`."""
+
+    id: str
+    state: str
+    reason: str | None
+    messages: list[_Message]
+    source: NotRequired[str]
+    answer_ids: NotRequired[list[list[int] | None]]
+
+
+class _AnswerLine(TypedDict):
+    """A line of `unfinished/`, of one answer."""
+
+    id: str
+    turn: int
+    answer: _Answer
+
+
+class _FailedLine(TypedDict):
+    """A line of `unfinished/`, of a conversation that failed."""
+
+    id: str
+    failed: str
+
+
+_LINES: dict[str, TypeAdapter[Any]] = {
+    SHARDS: TypeAdapter(_KeptLine),
+    UNFINISHED: TypeAdapter(_AnswerLine | _FailedLine),
+}
 
 
 @dataclass(frozen=True)
@@ -154,12 +199,9 @@ class LedgerView:
 
     def _parse(self, line: bytes, file: Path, offset_bytes: int) -> dict[str, Any]:
         try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or "id" not in record:
-            raise self._damaged(file, offset_bytes)
-        return record
+            return _LINES[file.parent.name].validate_json(line, strict=True)
+        except ValidationError as error:
+            raise self._damaged(file, offset_bytes) from error
 
     def _damaged(self, file: Path, offset_bytes: int) -> UserError:
         return UserError(

@@ -49,14 +49,18 @@ def test_states_and_reasons(tmp_path: Path) -> None:
 def test_answers_of_an_unfinished_conversation_outlive_its_process(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.claim(IDS[:3])
-        ledger.commit([(IDS[0], 0, {"text": "first"})], [])
-        ledger.commit([(IDS[0], 1, {"text": "second"}), (IDS[1], 0, {"text": "other"})], [done(IDS[1])])
-        ledger.commit([(IDS[2], 0, {"text": "said"})], [Finished(IDS[2], FAILED, "HTTP 500")])
+        ledger.commit([(IDS[0], 0, {"text": "first", "token_ids": None})], [])
+        ledger.commit(
+            [(IDS[0], 1, {"text": "second", "token_ids": None}), (IDS[1], 0, {"text": "other", "token_ids": None})],
+            [done(IDS[1])],
+        )
+        ledger.commit([(IDS[2], 0, {"text": "said", "token_ids": None})], [Finished(IDS[2], FAILED, "HTTP 500")])
     with Ledger(tmp_path) as ledger:
         assert ledger.retry_failed() == 1
         assert ledger.claim(IDS[:3]).taken == {
-            IDS[0]: [{"text": "first"}, {"text": "second"}], IDS[2]: [{"text": "said"}],
-        }  # fmt: skip
+            IDS[0]: [{"text": "first", "token_ids": None}, {"text": "second", "token_ids": None}],
+            IDS[2]: [{"text": "said", "token_ids": None}],
+        }
 
 
 def test_the_order_of_writing_does_not_show(tmp_path: Path) -> None:
@@ -115,7 +119,7 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
-            for answers, finished in (([(IDS[1], 0, {"text": "a"})], []), ([], [done(IDS[2])])):
+            for answers, finished in (([(IDS[1], 0, {"text": "a", "token_ids": None})], []), ([], [done(IDS[2])])):
                 with pytest.raises(OSError, match=r"No space left on device: .*00001\.jsonl"):
                     ledger.commit(answers, finished)
         assert lines_of(tmp_path) == before
@@ -156,7 +160,7 @@ with Ledger(folder) as ledger:
                 done += 1
                 if done == steps:
                     os.kill(os.getpid(), signal.SIGKILL)
-                ledger.commit([(key, turn, {"text": f"{key}{turn}"})], [])
+                ledger.commit([(key, turn, {"text": f"{key}{turn}", "token_ids": None})], [])
             ledger.commit([], [Finished(key, DONE, None, {"messages": [key] * 50})])
 """
 OTHER = """
