@@ -286,6 +286,22 @@ def test_a_server_that_dies_hands_its_requests_to_the_other(
     assert f"warning: {both[0].url}: no connection" in capsys.readouterr().err
 
 
+def test_when_all_servers_stay_down_nothing_is_given_up_as_failed(
+    start_server: StartServer, start_engine: StartEngine
+) -> None:
+    both = [start_server(lambda body, number: Fault(delay_s=0.02)) for _ in range(2)]
+    engine = start_engine(*both, concurrency_per_server=2, give_up_after_s=0.2, max_attempts=2)
+    for request in requests(40):
+        engine.submit(request)
+    kept = dict(engine.collect())
+    for server in both:
+        server.stop()
+    with pytest.raises(UserError, match=r"no server has answered for 0.2 s .*run the same command"):
+        kept.update(outcome for _ in range(40) for outcome in engine.collect())
+    assert all(isinstance(outcome, Completion) for outcome in kept.values())
+    assert len(kept) < 40
+
+
 @pytest.mark.parametrize("status", [307, 429, 500])
 def test_a_server_that_answers_nothing_loses_no_conversation(
     start_server: StartServer, start_engine: StartEngine, status: int
@@ -326,6 +342,19 @@ def test_http_500_is_tried_again_and_a_request_that_always_fails_stops_nothing(
     outcomes = run(start_engine(start_server(script), max_attempts=2, concurrency_per_server=4), asked)
     assert outcomes == {**right_answers(asked), "c7": Failure("HTTP 500")}
     assert seen["[5, 6, 7]"] == 2 * 3  # the client tries three times
+
+
+def test_a_timeout_is_a_failure(start_server: StartServer, start_engine: StartEngine) -> None:
+    waiting = threading.Event()
+
+    def script(body: dict[str, Any], number: int) -> None:
+        if body["prompt"][-1] == 5:
+            waiting.wait(10)
+
+    asked = requests(8)
+    outcomes = run(start_engine(start_server(script), timeout_s=0.3, max_attempts=1), asked)
+    waiting.set()
+    assert outcomes == {**right_answers(asked), "c5": Failure("timeout")}
 
 
 def test_closing_in_the_middle_is_quick_and_quiet(
