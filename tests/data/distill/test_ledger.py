@@ -161,7 +161,7 @@ with Ledger(folder) as ledger:
                 if done == steps:
                     os.kill(os.getpid(), signal.SIGKILL)
                 ledger.commit([(key, turn, {"text": f"{key}{turn}", "token_ids": None})], [])
-            ledger.commit([], [Finished(key, DONE, None, {"messages": [key] * 50})])
+            ledger.commit([], [Finished(key, DONE, None, {"messages": [{"role": "user", "content": key}] * 50})])
 """
 OTHER = """
 import sys
@@ -204,7 +204,9 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     work = [sys.executable, "-c", WORKER, str(tmp_path)]
     while kills < 5:
         pair = [subprocess.Popen([*work, str(chance.randrange(2, 12)), str(conversations)]) for _ in range(2)]
-        kills += sum(process.wait() == -signal.SIGKILL for process in pair)
+        codes = [process.wait() for process in pair]
+        assert set(codes) <= {0, -signal.SIGKILL}
+        kills += codes.count(-signal.SIGKILL)
     subprocess.run([*work, "0", str(conversations)], check=True)
     view = LedgerView(tmp_path)
     assert [record["id"] for record in view.records()] == [f"c{number:02d}" for number in range(conversations)]

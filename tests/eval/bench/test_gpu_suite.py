@@ -65,7 +65,7 @@ def figures_of_parts(folder: Path, monkeypatch: pytest.MonkeyPatch, *parts: str,
     return json.loads(file.read_text())["figures"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are accepted whole: 19 tokens, after the prompt's, in 4 or 5 rounds."""
     monkeypatch.setattr(decoding, "drafter_kinds", lambda: ["parallel"])

@@ -127,7 +127,7 @@ def test_what_is_damaged(whole: list[Recipe], tmp_path: Path, damage: Callable[[
         assert sentence.endswith(f"set aside as damaged-checkpoint-{number}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_bits_with_several_threads(target_folder: Path) -> None:
     """The backward of indexing adds up in parallel where there is much: here 32 rows of 64 tokens and two masks."""
     trained = []
