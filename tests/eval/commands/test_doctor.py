@@ -247,7 +247,8 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
     cut_short = "answer cut short by max_new_tokens"
     with Ledger(data) as ledger:
         ledger.claim(["0", "1", "2", "3", "4", "5"])
-        kept = [Finished("0", SHORTENED, cut_short, {}), Finished("1", DONE, None, {}), Finished("2", DONE, None, {})]
+        said: dict[str, Any] = {"messages": []}
+        kept = [Finished("0", SHORTENED, cut_short, said), *(Finished(key, DONE, None, said) for key in "12")]
         ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
     code, findings, printed = case.examine()
     assert code == 0
