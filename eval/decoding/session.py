@@ -21,7 +21,7 @@ from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import TreeCache, aligned, open_mask, to_device
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
 MOST_SHAPES = 4096  # whose masks are remembered
@@ -237,8 +237,7 @@ class TargetSession:
         except Exception as error:
             self.close()
             raise UserError(
-                f"target {name} cannot run draft trees ({type(error).__name__}: {str(error).splitlines()[0][:160]}); "
-                f"{WORKING_TARGETS}"
+                f"target {name} cannot run draft trees ({type(error).__name__}: {reason(error)}); {WORKING_TARGETS}"
             ) from error
         effect = float((right - wrong).abs().max())
         least = min(float((seen - each).abs().max()) for each in (right, also_right))

@@ -18,7 +18,7 @@ from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.gguf_file import converted_folder
 from draftsmith.models.target.quantized import quantization_options
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.schema import TargetRecipe
 
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
@@ -158,8 +158,7 @@ def target_device(recipe: TargetRecipe) -> torch.device:
         device = torch.device(recipe.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"target.device {recipe.device} cannot be used here ({reason}): try cpu") from None
+        raise UserError(f"target.device {recipe.device} cannot be used here ({reason(error)}): try cpu") from None
     return device
 
 
