@@ -86,13 +86,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 EXPORTERS = {
-    ("draft_model", "vllm"): Exporter(
-        to_draft_model, parameters, OF_DRAFT_MODELS, None, "draft_model", needs_target=always
-    ),
-    ("parallel", "vllm"): Exporter(
-        to_pard, parameters, OF_PARD, None, "draft_model", parallel=True, needs_target=always
-    ),
-    ("draft_model", "sglang"): Exporter(
-        to_draft_model, parameters, OF_DRAFT_MODELS, None, "STANDALONE", needs_target=always
-    ),
+    ("draft_model", "vllm"): Exporter(to_draft_model, parameters, OF_DRAFT_MODELS, "draft_model", needs_target=always),
+    ("parallel", "vllm"): Exporter(to_pard, parameters, OF_PARD, "draft_model", parallel=True, needs_target=always),
+    ("draft_model", "sglang"): Exporter(to_draft_model, parameters, OF_DRAFT_MODELS, "STANDALONE", needs_target=always),
 }

@@ -23,73 +23,7 @@ from draftsmith.models.formats.layout import (
     refuse_other_layers,
     take_borrowed,
 )
-from draftsmith.models.formats.loader_rules import (
-    Config,
-    LoaderRules,
-    Shapes,
-    draft_vocabulary,
-    draft_vocabulary_size,
-    embedding,
-    fused_layers,
-    llama_layer,
-    own_head,
-)
 from draftsmith.models.groups.layers import qwen3_layers_config
-
-
-def _tensors_asked(config: Config) -> Shapes:
-    hidden, fused = config["hidden_size"], fused_layers(config)
-    shapes = {"fc.weight": (hidden, fused * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    for i in range(config.get("num_hidden_layers", 1)):
-        shapes |= llama_layer(config, f"layers.{i}", hidden, ("input_layernorm", "post_attention_layernorm"))
-    return shapes
-
-
-def _reduced(config: Config) -> Shapes:
-    maps = draft_vocabulary(config)
-    return {**maps, **own_head(config)} if maps else {}
-
-
-def _heads(config: Config) -> Shapes:
-    rank = config.get("markov_rank") or 0
-    shapes: Shapes = {
-        "markov_head.markov_w1.weight": (config["vocab_size"], rank),
-        "markov_head.markov_w2.weight": (draft_vocabulary_size(config), rank),
-    }
-    if config.get("enable_confidence_head"):
-        hidden = config["hidden_size"]
-        shapes |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
-    return shapes
-
-
-CONFIG = {"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}
-DSPARK = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": True, "markov_head_type": "vanilla"}
-VLLM = LoaderRules(
-    engine="vLLM 0.32 dflash",
-    source="model_executor/models/qwen3_dflash.py: DFlashQwen3Model, DFlashQwen3ForCausalLM.load_weights",
-    tensors=lambda config: {**_tensors_asked(config), **_reduced(config)},
-    optional=embedding,
-    config={**CONFIG, "architectures": ["DFlashDraftModel"]},
-)
-SGLANG = LoaderRules(
-    engine="SGLang 0.5.23 DFLASH",
-    source="srt/models/dflash.py: DFlashDraftModel",
-    tensors=_tensors_asked,
-    config={**CONFIG, "architectures": ["DFlashDraftModel"]},
-)
-DSPARK_VLLM = LoaderRules(
-    engine="vLLM 0.32 dspark",
-    source="model_executor/models/qwen3_dspark.py: Qwen3DSparkModel, Qwen3DSparkForCausalLM.load_weights",
-    tensors=lambda config: {**_tensors_asked(config), **_reduced(config), **_heads(config)},
-    optional=embedding,
-    config={**CONFIG, **DSPARK},
-)
-DSPARK_SGLANG = LoaderRules(
-    engine="SGLang 0.5.23 DSPARK",
-    source="srt/models/dspark.py: Qwen3DSparkModel",
-    tensors=lambda config: {**_tensors_asked(config), **_heads(config)},
-    config={**CONFIG, **DSPARK},
-)
 
 OF_BLOCKS = (
     no_target("gemma", "this target scales embeddings, and engines do not for a block"),
@@ -124,7 +58,9 @@ def to_dspark(drafter: Drafter) -> Checkpoint:
     """Write it for both engines, which look for its keys at the top of the config."""
     has_confidence = bool(drafter.config.confidence_weight)
     own = {
-        **DSPARK,
+        "architectures": ["Qwen3DSparkModel"],
+        "sample_from_anchor": True,
+        "markov_head_type": "vanilla",
         "mask_token_id": drafter.config.mask_token_id,
         "markov_rank": drafter.config.markov_rank,
         "enable_confidence_head": has_confidence,
@@ -195,18 +131,18 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 EXPORTERS = {
     ("dflash", "vllm"): Exporter(
-        to_dflash, parameters, OF_DFLASH, VLLM, "dflash",
+        to_dflash, parameters, OF_DFLASH, "dflash",
         needs_target=has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
     ),
     ("dflash", "sglang"): Exporter(
-        to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), SGLANG, "DFLASH", in_blocks=True, layers=qwen3_layers_config
+        to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True, layers=qwen3_layers_config
     ),
     ("dspark", "vllm"): Exporter(
-        to_dspark, parameters, OF_DSPARK, DSPARK_VLLM, "dspark",
+        to_dspark, parameters, OF_DSPARK, "dspark",
         needs_target=has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
     ),
     ("dspark", "sglang"): Exporter(
-        to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), DSPARK_SGLANG, "DSPARK",
+        to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), "DSPARK",
         in_blocks=True, layers=qwen3_layers_config,
     ),
 }  # fmt: skip

@@ -24,45 +24,7 @@ from draftsmith.models.formats.layout import (
     with_output_biases,
     without_zero_biases,
 )
-from draftsmith.models.formats.loader_rules import Config, LoaderRules, Shapes, embedding, llama_layer
 
-
-def _tensors(config: Config) -> Shapes:
-    hidden = config["hidden_size"]
-    return {
-        "fc.weight": (hidden, 2 * hidden),
-        **llama_layer(config, "layers.0", hidden, ("post_attention_layernorm",)),
-    }
-
-
-def _biased_tensors(config: Config) -> Shapes:
-    return {"fc.bias": (config["hidden_size"],), **_tensors(config)}
-
-
-VLLM = LoaderRules(
-    engine="vLLM 0.32 eagle",
-    source="model_executor/models/llama_eagle.py:50-150, 181-190",
-    tensors=_tensors,
-    optional=embedding,
-    config={
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-    },
-)  # fmt: skip
-SGLANG = LoaderRules(
-    engine="SGLang 0.5.23 EAGLE",
-    source="srt/models/llama_eagle.py: LlamaForCausalLMEagle",
-    tensors=_biased_tensors,
-    optional=embedding,
-    config={"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "attention_bias": False},
-)
-AUTHORS = LoaderRules(
-    engine="SafeAILab/EAGLE's EAGLE",
-    source="eagle/model/cnets1.py:472-528, ea_model.py:45-49",
-    tensors=lambda config: _biased_tensors(config) if config.get("bias") else _tensors(config),
-    optional=embedding,
-    config={"model_type": "llama", "attention_bias": False, "num_hidden_layers": 1},
-)
 REFUSALS = (
     no_target("qwen3", "its Llama layer has no q/k norms, which this target's layers have", "eagle3"),
     no_target_but(LLAMA_LIKE, "its Llama layer does not run {config.target_config[model_type]}'s layers"),
@@ -108,7 +70,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 EXPORTERS = {
-    ("eagle", "vllm"): Exporter(to_vllm, parameters, (*REFUSALS, FC_BIAS), VLLM, "eagle"),
-    ("eagle", "sglang"): Exporter(to_sglang, parameters, (*REFUSALS, NO_ATTENTION_BIAS), SGLANG, "EAGLE"),
-    ("eagle", "eagle"): Exporter(to_authors, parameters, (*REFUSALS, NO_ATTENTION_BIAS), AUTHORS),
+    ("eagle", "vllm"): Exporter(to_vllm, parameters, (*REFUSALS, FC_BIAS), "eagle"),
+    ("eagle", "sglang"): Exporter(to_sglang, parameters, (*REFUSALS, NO_ATTENTION_BIAS), "EAGLE"),
+    ("eagle", "eagle"): Exporter(to_authors, parameters, (*REFUSALS, NO_ATTENTION_BIAS)),
 }

@@ -39,111 +39,14 @@ from draftsmith.models.formats.layout import (
     with_output_biases,
     without_zero_biases,
 )
-from draftsmith.models.formats.loader_rules import (
-    MASK_TOKEN_KEYS,
-    Config,
-    LoaderRules,
-    Shapes,
-    draft_vocabulary,
-    embedding,
-    fused_layers,
-    llama_layer,
-    own_head,
-)
 from draftsmith.recipes.errors import UserError
 
 NAMES = {"layers.0.": "midlayer."}
 # EAGLE-3.1's and their relatives: keys of the options, and of engines' configs.
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
+# Where a P-EAGLE or PARD config may keep its mask token: vLLM 0.32, v1/spec_decode/llm_base_proposer.py:361-373.
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
-
-# ---- what loaders ask for ----
-
-
-def _first_layer(config: Config, name: str = "midlayer", fused: int = 3) -> Shapes:
-    hidden, norms = config["hidden_size"], ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    layer = llama_layer(config, name, 2 * hidden, norms)
-    return {"fc.weight": (hidden, fused * hidden), "norm.weight": (hidden,), **layer}
-
-
-def _feature_norms(config: Config) -> Shapes:
-    fused, hidden = fused_layers(config), config["hidden_size"]
-    shapes: Shapes = {f"fc_norm.{i}.weight": (hidden,) for i in range(fused)} if config.get("fc_norm") else {}
-    nested = config.get("eagle_config") or {}
-    if nested.get("norm_before_fc", config.get("norm_before_fc")):
-        shapes["input_norm.weight"] = (fused * hidden,)
-    return shapes
-
-
-def _further_layers(config: Config) -> Shapes:
-    norms = ("input_layernorm", "post_attention_layernorm")
-    layers = [
-        llama_layer(config, f"layers.{i}", config["hidden_size"], norms)
-        for i in range(1, config.get("num_hidden_layers", 1))
-    ]
-    return {name: shape for layer in layers for name, shape in layer.items()}
-
-
-def _mask(config: Config, leading: tuple[int, ...]) -> Shapes:
-    has_mask = any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
-    return {"mask_hidden": (*leading, fused_layers(config) * config["hidden_size"])} if has_mask else {}
-
-
-def _reduced(config: Config) -> Shapes:
-    """Head and map of a draft vocabulary."""
-    maps = draft_vocabulary(config)
-    return {"d2t": maps["d2t"], **own_head(config)} if maps else {}
-
-
-def _shared_or_own(config: Config) -> Shapes:
-    return {**embedding(config), **own_head(config), **draft_vocabulary(config)}
-
-
-VLLM = LoaderRules(
-    engine="vLLM 0.32 eagle3",
-    source="model_executor/models/llama_eagle3.py:184-256, 395-470, qwen3_eagle3.py:175-245, 375-450",
-    tensors=lambda config: {
-        **_first_layer(config, fused=fused_layers(config)),
-        **_feature_norms(config),
-        **_further_layers(config),
-        **_reduced(config),
-        **_mask(config, (1,)),
-    },
-    optional=_shared_or_own,
-    config={"tie_word_embeddings": False},
-)
-SGLANG = LoaderRules(
-    engine="SGLang 0.5.23 EAGLE3",
-    source="srt/models/llama_eagle3.py: LlamaForCausalLMEagle3",
-    # The projections of the first layer have no bias there, whatever the config says, and fc always reads three layers.
-    tensors=lambda config: {**_first_layer(config), **_feature_norms(config), **_reduced(config)},
-    optional=_shared_or_own,
-    config={
-        "tie_word_embeddings": False, "model_type": "llama", "attention_bias": False,
-        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-    },
-)  # fmt: skip
-AUTHORS = LoaderRules(
-    engine="SafeAILab/EAGLE's EAGLE-3",
-    source="eagle/model/cnets.py:478-541, ea_model.py:66",
-    tensors=lambda config: {**_first_layer(config), **own_head(config), **draft_vocabulary(config)},
-    optional=embedding,
-    config={"model_type": "llama", "attention_bias": False, "bias": False, "num_hidden_layers": 1},
-)
-SPECULATORS = LoaderRules(
-    engine="vLLM 0.32's reader of speculators",
-    source="transformers_utils/configs/speculators/algos.py:18-95, base.py:62-93",
-    tensors=lambda config: {
-        **_first_layer(config, "layers.0", fused_layers(config)),
-        **_feature_norms(config),
-        **_further_layers(config),
-        **own_head(config),
-        **draft_vocabulary(config),
-        **_mask(config, (1, 1)),
-    },
-    optional=embedding,
-    config={"tie_word_embeddings": False},
-)
 
 # ---- what can be expressed ----
 
@@ -337,14 +240,12 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
 
 
 EXPORTERS = {
-    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, VLLM, "eagle3"),
-    ("peagle", "vllm"): Exporter(to_vllm, parameters, OF_PEAGLE, VLLM, "eagle3", parallel=True),
-    ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), SGLANG, "EAGLE3"),
-    ("eagle3", "speculators"): Exporter(
-        to_speculators, parameters, REFUSALS, SPECULATORS, "eagle3", needs_target=always
-    ),
+    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3"),
+    ("peagle", "vllm"): Exporter(to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True),
+    ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
+    ("eagle3", "speculators"): Exporter(to_speculators, parameters, REFUSALS, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
-        to_speculators, parameters, OF_PEAGLE, SPECULATORS, "eagle3", parallel=True, needs_target=always
+        to_speculators, parameters, OF_PEAGLE, "eagle3", parallel=True, needs_target=always
     ),
-    ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), AUTHORS, needs_target=always),
+    ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
 }

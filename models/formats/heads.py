@@ -29,7 +29,6 @@ from draftsmith.models.formats.layout import (
     renamed,
     take_borrowed,
 )
-from draftsmith.models.formats.loader_rules import Config, LoaderRules, Shapes
 from draftsmith.recipes.errors import UserError
 
 HYDRA_NAMES = {
@@ -43,65 +42,8 @@ def _faster_decoding_names(blocks: int) -> dict[str, str]:
     return {"blocks.#.layers.#.": "#.#.linear.", "lm_heads.#.": f"#.{blocks}."}
 
 
-# ---- what loaders ask for ----
-
-
-def _block(name: str, outputs: int, inputs: int) -> Shapes:
-    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-
-def _vllm_tensors(config: Config) -> Shapes:
-    shapes: Shapes = {}
-    hidden, head = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
-    for i in range(config["num_heads"]):
-        for j in range(config["num_hidden_layers"]):
-            shapes |= _block(f"blocks.{i}.layers.{j}", hidden, hidden)
-        shapes |= {} if config["original_lm_head"] else {f"lm_heads.{i}.weight": head}
-    return shapes | ({"lm_head.weight": head} if config["original_lm_head"] else {})
-
-
-def _faster_decoding_tensors(config: Config) -> Shapes:
-    shapes: Shapes = {}
-    hidden, blocks = config["hidden_size"], config["medusa_num_layers"]
-    for i in range(config["medusa_num_heads"]):
-        for j in range(blocks):
-            shapes |= _block(f"{i}.{j}.linear", hidden, hidden)
-        shapes[f"{i}.{blocks}.weight"] = (config["vocab_size"], hidden)
-    return shapes
-
-
-def _hydra_tensors(config: Config) -> Shapes:
-    shapes: Shapes = {}
-    hidden = config["hidden_size"]
-    for i in range(config["hydra_num_heads"]):
-        for part in ("linear", "res_connection"):
-            shapes |= _block(f"hydra_mlp.{i}.0.{part}", hidden, (i + 2) * hidden)
-        for j in range(1, config["hydra_num_layers"]):
-            shapes |= _block(f"hydra_mlp.{i}.{j}.linear", hidden, hidden)
-        shapes |= _block(f"hydra_lm_head.{i}", config["vocab_size"], hidden)
-    return shapes
-
-
-VLLM = LoaderRules(
-    engine="vLLM 0.32 medusa",
-    source="model_executor/models/medusa.py:20-193, transformers_utils/configs/medusa.py:45-58",
-    tensors=_vllm_tensors,
-    config={"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
-)
-FASTER_DECODING = LoaderRules(
-    engine="FasterDecoding/Medusa",
-    source="medusa/model/medusa_model.py: MedusaModel",
-    tensors=_faster_decoding_tensors,
-    weights_file="medusa_lm_head.safetensors",
-)
-HYDRA = LoaderRules(
-    engine="zankner/Hydra",
-    source="hydra/model/hydra_heads/mlp_head.py: ResBlock, HydraMLP; hydra_model.py: from_pretrained",
-    tensors=_hydra_tensors,
-    config={"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0},
-    weights_file="hydra_lm_head.pt",
-)
-# What a config of Hydra's says where it is silent.
+# The heads that are ours, and what a config says where it is silent (hydra_heads/mlp_head.py, hydra_model.py).
+HYDRA_KEYS = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
 HYDRA_DEFAULTS = {"hydra_head_arch": "mlp", "grounded_heads": False, "hidden_state_offset": 0}
 
 # ---- what can be expressed ----
@@ -162,9 +104,7 @@ def to_hydra(drafter: Drafter) -> Checkpoint:
     config = {
         "hydra_num_heads": drafter.config.num_heads,
         "hydra_num_layers": drafter.config.num_layers,
-        "hydra_head_arch": "mlp",
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
+        **HYDRA_KEYS,
         "base_model_name_or_path": drafter.config.target_name_or_path,
         **_sizes(drafter),
     }
@@ -212,7 +152,7 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: It is of another kind than ours, or was made for a target of another size.
     """
-    for key, wanted in HYDRA.config.items():
+    for key, wanted in HYDRA_KEYS.items():
         said = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
         if said != wanted:
             raise UserError(
@@ -245,9 +185,12 @@ def _refuse_other_size(block_weight: Tensor, target_config: Mapping[str, Any]) -
 
 
 EXPORTERS = {
-    ("medusa", "vllm"): Exporter(to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), VLLM, "medusa", needs_target=always),
+    ("medusa", "vllm"): Exporter(to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", needs_target=always),
     ("medusa", "medusa"): Exporter(
-        to_faster_decoding, medusa_parameters, (SHARED_HEAD, DRAFT_VOCABULARY), FASTER_DECODING
+        to_faster_decoding,
+        medusa_parameters,
+        (SHARED_HEAD, DRAFT_VOCABULARY),
+        weights_file="medusa_lm_head.safetensors",
     ),
-    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, OF_HYDRA, HYDRA),
+    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, OF_HYDRA, weights_file="hydra_lm_head.pt"),
 }

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.formats.loader_rules import LoaderRules
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, LayersConfig, layers_config
 from draftsmith.recipes.errors import UserError
 
@@ -82,27 +81,23 @@ class Exporter:
     Args:
         write, read: The two directions.
         refusals: What the layout cannot express; the first one that applies is told.
-        rules: What its loader asks for; None if that is transformers, which is then asked itself.
         method: The engine's name for it; empty if there is no server.
         parallel: Whether all depths come from one forward.
         needs_target: Whether writing a drafter of this config takes tensors of the target.
         in_blocks: Whether its config says how many tokens are drafted, always all of them.
         layers: Makes the config of its layers from the target's.
+        weights_file: Where its reader looks for tensors.
     """
 
     write: Callable[[Drafter], Checkpoint]
     read: Callable[[Checkpoint, Mapping[str, Any]], Parameters]
     refusals: tuple[Refusal, ...]
-    rules: LoaderRules | None
     method: str = ""
     parallel: bool = False
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
     layers: LayersConfig = layers_config
-
-    @property
-    def weights_file(self) -> str:
-        return "model.safetensors" if self.rules is None else self.rules.weights_file
+    weights_file: str = "model.safetensors"
 
 
 def drafted_tokens(config: DrafterConfig) -> int:

@@ -7,31 +7,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.loader_rules import Shapes, head_block, layer_shapes
 from support.tiny_models import tiny_target
 
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-def layer(prefix: str, width: int = 32, norms: tuple[str, ...] = ("input_layernorm",)) -> Shapes:
-    """Of a Llama layer with 32 features, whose attention reads `width`."""
-    attention = {"q_proj": (32, width), "k_proj": (16, width), "v_proj": (16, width), "o_proj": (32, 32)}
-    mlp = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
-    return {
-        **{f"{prefix}.self_attn.{name}.weight": shape for name, shape in attention.items()},
-        **{f"{prefix}.mlp.{name}.weight": shape for name, shape in mlp.items()},
-        **{f"{prefix}.{name}.weight": (32,) for name in (*norms, "post_attention_layernorm")},
-    }
-
 
 def medusa_heads(lm_heads: bool) -> Shapes:
-    blocks = {f"blocks.{j}.layers.0.{name}": shape for j in (0, 1) for name, shape in HEAD.items()}
+    blocks = {**head_block("blocks.0.layers.0"), **head_block("blocks.1.layers.0")}
     return {**blocks, **({f"lm_heads.{j}.weight": (61, 32) for j in (0, 1)} if lm_heads else {})}
 
 
-HEAD: Shapes = {"weight": (32, 32), "bias": (32,)}
-EAGLE3_LAYER = layer("layers.0", 64, ("input_layernorm", "hidden_norm"))
+EAGLE3_LAYER = layer_shapes("layers.0", 64, ("input", "hidden_norm"))
 # Keys that every kind on top of `parallel` had, whether it had a use for them or not.
 PARALLEL = {
     "attention": "folded", "depth_weights": 0.8, "feature_layers": [-1], "init": "target", "inputs": "both",
@@ -46,12 +33,12 @@ LORA = {
 SAVED: dict[str, tuple[dict[str, Any], Shapes]] = {
     "draft_model": (
         {**PARALLEL, "depth_weights": 1.0, "draft_depth": 5, "inputs": "embedding", "num_masks": 0},
-        {"masks": (0, 32), **layer("layers.0"), "norm.weight": (32,)},
+        {"masks": (0, 32), **layer_shapes("layers.0"), "norm.weight": (32,)},
     ),
-    "eagle": ({**EAGLE, "draft_depth": 5}, {**layer("layers.0", norms=()), "fc.weight": (32, 64)}),
+    "eagle": ({**EAGLE, "draft_depth": 5}, {**layer_shapes("layers.0", norms=()), "fc.weight": (32, 64)}),
     "eagle_parallel": (
         {**EAGLE, "depth_weights": 1.0, "keep_ratio": 1.0, "mask_residual": False, "num_masks": 4},
-        {"masks": (4, 64), **layer("layers.0", norms=()), "fc.weight": (32, 64)},
+        {"masks": (4, 64), **layer_shapes("layers.0", norms=()), "fc.weight": (32, 64)},
     ),
     "eagle3": (
         {
@@ -69,7 +56,7 @@ SAVED: dict[str, tuple[dict[str, Any], Shapes]] = {
         {
             **{f"heads.{j}.0.{part}.weight": (32, 64 + 32 * j) for j in (0, 1) for part in ("linear", "residual")},
             **{f"heads.{j}.0.{part}.bias": (32,) for j in (0, 1) for part in ("linear", "residual")},
-            **layer("prefix.layer"),
+            **layer_shapes("prefix.layer"),
             "prefix.norm.weight": (32,),
             "embedding_norm.weight": (32,),
         },
@@ -87,7 +74,7 @@ SAVED: dict[str, tuple[dict[str, Any], Shapes]] = {
         PARALLEL,
         {
             "masks": (4, 32),
-            **layer("layers.0"),
+            **layer_shapes("layers.0"),
             "norm.weight": (32,),
             "feature_norm.weight": (32,),
             "fuse.weight": (32, 64),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.eagle_reference import LayoutReference
+from support.loader_rules import asked_shapes
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from torch import Tensor
@@ -17,11 +18,10 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.formats import dflash, eagle, eagle3, heads
+from draftsmith.models.formats import eagle3
 from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter, read_checkpoint
 from draftsmith.models.formats.layout import Checkpoint
-from draftsmith.models.formats.loader_rules import LoaderRules
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -34,7 +34,7 @@ LAYERS: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "vocab_size": VOCABULARY, "num_hidden_layers": 1, "tie_word_embeddings": False,
 }  # fmt: skip
-# As their authors write them: config, rules that name the tensors, the file, and the format to go back in.
+# As their authors write them: configs.
 EAGLE_AUTHORS = {**LAYERS, "bias": True, "architectures": ["LlamaForCausalLM"]}
 SPECFORGE = {
     **LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED,
@@ -68,25 +68,26 @@ HYDRA = {
     "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
     "hidden_state_offset": 0, "hidden_size": 32, "vocab_size": VOCABULARY,
 }  # fmt: skip
-LAYOUTS: dict[str, tuple[dict[str, Any], LoaderRules, str, str]] = {
-    "eagle": (EAGLE_AUTHORS, eagle.AUTHORS, "pytorch_model.bin", "eagle"),
-    "specforge": (SPECFORGE, eagle3.AUTHORS, "model.safetensors", "eagle"),
-    "vllm": (VLLM, eagle3.VLLM, "model.safetensors", "vllm"),
-    "eagle3.1": (EAGLE31, eagle3.VLLM, "model.safetensors", "vllm"),
-    "peagle": (PEAGLE, eagle3.VLLM, "model.safetensors", "vllm"),
-    "peagle-normed": (PEAGLE_NORMED, eagle3.VLLM, "model.safetensors", "vllm"),
-    "speculators": (SPECULATORS, eagle3.SPECULATORS, "model.safetensors", "speculators"),
-    "speculators-normed": (SPECULATORS_NORMED, eagle3.SPECULATORS, "model.safetensors", "speculators"),
-    "dflash": (DFLASH, dflash.VLLM, "model.safetensors", "vllm"),
-    "dspark": (DSPARK, dflash.DSPARK_VLLM, "model.safetensors", "sglang"),
-    "hydra": (HYDRA, heads.HYDRA, "hydra_lm_head.pt", "hydra"),
-    "medusa": (MEDUSA, heads.FASTER_DECODING, "medusa_lm_head.pt", "medusa"),
+# And the kind that each becomes, the file, and the format to go back in.
+LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "eagle": (EAGLE_AUTHORS, "eagle", "pytorch_model.bin", "eagle"),
+    "specforge": (SPECFORGE, "eagle3", "model.safetensors", "eagle"),
+    "vllm": (VLLM, "eagle3", "model.safetensors", "vllm"),
+    "eagle3.1": (EAGLE31, "eagle3", "model.safetensors", "vllm"),
+    "peagle": (PEAGLE, "peagle", "model.safetensors", "vllm"),
+    "peagle-normed": (PEAGLE_NORMED, "peagle", "model.safetensors", "vllm"),
+    "speculators": (SPECULATORS, "eagle3", "model.safetensors", "speculators"),
+    "speculators-normed": (SPECULATORS_NORMED, "eagle3", "model.safetensors", "speculators"),
+    "dflash": (DFLASH, "dflash", "model.safetensors", "vllm"),
+    "dspark": (DSPARK, "dspark", "model.safetensors", "sglang"),
+    "hydra": (HYDRA, "hydra", "hydra_lm_head.pt", "hydra"),
+    "medusa": (MEDUSA, "medusa", "medusa_lm_head.pt", "medusa"),
 }
 
 
-def random_tensors(config: dict[str, Any], rules: LoaderRules) -> dict[str, Tensor]:
+def random_tensors(kind: str, to: str, config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    shapes = rules.tensors(eagle3.flattened(config))
+    shapes = asked_shapes(kind, to, config)
     tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in sorted(shapes.items())}
     for name in tensors:
         if "norm" in name:
@@ -100,8 +101,8 @@ def random_tensors(config: dict[str, Any], rules: LoaderRules) -> dict[str, Tens
 
 def published(folder: Path, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Write a checkpoint as it would be published."""
-    config, rules, file, _ = LAYOUTS[layout]
-    tensors = random_tensors(config, rules)
+    config, kind, file, to = LAYOUTS[layout]
+    tensors = random_tensors(kind, to, config)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
@@ -253,7 +254,7 @@ def test_the_targets_own_embedding_may_be_there_and_no_other(tmp_path: Path) -> 
 
 def test_a_block_may_have_the_targets_rows_of_a_draft_vocabulary_and_no_others(tmp_path: Path) -> None:
     config, theirs = {**DSPARK, "draft_vocab_size": DRAFTED}, tmp_path / "theirs"
-    tensors = random_tensors(config, dflash.DSPARK_VLLM)
+    tensors = random_tensors("dspark", "vllm", config)
     chosen = tensors["d2t"] + torch.arange(DRAFTED)
     tensors["lm_head.weight"] = TARGET.get_output_embeddings().weight.detach()[chosen].clone()
     theirs.mkdir()
@@ -354,6 +355,6 @@ def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
 def test_layers_that_no_config_names(num_layers: int, expected: list[int]) -> None:
     """All engines and the authors' code read the same ones, where the target has enough of them."""
     config = {key: value for key, value in VLLM.items() if key != "eagle_aux_hidden_state_layer_ids"}
-    checkpoint = Checkpoint(config, random_tensors(config, eagle3.VLLM))
+    checkpoint = Checkpoint(config, random_tensors("eagle3", "vllm", VLLM))
     target_config = {**TARGET.config.to_dict(), "num_hidden_layers": num_layers}
     assert eagle3.parameters(checkpoint, target_config).options["feature_layers"] == expected

@@ -1,0 +1,158 @@
+"""What loaders ask of a checkpoint for the tiny target: tensors by name and shape, and values of the config.
+
+Most loaders leave a missing tensor at random, or skip one that they do not know, without a word; then the drafter loads
+and nothing is accepted. These rules were read off the loaders' sources, vLLM 0.32's and SGLang 0.5.23's among them, and
+share nothing with the code that writes a layout:
+
+* EAGLE: vllm/model_executor/models/llama_eagle.py:50-190, sglang/srt/models/llama_eagle.py, SafeAILab/EAGLE's
+  eagle/model/cnets1.py:472-528 and ea_model.py:45-49. vLLM drops the bias of `fc`, SGLang always has one.
+* EAGLE-3, P-EAGLE: vllm's llama_eagle3.py:184-470 and qwen3_eagle3.py:175-450, transformers_utils/configs/speculators/
+  algos.py:18-95 and base.py:62-93; sglang/srt/models/llama_eagle3.py, where the first layer has no biases whatever the
+  config says, and fc reads three layers; eagle/model/cnets.py:478-541.
+* DFlash, DSpark: vllm's qwen3_dflash.py and qwen3_dspark.py, sglang's dflash.py and dspark.py.
+* Medusa: vllm's medusa.py:20-193 and configs/medusa.py:45-58, FasterDecoding's medusa/model/medusa_model.py.
+* Hydra: zankner/Hydra's hydra/model/hydra_heads/mlp_head.py and hydra_model.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from support.tiny_models import VOCABULARY
+
+HIDDEN, MLP, KEYS, HEAD_SIZE = 32, 48, 16, 8
+LLAMA, QWEN3 = {"model_type": "llama"}, {"model_type": "qwen3", "hidden_act": "silu"}
+NO_BIAS, UNTIED, ONE_LAYER = {"attention_bias": False}, {"tie_word_embeddings": False}, {"num_hidden_layers": 1}
+# Values that a config must have, by kind (of EAGLE-3 and P-EAGLE alike) and format.
+CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
+    ("eagle", "vllm"): {"architectures": ["LlamaForCausalLM"], **LLAMA, **ONE_LAYER, **UNTIED},
+    ("eagle", "sglang"): {"architectures": ["LlamaForCausalLMEagle"], **LLAMA, **NO_BIAS},
+    ("eagle", "eagle"): {**LLAMA, **NO_BIAS, **ONE_LAYER},
+    ("eagle3", "vllm"): UNTIED,
+    ("eagle3", "sglang"): {
+        "architectures": ["LlamaForCausalLMEagle3"], **LLAMA, **NO_BIAS, **ONE_LAYER, **UNTIED,
+    },
+    ("eagle3", "eagle"): {**LLAMA, **NO_BIAS, **ONE_LAYER, "bias": False},
+    ("eagle3", "speculators"): UNTIED,
+    ("dflash", "vllm"): {"architectures": ["DFlashDraftModel"], **QWEN3, **NO_BIAS},
+    ("dspark", "vllm"): {
+        "architectures": ["Qwen3DSparkModel"], **QWEN3, **NO_BIAS, "sample_from_anchor": True,
+        "markov_head_type": "vanilla",
+    },
+    ("medusa", "vllm"): {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
+    ("medusa", "medusa"): {},
+    ("hydra", "hydra"): {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0},
+}  # fmt: skip
+WEIGHTS_FILES = {("medusa", "medusa"): "medusa_lm_head.safetensors", ("hydra", "hydra"): "hydra_lm_head.pt"}
+Config = Mapping[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_shapes(
+    prefix: str, width: int = HIDDEN, norms: tuple[str, ...] = ("input",), config: Config = NO_BIAS
+) -> Shapes:
+    """A decoder layer of Llama's kind, whose attention reads `width`, with the biases and q/k norms of the config."""
+    attention = {"q": (HIDDEN, width), "k": (KEYS, width), "v": (KEYS, width), "o": (HIDDEN, HIDDEN)}
+    mlp = {"gate": (MLP, HIDDEN), "up": (MLP, HIDDEN), "down": (HIDDEN, MLP)}
+    shapes: Shapes = {f"{prefix}.mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
+    for name, shape in attention.items():
+        shapes[f"{prefix}.self_attn.{name}_proj.weight"] = shape
+        if config.get("attention_bias"):
+            shapes[f"{prefix}.self_attn.{name}_proj.bias"] = shape[:1]
+    if config.get("model_type") == "qwen3":
+        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (HEAD_SIZE,) for name in "qk"}
+    names = [name if name == "hidden_norm" else f"{name}_layernorm" for name in (*norms, "post_attention")]
+    return shapes | {f"{prefix}.{name}.weight": (HIDDEN,) for name in names}
+
+
+def head_block(name: str, outputs: int = HIDDEN, inputs: int = HIDDEN) -> Shapes:
+    """A linear layer with a bias."""
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def draft_vocabulary(config: Config, always: bool = False) -> Shapes:
+    """The head of a draft vocabulary and its maps; with `always` a head even where all tokens are drafted."""
+    drafted = config.get("draft_vocab_size") or VOCABULARY
+    head: Shapes = {"lm_head.weight": (drafted, HIDDEN)}
+    if drafted == VOCABULARY:
+        return head if always else {}
+    return {**head, "d2t": (drafted,), "t2d": (VOCABULARY,)}
+
+
+def asked_shapes(kind: str, to: str, config: Config) -> Shapes:
+    """The tensors that must be there."""
+    if kind == "eagle":
+        biased = to == "sglang" or (to == "eagle" and config.get("bias"))
+        layer = layer_shapes("layers.0", norms=(), config=config)
+        return {"fc.weight": (HIDDEN, 2 * HIDDEN), **({"fc.bias": (HIDDEN,)} if biased else {}), **layer}
+    if kind in ("eagle3", "peagle"):
+        return _eagle3(to, {**config, **config.get("transformer_layer_config", {})})
+    if kind in ("dflash", "dspark"):
+        return _blocks(kind, to, config)
+    shapes: Shapes = {}
+    if (kind, to) == ("medusa", "vllm"):
+        shared = config["original_lm_head"]
+        for i in range(config["num_heads"]):
+            for j in range(config["num_hidden_layers"]):
+                shapes |= head_block(f"blocks.{i}.layers.{j}")
+            shapes |= {} if shared else {f"lm_heads.{i}.weight": (VOCABULARY, HIDDEN)}
+        return shapes | ({"lm_head.weight": (VOCABULARY, HIDDEN)} if shared else {})
+    if kind == "medusa":
+        blocks = config["medusa_num_layers"]
+        for i in range(config["medusa_num_heads"]):
+            for j in range(blocks):
+                shapes |= head_block(f"{i}.{j}.linear")
+            shapes[f"{i}.{blocks}.weight"] = (VOCABULARY, HIDDEN)
+        return shapes
+    for i in range(config["hydra_num_heads"]):
+        for part in ("linear", "res_connection"):
+            shapes |= head_block(f"hydra_mlp.{i}.0.{part}", inputs=(i + 2) * HIDDEN)
+        for j in range(1, config["hydra_num_layers"]):
+            shapes |= head_block(f"hydra_mlp.{i}.{j}.linear")
+        shapes |= head_block(f"hydra_lm_head.{i}", VOCABULARY)
+    return shapes
+
+
+def _eagle3(to: str, config: Config) -> Shapes:
+    nested = config.get("eagle_config", {})
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested["eagle_aux_hidden_state_layer_ids"]
+    fused = 3 if to in ("sglang", "eagle") else len(ids)
+    first = "layers.0" if to == "speculators" else "midlayer"
+    plain = to in ("sglang", "eagle")
+    shapes: Shapes = {"fc.weight": (HIDDEN, fused * HIDDEN), "norm.weight": (HIDDEN,)}
+    shapes |= layer_shapes(first, 2 * HIDDEN, ("input", "hidden_norm"), LLAMA if plain else config)
+    for i in range(1, config["num_hidden_layers"]):
+        shapes |= layer_shapes(f"layers.{i}", config=config)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(fused)}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (fused * HIDDEN,)
+    if any(config.get(key) is not None for key in ("mask_token_id", "pard_token", "ptd_token_id")):
+        shapes["mask_hidden"] = (*((1, 1) if to == "speculators" else (1,)), fused * HIDDEN)
+    return shapes | draft_vocabulary(config, always=to in ("eagle", "speculators"))
+
+
+def _blocks(kind: str, to: str, config: Config) -> Shapes:
+    nested = config.get("dflash_config", config)
+    fused = len(nested["target_layer_ids"])
+    shapes: Shapes = {"fc.weight": (HIDDEN, fused * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= layer_shapes(f"layers.{i}", config=config)
+    if kind == "dspark":
+        rank = config["markov_rank"]
+        shapes["markov_head.markov_w1.weight"] = (VOCABULARY, rank)
+        shapes["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or VOCABULARY, rank)
+        if config.get("enable_confidence_head"):
+            shapes |= {"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}
+    return shapes | (draft_vocabulary(config) if to == "vllm" else {})
+
+
+def complaints(kind: str, to: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """List what a loader would find wrong with a checkpoint of this config and these tensors."""
+    asked = asked_shapes(kind, to, config)
+    # An own head for all tokens may be there in place of the target's.
+    known = {**draft_vocabulary(config, always=kind in ("eagle3", "peagle")), **asked}
+    found = [f"{name} is missing" for name in asked.keys() - shapes.keys()]
+    found += [f"{name} is {shape}, not {known.get(name)}" for name, shape in shapes.items() if known.get(name) != shape]
+    key = ({"peagle": "eagle3"}.get(kind, kind), "vllm" if kind in ("dflash", "dspark") else to)
+    flat = {**config, **config.get("transformer_layer_config", {}), "architectures": config.get("architectures")}
+    return found + [f"{name} must be {value}" for name, value in CONFIGS[key].items() if flat.get(name) != value]
