@@ -1,6 +1,6 @@
 """What the command line runs.
 
-`cli` has every command with its options but those of `export_commands` (push, export, import), `options` and `console`
-what all of them take and print with, `stages` what several of them run; what a command finds out has a file of its own
-(`evaluate`, `compare`, `search`, `doctor`, `tune`, `prove`, `push`). May import everything.
+`cli` has every command with its options, `console` what all of them print and tell with, `stages` what several of them
+run, `artifacts` what they store for one another; what a command finds out has a file of its own (`evaluate`,
+`in_engine`, `compare`, `search`, `doctor`, `tune`, `prove`, `push`). May import everything.
 """

@@ -12,9 +12,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.eval.commands import export_commands
-from draftsmith.eval.commands.console import console, heading
-from draftsmith.eval.commands.options import JsonPlace, Overrides, Quiet, RecipePath, WithTerminalOptions, tell
+from draftsmith.eval.commands.console import JSON, QUIET, WithTerminalOptions, console, heading, tell
 from draftsmith.eval.commands.stages import (
     make_drafter,
     measured_result,
@@ -23,12 +21,18 @@ from draftsmith.eval.commands.stages import (
     run_features,
     run_train,
 )
-from draftsmith.recipes.errors import UserError, did_you_mean, exit_with_one_sentence, masked
+from draftsmith.recipes.errors import UserError, did_you_mean, masked
 from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.run_folder import RunFolder, versions
 from draftsmith.recipes.schema import Recipe, check_name
 
-LEVELS = "1,4,16,64"
+LEVELS, NO_OPTIONS = "1,4,16,64", "{}"
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -51,14 +55,20 @@ def common(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
     ] = False,
-    json_place: JsonPlace = None,
-    quiet: Quiet = False,
+    json_place: Annotated[
+        str | None,
+        typer.Option(
+            JSON,
+            metavar="[FILE]",
+            help="What the command found, as JSON: on stdout, and nothing else there; or to FILE.",
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option(*QUIET, help="Say nothing but errors, and what --json asks for.")] = False,
 ) -> None:
     pass
 
 
 @app.command()
-@exit_with_one_sentence()
 def distill(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -73,7 +83,6 @@ def distill(
 
 
 @app.command()
-@exit_with_one_sentence()
 def features(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -87,7 +96,6 @@ def features(
 
 
 @app.command()
-@exit_with_one_sentence()
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
     loaded = load_recipe(recipe, overrides)
@@ -96,7 +104,6 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command(name="eval")
-@exit_with_one_sentence()
 def evaluate_command(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -106,7 +113,7 @@ def evaluate_command(
     concurrency: Annotated[str, typer.Option(help="Questions in flight, a measurement each.")] = LEVELS,
     engine_options: Annotated[
         str, typer.Option(help="Of the vLLM that is started, as data.distill.options: '{max_model_len: 2048, ...}'.")
-    ] = "{}",
+    ] = NO_OPTIONS,
     server: Annotated[
         str | None, typer.Option(help="URL of a vLLM server that drafts, instead of one that is started and ended.")
     ] = None,
@@ -119,9 +126,9 @@ def evaluate_command(
 ) -> None:
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
     loaded = load_recipe(recipe, overrides)
-    given = server or plain_server or server_model or api_key_env or correct_cpu_sampling or engine_options != "{}"
+    chosen = (engine_options, server, plain_server, server_model, api_key_env, correct_cpu_sampling)
     if engine is None:
-        if given or concurrency != LEVELS:
+        if (concurrency, *chosen) != (LEVELS, NO_OPTIONS, None, None, None, None, False):
             raise UserError("options of an engine go with `--engine vllm`")
         run_eval(loaded)
         tell(measured_result(loaded))
@@ -131,14 +138,11 @@ def evaluate_command(
         raise UserError(f"there is no engine {engine}: {did_you_mean(engine, ['vllm'], 'use vllm')}")
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine, read_levels
 
-    to_given = (server, plain_server, server_model, api_key_env)
     heading("measure", f"{loaded.name} in {engine}")
-    options = ServingOptions(read_levels(concurrency), engine_options, *to_given, correct_cpu_sampling)
-    tell(asdict(evaluate_in_engine(loaded, options, console)))
+    tell(asdict(evaluate_in_engine(loaded, ServingOptions(read_levels(concurrency), *chosen))))
 
 
 @app.command()
-@exit_with_one_sentence()
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Write the tables, the pictures and the report again from what `eval` recorded."""
     loaded = load_recipe(recipe, overrides)
@@ -150,7 +154,6 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-@exit_with_one_sentence()
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Distil, train and measure; stages that are already done are not done again."""
     loaded = load_recipe(recipe, overrides)
@@ -161,7 +164,6 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-@exit_with_one_sentence()
 def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -175,15 +177,14 @@ def doctor(
     heading("doctor", loaded.name)
     diagnosis = examine(loaded, serve)
     tell(diagnosis.as_json())
-    diagnosis.show(console, rows)
-    if not diagnosis.healthy:
+    diagnosis.show(rows)
+    if diagnosis.count("defect"):
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
     _next("train" if is_distilled else "distill", recipe, overrides)
 
 
 @app.command()
-@exit_with_one_sentence()
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -198,11 +199,10 @@ def tune(
     heading("tune", f"{loaded.name}: {loaded.target.model}")
     tuned = find_tree(loaded, questions, new_tokens, turns)
     tell(tuned.as_json())
-    tuned.show(console)
+    tuned.show()
 
 
 @app.command()
-@exit_with_one_sentence()
 def prove(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -213,22 +213,88 @@ def prove(
     """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.prove import prove as collect_evidence
+    from draftsmith.eval.commands.prove import show_proof
 
     heading("prove", f"{loaded.name}: {loaded.target.model}")
     proof = collect_evidence(loaded, prompts, samples, new_tokens)
     tell(proof.as_json())
-    proof.show(console)
+    show_proof(proof)
     if not proof.holds:
         raise typer.Exit(1)
 
 
-app.command()(export_commands.push)
-app.command()(export_commands.export)
-app.command(name="import")(export_commands.import_command)
+@app.command()
+def push(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    repo: Annotated[
+        str | None, typer.Option(help="name or user/name; by default the target's name and the method's.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, made if it is not there; by default main.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Open to everybody; by default it is private.")] = False,
+    base_model: Annotated[str | None, typer.Option(help="The target's Hub id, if the recipe names a folder.")] = None,
+    license_id: Annotated[
+        str | None, typer.Option("--license", help="As the Hub spells it: apache-2.0, ...; by default the target's.")
+    ] = None,
+    exports: Annotated[str, typer.Option(help="Formats to export to first: vllm,sglang,...")] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write what would go up to runs/NAME/hub, and send nothing.")
+    ] = False,
+) -> None:
+    """Publish the drafter on the Hub, with its recipe, figures, proof and model card."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.eval.commands.push import PushOptions
+    from draftsmith.eval.commands.push import push as send
+
+    heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
+    formats = tuple(filter(None, exports.split(",")))
+    options = PushOptions(repo, revision, public, base_model, license_id, formats, dry_run)
+    tell(asdict(send(loaded, options)))
 
 
 @app.command()
-@exit_with_one_sentence()
+def export(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, eagle, medusa, hydra.")] = "vllm",
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Where to; by default export/FORMAT in the run's folder.")
+    ] = None,
+) -> None:
+    """Write the trained drafter as another program loads it, check it, and print the command that serves it."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.models.formats.exporting import export_run
+
+    heading("export", f"{loaded.name}: --to {to}")
+    exported = export_run(loaded, to, folder)
+    for line in exported.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    tell({**asdict(exported.made), "folder": str(exported.folder), "caveat": exported.caveat})
+
+
+@app.command(name="import")
+def import_command(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa, Hydra."),
+    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="By default the run's own drafter's folder.")] = None,
+) -> None:
+    """Make a published checkpoint for the recipe's target a drafter of ours, to be measured, proved and tuned."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.models.formats.importing import import_run
+
+    heading("import", f"{checkpoint} for {loaded.target.model}")
+    folder, kind = import_run(loaded, checkpoint, to)
+    named = f"a method of eval.methods with `drafter: {folder}`"
+    own = folder == RunFolder(loaded).drafter
+    console.print(f"{kind} drafter: {folder} ({'`draftsmith eval` measures it' if own else named})", markup=False)
+    tell({"kind": kind, "folder": str(folder)})
+
+
+@app.command()
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -257,7 +323,6 @@ def plan(
 
 
 @app.command()
-@exit_with_one_sentence()
 def compare(
     recipes: Annotated[
         list[str],
@@ -283,7 +348,7 @@ def compare(
 
         found = compare_runs(runs)
         tell(found)
-        show_runs(found, console)
+        show_runs(found)
         return
     files, overrides = _recipes_and_overrides(recipes, "compare embedded-medusa embedded-eagle")
     if vary is not None and len(files) != 1:
@@ -307,7 +372,6 @@ def compare(
 
 
 @app.command()
-@exit_with_one_sentence()
 def search(
     recipes: Annotated[
         list[str],
@@ -327,7 +391,7 @@ def search(
         heading("search", f"{recipe.name}: {trials} trials of {steps} steps")
         found.append(search_recipe(recipe, SearchBudget(trials, steps, rows), loaded))
         tell([asdict(each) for each in found])
-        show_search(found[-1], console)
+        show_search(found[-1])
 
 
 def _recipes_and_overrides(arguments: list[str], example: str) -> tuple[list[str], list[str]]:

@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from draftsmith.eval.artifacts.measurement import RECORDS
 from draftsmith.eval.bench.records import SETTINGS, QuestionRecord, RecordLog, check_fair_clock
-from draftsmith.eval.commands.console import console
+from draftsmith.eval.commands.artifacts import RECORDS
+from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_eval
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
@@ -235,17 +232,22 @@ def _check_alike(both: str, first: list[QuestionRecord], other: list[QuestionRec
                 )
 
 
-def show_runs(rows: list[dict[str, Any]], console: Console) -> None:
+def show_runs(rows: list[dict[str, Any]]) -> None:
     """Print the rows as tables, one for each temperature."""
+    headings = ("run", "method", "tau", "speedup", "speed against the first", "")
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
-        table = Table(title=f"T = {temperature:g}, intervals of 95 % over questions", title_justify="left", box=None)
-        for heading in ("run", "method", "tau", "speedup", "speed against the first", ""):
-            table.add_column(heading, overflow="fold")
-        for row in (row for row in rows if row["temperature"] == temperature):
-            cells = [f"{row[name]:.2f}{_ends(row[f'{name}_interval'])}" for name in ("tau", "speedup")]
-            ratio = "" if row["reference"] else f"{row['speedup_ratio']:.2f}x{_ends(row['speedup_ratio_interval'])}"
-            table.add_row(escape(row["run"]), escape(row["method"]), *cells, ratio, verdict(row))
-        console.print(table)
+        cells = [
+            (
+                row["run"],
+                row["method"],
+                *(f"{row[name]:.2f}{_ends(row[f'{name}_interval'])}" for name in ("tau", "speedup")),
+                "" if row["reference"] else f"{row['speedup_ratio']:.2f}x{_ends(row['speedup_ratio_interval'])}",
+                verdict(row),
+            )
+            for row in rows
+            if row["temperature"] == temperature
+        ]
+        print_table(headings, cells, f"T = {temperature:g}, intervals of 95 % over questions")
     console.print(
         "speedup: each over its own run's baseline, in that run's process; a machine that was busier in one of them "
         "shows in both and mostly cancels",

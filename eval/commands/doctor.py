@@ -8,9 +8,11 @@ disturbed.
 Shapes: S tokens of a row.
 """
 
+from __future__ import annotations
+
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from math import isfinite
@@ -19,7 +21,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedModel
 
@@ -36,6 +37,7 @@ from draftsmith.data.tokens.chat_tokens import (
     tokenize_conversation,
     tokenize_shortened,
 )
+from draftsmith.eval.commands.console import console
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
@@ -64,6 +66,9 @@ SAMPLE_CONVERSATIONS = 256
 EXAMPLE_ROWS = 64
 MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
 LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the work is for nothing
+LONGER_ANSWERS = "set data.conversations.source to conversations with longer answers"
+NO_STOP = "so the drafter would not learn to stop"
+ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,12 @@ class Finding:
     severity: Severity
     sentence: str
     figures: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(check: str, fine: str, figures: dict[str, Any], *faults: tuple[Any, Severity, str]) -> Finding:
+        """Take the first fault (whether it is there, how bad it is, what to say), or say that all is fine."""
+        severity, sentence = next((each[1:] for each in faults if each[0]), ("ok", fine))
+        return Finding(check, severity, sentence, figures)
 
 
 @dataclass
@@ -96,39 +107,31 @@ class Diagnosis:
     parts: list[Checked]
     tokenizer: Any
 
-    @property
-    def findings(self) -> list[Finding]:
-        return [finding for part in self.parts for finding in part.findings]
+    def count(self, severity: Severity) -> int:
+        return sum(finding.severity == severity for part in self.parts for finding in part.findings)
 
-    @property
-    def healthy(self) -> bool:
-        """No defect; warnings may be meant."""
-        return all(finding.severity != "defect" for finding in self.findings)
-
-    def show(self, console: Console, preview_rows: int) -> None:
-        """The preview, then the checklist, so that the result is what stands last."""
+    def show(self, preview_rows: int) -> None:
+        """Print the preview, then the checklist, so that the result is what stands last."""
+        plain = console.color_system is None
         rows = rows_of(self.parts)[:preview_rows]
         if rows:
             colours = ("Carries loss: ", ("supervised", "bold green"), ", does not: ", ("context", "dim"))
-            marks = "What carries loss stands between « and »."
-            console.print(marks if console.color_system is None else Text.assemble(*colours))
+            console.print("What carries loss stands between « and »." if plain else Text.assemble(*colours))
         for number, row in enumerate(rows, start=1):
             console.print(f"\nRow {number}: {len(row.input_ids)} tokens, {sum(row.loss_mask)} of them carry loss")
-            console.print(preview(self.tokenizer, row, marks=console.color_system is None))
+            console.print(preview(self.tokenizer, row, marks=plain))
         for part in self.parts:
             console.print(f"\n{part.heading}", style="bold", markup=False)
-            for finding in part.findings:
-                line = Text.assemble(
-                    ("  " + finding.severity.ljust(8), STYLES[finding.severity]), finding.check.ljust(24)
-                )
-                console.print(line.append(finding.sentence))
-        counts = [sum(finding.severity == severity for finding in self.findings) for severity in ("defect", "warning")]
-        console.print(f"\n{counts[0]} defects, {counts[1]} warnings", style="bold red" if counts[0] else "bold green")
+            for found in part.findings:
+                severity = ("  " + found.severity.ljust(8), STYLES[found.severity])
+                console.print(Text.assemble(severity, found.check.ljust(24), found.sentence))
+        counts = f"\n{self.count('defect')} defects, {self.count('warning')} warnings"
+        console.print(counts, style="bold red" if self.count("defect") else "bold green")
 
     def as_json(self) -> dict[str, Any]:
-        """All findings, with their figures."""
+        """Return all findings, with their figures; warnings may be meant, and leave a recipe healthy."""
         findings = [{"part": part.heading, **asdict(finding)} for part in self.parts for finding in part.findings]
-        return {"recipe": self.recipe_name, "healthy": self.healthy, "findings": findings}
+        return {"recipe": self.recipe_name, "healthy": not self.count("defect"), "findings": findings}
 
 
 def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
@@ -144,21 +147,34 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
         check_format(serve)
     target, tokenizer = load_target(recipe.target)
     parts = _data(recipe, target, tokenizer)
-    parts.append(Checked("target", [*_draft_trees(target), *_dtype(target)]))
-    drafter = [*_training_arguments(recipe), *_start(recipe, target), _drafter(recipe, target, rows_of(parts))]
+    parts.append(Checked("target", [*_tried("draft trees", lambda: _draft_trees(target)), *_dtype(target)]))
+    drafter = [
+        *_tried("train section", lambda: _training_arguments(recipe)),
+        *_tried("drafter.init", lambda: _start(recipe, target)),
+        *_tried("drafter", lambda: _drafter(recipe, target, rows_of(parts))),
+    ]
     parts.append(Checked(f"drafter ({recipe.drafter.kind})", drafter))
     if serve is not None:
-        parts.append(Checked(f"served by {serve}", _served(recipe, target, serve)))
+        parts.append(Checked(f"served by {serve}", _tried("export", lambda: _served(recipe, target, serve))))
     return Diagnosis(recipe.name, parts, tokenizer)
 
 
+def _tried(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
+    """Report a `UserError` of a look as a defect, what it says as fine, and nothing where there was nothing to see."""
+    try:
+        found = look()
+    except UserError as error:
+        return [Finding(check, "defect", str(error))]
+    return [Finding(check, "ok", found)] if isinstance(found, str) else found or []
+
+
 def rows_of(parts: list[Checked]) -> list[TokenizedConversation]:
-    """Those nearest to training: of the distilled tokens if there are any, else of the source."""
+    """Take those nearest to training: of the distilled tokens if there are any, else of the source."""
     return next((part.rows for part in reversed(parts) if part.rows), [])
 
 
 def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
-    """The row's text: what carries loss in colour, the rest dim; `marks` puts it between « and » too."""
+    """Return the row's text: what carries loss in colour, the rest dim; `marks` puts it between « and » too."""
     text = Text()
     shown = list(zip(row.input_ids, row.loss_mask, strict=True))[:PREVIEW_TOKENS]
     for carries_loss, run in groupby(shown, key=lambda pair: bool(pair[1])):
@@ -175,7 +191,7 @@ def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> 
 
 @dataclass(frozen=True)
 class Expected:
-    """What rows are held against: the target's sizes and the tokenizer's tokens. ends: any of them ends an answer."""
+    """Hold what rows must keep to: the target's sizes and the tokenizer's tokens. ends: any of them ends an answer."""
 
     tokenizer: Any
     vocabulary_size: int
@@ -207,28 +223,28 @@ def _data(recipe: Recipe, target: PreTrainedModel, tokenizer: Any) -> list[Check
 
 
 def _source(recipe: Recipe, expected: Expected) -> Checked:
-    """The recipe's conversations: all are read, a sample is tokenised."""
+    """Read all of the recipe's conversations and tokenise a sample."""
     counts, chosen = SourceCounts(), recipe.data.conversations
     data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
     found: list[Conversation] = []
-    unreadable = None
-    try:
-        found = list(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
-    except UserError as error:
-        unreadable = Finding("source", "defect", str(error))
-    findings = []
+
+    def read() -> None:
+        found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
+
+    unreadable, findings = _tried("source", read), []
     if invalid := counts.total.invalid:
-        figures = {"count": invalid.total(), "reasons": dict(invalid), "valid": len(found)}
         counted = f"{counted_reasons(invalid)} beside {len(found)} valid ones"
-        way_out = "at which distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
-        way_out = "which are skipped: correct the source to use them" if chosen.skip_invalid else way_out
+        stops = "at which distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
+        skipped = "which are skipped: correct the source to use them"
         severity: Severity = "warning" if chosen.skip_invalid else "defect"
-        findings.append(Finding("invalid conversations", severity, f"{counted}, {way_out}", figures))
-    if unreadable is not None:
-        return Checked("source conversations", [*findings, unreadable])
+        sentence = f"{counted}, {skipped if chosen.skip_invalid else stops}"
+        figures = {"count": invalid.total(), "reasons": dict(invalid), "valid": len(found)}
+        findings.append(Finding("invalid conversations", severity, sentence, figures))
+    if unreadable:
+        return Checked("source conversations", [*findings, *unreadable])
     for name, tally in counts.by_source.items():
-        lost = tally.contaminated.total() + tally.filtered.total()
-        severity = "warning" if lost > MANY_LOST_FRAC * tally.read else "ok"
+        lost = tally.contaminated.total() + tally.filtered.total() > MANY_LOST_FRAC * tally.read
+        severity = "warning" if lost else "ok"
         findings.append(Finding(f"source {name}", severity, tally.sentence(), tally.as_json()))
     if not question_sources(recipe):
         sentence = "not looked for: data.conversations.decontaminate is empty"
@@ -254,31 +270,38 @@ def _source(recipe: Recipe, expected: Expected) -> Checked:
         if result is not None and conversation.is_answered:
             rows.append(result[0])
 
-    severity, sentence = "ok", f"takes all {len(sample)} conversations"
-    if problems:
-        asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
-        stops = asks and any(isinstance(problem, TemplateRefusal) for problem in problems)
-        severity = "defect" if stops or len(problems) == len(sample) else "warning"
-        sentence = f"{len(problems)} of {len(sample)} do not go through: {problems[0]}"
-    findings.append(Finding("chat template", severity, sentence, {"refused": len(problems), "sampled": len(sample)}))
-    length = recipe.data.max_length_tokens
-    counted = f"of {len(sample)} conversations {shortened} are shortened by whole turns to {length} tokens"
-    severity, sentence = "ok", f"{counted}, {too_long} are too long altogether"
-    if shortened + too_long > MANY_LOST_FRAC * len(sample):
-        severity = "defect" if too_long == len(sample) else "warning"
-        sentence += ", so nothing is left" if severity == "defect" else ""
-        sentence += ": raise data.max_length_tokens or take shorter conversations"
-    figures = {"shortened": shortened, "too_long": too_long, "conversations": len(sample)}
-    findings.append(Finding("over-long", severity, sentence, figures))
-    findings += check_rows(rows, expected, "set target.chat_template to a template without this fault")
+    size, length = len(sample), recipe.data.max_length_tokens
+    asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
+    stopped = len(problems) == size or (asks and any(isinstance(problem, TemplateRefusal) for problem in problems))
+    fault = f"{len(problems)} of {size} do not go through: {problems[0]}" if problems else ""
+    counted = f"of {size} conversations {shortened} are shortened by whole turns to {length} tokens"
+    counted += f", {too_long} are too long altogether"
+    way_out = "raise data.max_length_tokens or take shorter conversations"
+    many = shortened + too_long > MANY_LOST_FRAC * size
+    findings += [
+        Finding.of(
+            "chat template",
+            f"takes all {size} conversations",
+            {"refused": len(problems), "sampled": size},
+            (problems, "defect" if stopped else "warning", fault),
+        ),
+        Finding.of(
+            "over-long",
+            counted,
+            {"shortened": shortened, "too_long": too_long, "conversations": size},
+            (many and too_long == size, "defect", f"{counted}, so nothing is left: {way_out}"),
+            (many, "warning", f"{counted}: {way_out}"),
+        ),
+        *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
+    ]
     if unanswered := sum(not conversation.is_answered for conversation in found):
         sentence = f"{unanswered} of {len(found)} conversations, which the target answers: not looked at yet"
         findings.append(Finding("without answers", "ok", sentence, {"unanswered": unanswered}))
-    return Checked(f"source conversations ({len(found)} found, {len(sample)} of them tokenised)", findings, rows)
+    return Checked(f"source conversations ({len(found)} found, {size} of them tokenised)", findings, rows)
 
 
 def _token_rows(dataset: Any, folder: Path, expected: Expected) -> Checked:
-    """Every row of the dataset that distillation wrote to `folder`/tokens."""
+    """Check every row of the dataset that distillation wrote to `folder`/tokens."""
     findings = []
     if (folder / SHARDS).exists():
         # Answers that hit max_new_tokens are never kept as if they were whole, and what would follow is lost.
@@ -286,10 +309,10 @@ def _token_rows(dataset: Any, folder: Path, expected: Expected) -> Checked:
         ended = [states.get(state, Counter()) for state in (DONE, SHORTENED, FAILED)]
         cut_short, total = sum(counts[CUT_SHORT] for counts in ended), sum(counts.total() for counts in ended)
         sentence = f"{cut_short} of {total} conversations ended, or were dropped, at an answer that hit max_new_tokens"
-        severity: Severity = "warning" if cut_short > MANY_LOST_FRAC * total else "ok"
-        way_out = ": raise data.distill.max_new_tokens and distil under another name" if severity == "warning" else ""
+        way_out = f"{sentence}: raise data.distill.max_new_tokens and distil under another name"
+        many = cut_short > MANY_LOST_FRAC * total
         figures = {"cut_short": cut_short, "conversations": total}
-        findings.append(Finding("answers cut short", severity, sentence + way_out, figures))
+        findings.append(Finding.of("answers cut short", sentence, figures, (many, "warning", way_out)))
     batches = dataset.with_format("numpy").iter(batch_size=1024)
     pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
@@ -299,8 +322,8 @@ def _token_rows(dataset: Any, folder: Path, expected: Expected) -> Checked:
     return Checked(f"tokens to train on ({len(dataset)} rows)", findings, rows)
 
 
-def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy: str) -> Iterator[Finding]:
-    """Share of loss, end tokens, double BOS, vocabulary, positions.
+def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy: str) -> list[Finding]:
+    """Check the share of loss, end tokens, double BOS, vocabulary and positions.
 
     Args:
         rows: Read once; may be a generator over more than memory holds.
@@ -329,155 +352,145 @@ def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy
             else:
                 sums["endless"] += 1
     if not sums["rows"]:
-        return
-    yield _loss_share(sums, remedy)
+        return []
 
+    tokens, loss, empty, answers = (sums[name] for name in ("tokens", "loss", "rows_without_loss", "answers"))
+    frac = loss / max(1, tokens)
+    share = f"{frac:.1%} of {tokens:,} tokens carry loss"
     ends = " or ".join(expected.name_of(token_id) for token_id in sorted(expected.ends))
     faults = {
         f"do not end with {ends}": sums["endless"],
         "end with a token that carries no loss": silent_ends.total(),
         "go on carrying loss after their end token": sums["overrun"],
     }
-    severity: Severity = "ok"
-    sentence = f"all {sums['answers']} answers end with {ends}, which carries loss"
-    if any(faults.values()):
-        pad, severity = expected.tokenizer.pad_token_id, "defect"
-        is_pad = f" ({expected.name_of(pad)} is the pad token too, and must keep its loss)" if silent_ends[pad] else ""
-        counted = ", ".join(f"{number} {what}" for what, number in faults.items() if number)
-        sentence = f"of {sums['answers']} answers {counted}{is_pad}, so the drafter would not learn to stop: {remedy}"
     keys = ("without_end_token", "end_token_without_loss", "loss_after_end_token")
-    figures = {"answers": sums["answers"], **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends}
-    yield Finding("end tokens", severity, sentence, figures)
-
+    counted = ", ".join(f"{number} {what}" for what, number in faults.items() if number)
+    pad, known, size = expected.tokenizer.pad_token_id, len(expected.tokenizer), expected.vocabulary_size
+    is_pad = f" ({expected.name_of(pad)} is the pad token too, and must keep its loss)" if silent_ends[pad] else ""
+    findings = [
+        Finding.of(
+            "supervised tokens",
+            share,
+            {"tokens": tokens, "loss_tokens": loss, "loss_frac": frac},
+            (loss == 0, "defect", f"none of {tokens:,} tokens carries loss, so nothing would be learned: {remedy}"),
+            (loss == tokens, "defect", f"all {tokens:,} tokens carry loss, the user's too: {remedy}"),
+            (empty, "defect", f"{empty} of {sums['rows']} rows hold no answer: {remedy}"),
+            (frac < LOW_LOSS_FRAC, "warning", f"only {share}: {LONGER_ANSWERS}"),
+        ),
+        Finding.of(
+            "end tokens",
+            f"all {answers} answers end with {ends}, which carries loss",
+            {"answers": answers, **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends},
+            (counted, "defect", f"of {answers} answers {counted}{is_pad}, {NO_STOP}: {remedy}"),
+        ),
+    ]
     if double_starts:
         name, count = expected.name_of(double_starts.most_common(1)[0][0]), double_starts.total()
         sentence = f"{count} of {sums['rows']} rows start with {name} twice: {remedy}, it is written once"
-        yield Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count})
-
-    known, size = len(expected.tokenizer), expected.vocabulary_size
-    figures = {"tokens_outside": outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known}
-    way_out = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
-    severity, sentence = "ok", f"all ids are among the target's {size:,}"
-    if outside:
-        ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
-        severity = "defect"
-        sentence = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}: {way_out}"
-    elif known > size:
-        severity = "warning"
-        sentence = f"the tokenizer knows {known:,} tokens, the target {size:,}; no row has the others yet: {way_out}"
-    yield Finding("vocabulary", severity, sentence, figures)
-
+        findings.append(Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count}))
+    ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
+    strangers = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}"
+    unused = f"the tokenizer knows {known:,} tokens, the target {size:,}; no row has the others yet"
     limit = expected.max_positions
-    severity, sentence = "ok", f"the longest row has {longest:,} tokens"
-    if limit is not None and longest > limit:
-        severity = "defect"
-        sentence += f", the target only {limit:,} positions: set data.max_length_tokens to {limit} at most"
-    elif limit is not None:
-        sentence += f", the target {limit:,} positions"
-    yield Finding("positions", severity, sentence, {"longest_row_tokens": longest, "target_positions": limit})
-
-
-def _loss_share(sums: Counter[str], remedy: str) -> Finding:
-    tokens, loss = sums["tokens"], sums["loss"]
-    frac = loss / max(1, tokens)
-    severity: Severity = "defect"
-    if loss == 0:
-        sentence = f"none of {tokens:,} tokens carries loss, so nothing would be learned: {remedy}"
-    elif loss == tokens:
-        sentence = f"all {tokens:,} tokens carry loss, the user's too: {remedy}"
-    elif sums["rows_without_loss"]:
-        sentence = f"{sums['rows_without_loss']} of {sums['rows']} rows hold no answer: {remedy}"
-    else:
-        severity, sentence = "ok", f"{frac:.1%} of {tokens:,} tokens carry loss"
-        if frac < LOW_LOSS_FRAC:
-            severity = "warning"
-            sentence = f"only {sentence}: set data.conversations.source to conversations with longer answers"
-    return Finding("supervised tokens", severity, sentence, {"tokens": tokens, "loss_tokens": loss, "loss_frac": frac})
+    there = f"the longest row has {longest:,} tokens" + ("" if limit is None else f", the target {limit:,} positions")
+    few = f"the longest row has {longest:,} tokens, the target only {limit or 0:,} positions"
+    return [
+        *findings,
+        Finding.of(
+            "vocabulary",
+            f"all ids are among the target's {size:,}",
+            {"tokens_outside": outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known},
+            (outside, "defect", f"{strangers}: {ITS_TOKENIZER}"),
+            (known > size, "warning", f"{unused}: {ITS_TOKENIZER}"),
+        ),
+        Finding.of(
+            "positions",
+            there,
+            {"longest_row_tokens": longest, "target_positions": limit},
+            (limit and longest > limit, "defect", f"{few}: set data.max_length_tokens to {limit} at most"),
+        ),
+    ]
 
 
 # ---- the target and the drafter ----
 
 
-def _draft_trees(target: PreTrainedModel) -> Iterator[Finding]:
-    """The session's probe: does the target take a 4-D mask and position ids?"""
-    try:
-        TargetSession(target, max_length_tokens=8).close()
-        yield Finding("draft trees", "ok", "the target obeys 4-D attention masks and position ids")
-    except UserError as error:
-        yield Finding("draft trees", "defect", str(error))
+def _draft_trees(target: PreTrainedModel) -> str:
+    """Probe whether the target takes a 4-D mask and position ids."""
+    TargetSession(target, max_length_tokens=8).close()
+    return "the target obeys 4-D attention masks and position ids"
 
 
-def _dtype(target: PreTrainedModel) -> Iterator[Finding]:
-    """On a CPU, whether another dtype would be faster.
+def _dtype(target: PreTrainedModel) -> list[Finding]:
+    """Say of a CPU whether another dtype would be faster.
 
     A step takes as long as reading the weights does: bf16, whose kernels sum in fp32, has half the bytes.
     """
-    if target.device.type != "cpu":
-        return
-    is_large = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES
-    if target.dtype == torch.float32 and is_large and has_kernels():
-        way = "(target.dtype=bfloat16, for decoding at least)"
-        sentence = f"float32; in bfloat16 a step reads half as much, and sums are of float32 in both {way}"
-        yield Finding("dtype", "ok", sentence)
-    if target.dtype == torch.float16:
-        better = "bfloat16" if has_kernels() else "float32"
-        yield Finding("dtype", "warning", f"CPUs are slow in float16: set target.dtype={better}")
-    if target.dtype == torch.bfloat16 and not has_kernels():
-        sentence = "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16"
-        way_out = "install g++ or clang++, or set target.dtype=float32"
-        yield Finding("dtype", "warning", f"{sentence}: {way_out}")
+    is_large, dtype = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES, target.dtype
+    said: dict[tuple[torch.dtype, bool], tuple[Severity, str]] = {
+        (torch.float16, True): ("warning", "CPUs are slow in float16: set target.dtype=bfloat16"),
+        (torch.float16, False): ("warning", "CPUs are slow in float16: set target.dtype=float32"),
+        (torch.bfloat16, False): (
+            "warning",
+            "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16: install g++ or "
+            "clang++, or set target.dtype=float32",
+        ),
+    }
+    if is_large:
+        half = "float32; in bfloat16 a step reads half as much, and sums are of float32 in both"
+        said[torch.float32, True] = ("ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
+    found = said.get((dtype, has_kernels()))
+    return [Finding("dtype", *found)] if target.device.type == "cpu" and found else []
 
 
-def _training_arguments(recipe: Recipe) -> Iterator[Finding]:
+def _training_arguments(recipe: Recipe) -> str:
     folder = RunFolder(recipe).drafter / "checkpoints"
-    try:
-        training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
-        yield Finding("train section", "ok", "transformers.TrainingArguments takes it")
-    except UserError as error:
-        yield Finding("train section", "defect", str(error))
+    training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
+    return "transformers.TrainingArguments takes it"
 
 
-def _start(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
-    """Whether the drafter that training starts from is there and fits, if it is to start from one."""
-    check, init = "drafter.init", str(recipe.drafter.init)
-    try:
-        first = first_stage(recipe)
-        if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
-            yield Finding(check, "ok", f"`draftsmith run` trains the drafter of {init} first")
-        elif (folder := start_folder(recipe)) is not None:
-            drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-            yield Finding(check, "ok", start_sentence(start_from(drafter, folder, init)))
-    except UserError as error:
-        yield Finding(check, "defect", str(error))
+def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
+    """Say whether the drafter that training starts from is there and fits, if it is to start from one."""
+    init, first = str(recipe.drafter.init), first_stage(recipe)
+    if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
+        return f"`draftsmith run` trains the drafter of {init} first"
+    folder = start_folder(recipe)
+    if folder is None:
+        return None
+    drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+    return start_sentence(start_from(drafter, folder, init))
 
 
 def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
-    """Whether this drafter could be exported, before it is trained."""
-    try:
-        config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
-    except UserError as error:
-        return [Finding("export", "defect", str(error))]
+    """Say whether this drafter could be exported, before it is trained."""
+    config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
     refused, warned = refusal(config, to), caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{kind_of(config)}: {refused}")]
-    found = [Finding("export", "ok", f"`draftsmith export --to {to}` can write it")]
-    where, words = target_location(recipe.target), loading_words(recipe.target)
-    command = serving_command(config, to, where, "FOLDER", words)
-    found += [] if command is None else [Finding("command", "ok", command)]
+    command = serving_command(config, to, target_location(recipe.target), "FOLDER", loading_words(recipe.target))
+    found = [
+        Finding("export", "ok", f"`draftsmith export --to {to}` can write it"),
+        *([] if command is None else [Finding("command", "ok", command)]),
+    ]
     return found if warned is None else [*found, Finding("first token", "warning", warned)]
 
 
-def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Finding:
-    """Train = decode, for a new drafter on one of the rows."""
+def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
+    """Check train = decode, for a new drafter on one of the rows."""
     kind, check = recipe.drafter.kind, "train = decode"
     try:
         found = check_parity(kind, recipe.drafter.options, target, rows)
-    except UserError as error:
-        return Finding("drafter", "defect", str(error))
     except torch.OutOfMemoryError:
         sentence = "not checked: the target in fp32 does not fit into the GPU's memory; try target.device=cpu"
-        return Finding(check, "warning", sentence)
+        return [Finding(check, "warning", sentence)]
     worst = found.worst
+    measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
+    agrees = f"training = decoding after {found.drafts} prefixes"
+    differs = (
+        f"{kind} decodes something else than it would be trained on: {measured}, at depth {worst.depth} after "
+        f"{worst.prefix_tokens} tokens; compare group_logits with the decoder in models/drafters/{kind}.py: group t "
+        "reads x_t and the feature at t-1, and depth d predicts x_(t+d)"
+    )
     figures = {
         "kind": kind,
         "largest_difference": worst.size if isfinite(worst.size) else None,
@@ -488,13 +501,5 @@ def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConver
         "row_tokens": found.row_tokens,
         "trainable_parameters": found.parameters,
     }
-    measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
-    if worst.size <= TOLERANCE:
-        agrees = f"training = decoding after {found.drafts} prefixes"
-        return Finding(check, "ok", f"{kind}, {found.parameters:,} parameters: {agrees}, {measured}", figures)
-    sentence = (
-        f"{kind} decodes something else than it would be trained on: {measured}, at depth {worst.depth} after "
-        f"{worst.prefix_tokens} tokens; compare group_logits with the decoder in models/drafters/{kind}.py: group t "
-        "reads x_t and the feature at t-1, and depth d predicts x_(t+d)"
-    )
-    return Finding(check, "defect", sentence, figures)
+    fine = f"{kind}, {found.parameters:,} parameters: {agrees}, {measured}"
+    return [Finding.of(check, fine, figures, (not worst.size <= TOLERANCE, "defect", differs))]

@@ -9,28 +9,8 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.card.card import CARD_JSON, DataCard
 from draftsmith.data.sources.questions import load_questions, questions_file
-from draftsmith.eval.artifacts.drafter import update_card, with_tuned_trees
-from draftsmith.eval.artifacts.measurement import (
-    DIVERGENCES,
-    NOTES,
-    RECORDS,
-    SETTINGS,
-    TRACED,
-    UNTIMED,
-    WEIGHTS,
-    as_measured,
-    measured_records,
-    measured_summary,
-    measurement_settings,
-    recorded_data_card,
-    recorded_divergences,
-    recorded_notes,
-    recorded_traced,
-    recorded_trainings,
-    untimed_figures,
-)
-from draftsmith.eval.artifacts.proof import recorded_proof
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
     drafter_folders,
@@ -42,18 +22,46 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.bench.theory import measure_untimed
 from draftsmith.eval.bench.traced import trace_answers
+from draftsmith.eval.commands.artifacts import (
+    DIVERGENCES,
+    NOTES,
+    RECORDS,
+    SETTINGS,
+    TRACED,
+    UNTIMED,
+    WEIGHTS,
+    measurement_settings,
+    recorded_divergences,
+    recorded_measurement,
+    recorded_proof,
+    recorded_traced,
+    recorded_untimed,
+    update_card,
+    with_tuned_trees,
+)
 from draftsmith.eval.commands.console import PlainConsole
 from draftsmith.eval.report.charts import draw_charts, draw_theory
 from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.report import print_table
-from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures, summarize_timing
+from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
+from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
-from draftsmith.eval.serving.result import recorded_served
+from draftsmith.eval.serving.asking import recorded_served
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
+from draftsmith.models.base.registry import TRAINING_FILE, read_training
 from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.results import write_result
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_atomically, write_settings
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.run_folder import (
+    RunFolder,
+    alone_in_its_run,
+    check_settings,
+    read_json,
+    write_atomically,
+    write_settings,
+)
+from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
+
+DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 
 
 @alone_in_its_run("eval")
@@ -79,8 +87,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     log = RecordLog(folder.eval / RECORDS)
     # What cannot be continued, and what the report could not read, is refused before anything is measured.
     list(log), recorded_proof(recipe), recorded_served(recipe), recorded_divergences(recipe)
-    traced = recorded_traced(recipe)
-    untimed = untimed_figures(recipe)
+    traced, untimed = recorded_traced(recipe), recorded_untimed(recipe)
     weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
     target, tokenizer, drafters = load_models(recipe)
@@ -103,7 +110,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
             _store(folder.eval / UNTIMED, {"questions": choices.untimed_questions, "arms": figures})
         if traced is None:
             answers = trace_answers(bench, methods, log, method_kinds(recipe, drafters))
-            _store(folder.eval / TRACED, {"answers": list(map(asdict, answers))}, indent=None, ensure_ascii=False)
+            _store(folder.eval / TRACED, {"answers": list(map(asdict, answers))}, indent=None)
     finally:
         bench.session.close()
     kinds = [drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for drafter in drafters.values()]
@@ -121,8 +128,8 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     return summary
 
 
-def _store(file: Path, values: Any, indent: int | None = 2, ensure_ascii: bool = True) -> None:
-    write_atomically(file, json.dumps(values, indent=indent, ensure_ascii=ensure_ascii) + "\n")
+def _store(file: Path, values: Any, indent: int | None = 2) -> None:
+    write_atomically(file, json.dumps(values, indent=indent) + "\n")
 
 
 def report_again(recipe: Recipe) -> list[dict[str, Any]]:
@@ -134,22 +141,21 @@ def report_again(recipe: Recipe) -> list[dict[str, Any]]:
 
 def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Do the same without printing. Returns the summary and the rows of `baseline_speeds`."""
-    folder = RunFolder(recipe)
-    records = measured_records(recipe)
-    recipe = as_measured(recipe)
-    notes = recorded_notes(recipe)
-    summary = measured_summary(records, notes, recorded_divergences(recipe))
-    timing = summarize_timing(records, untimed_figures(recipe))
+    measured, folder = recorded_measurement(recipe), RunFolder(recipe)
+    recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
     baseline = baseline_speeds(records, timing)
     write_answers(records, folder.eval / "answers", recipe.name)
     _store(folder.eval / "summary.json", summary)
     _store(folder.eval / "timing.json", timing)
     pictures = draw_charts(summary, folder.eval, recipe.name)
     of_first_run = (record.answers.values() for record in records if record.run == 0)
-    turns_left_out = sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run)
     proof, provenance = recorded_proof(recipe), folder.provenance("eval")
-    figures = evaluation_figures(recipe, summary, timing, notes.questions, proof, baseline)
-    write_result(folder.eval / "result.json", figures, notes.command, provenance)
+    figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
+    write_result(folder.eval / "result.json", figures, measured.notes.command, provenance)
+    named = [method.drafter for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
+    drafters = (folder.drafter if place is None else Path(place).expanduser() for place in named)
+    trained = (place for place in dict.fromkeys(drafters) if (place / TRAINING_FILE).is_file())
+    card = folder.data / CARD_JSON
     facts = {
         "proof": proof,
         "summary": summary,
@@ -157,14 +163,14 @@ def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str,
         "baseline": baseline,
         "recipe": recipe.model_dump(),
         "provenance": provenance,
-        "turns_left_out": turns_left_out,
+        "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run),
         "served": recorded_served(recipe),
         "traced": recorded_traced(recipe),
         "records": records,
         "inputs_sha256": provenance.inputs_sha256,
-        "trained": recorded_trainings(recipe),
-        "data_card": recorded_data_card(recipe),
-        **asdict(notes),
+        "trained": {drafter_name(place.as_posix()): read_training(place) for place in trained},
+        "data_card": read_json(card, DataCard, DISTIL_AGAIN) if card.is_file() else None,
+        **asdict(measured.notes),
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
     update_card(recipe)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import entry_points
@@ -14,24 +15,35 @@ from typing import Any
 import torch
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
 from transformers import PreTrainedConfig
 
 from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.artifacts.measurement import NOTES
-from draftsmith.eval.artifacts.proof import GreedyProof
+from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
+from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
+from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import rewrite_report
 from draftsmith.eval.commands.prove import compare_answers
+from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ask, level_figures, with_speedups
+from draftsmith.eval.serving.asking import (
+    DEFINITIONS,
+    DRAFTING,
+    GIVEN,
+    PLAIN,
+    STARTED,
+    Asked,
+    Served,
+    ServedRow,
+    ask,
+    with_speedups,
+)
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
-from draftsmith.eval.serving.endpoint import Endpoint
-from draftsmith.eval.serving.own import own_rows
-from draftsmith.eval.serving.result import GIVEN, STARTED, Served, recorded_served
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.kv_cache import cache_shape
 from draftsmith.models.formats.exporting import (
     export_run,
@@ -52,9 +64,9 @@ from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe
 
-NO_OPTIONS, OPTIONS_KEY, CORRECTION = "{}", "--engine-options", "--correct-cpu-sampling"
+OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
 ENGINE_FORMAT = "vllm"
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
 LARGEST_CPU_CACHE_BYTES = 4 << 30
@@ -76,7 +88,7 @@ class ServingOptions:
     """
 
     concurrency: tuple[int, ...] = (1, 4, 16, 64)
-    engine_options: str = NO_OPTIONS
+    engine_options: str = "{}"
     server: str | None = None
     plain_server: str | None = None
     server_model: str | None = None
@@ -89,7 +101,7 @@ class ServingOptions:
             "--server-model": self.server_model,
             "--api-key-env": self.api_key_env,
         }
-        of_started = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != NO_OPTIONS}
+        of_started = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
         for name, value in (of_given if self.server is None else of_started).items():
             if value and self.server is None:
                 raise UserError(f"option {name} goes with --server, the URL of a vLLM server that drafts")
@@ -119,22 +131,8 @@ class _Setting:
     of_engine: EngineSetting
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Hold the answers of one server at one temperature and concurrency."""
-
-    side: str
-    temperature: float
-    concurrency: int
-    asked: Asked
-
-    @property
-    def label(self) -> str:
-        return f"{self.side}, T={self.temperature:g}, {self.concurrency} at once"
-
-
 @alone_in_its_run("eval")
-def evaluate_in_engine(recipe: Recipe, options: ServingOptions, console: Console) -> Served:
+def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     """Measure, show, and write `eval/vllm.json` (`vllm-server.json` of a given server); the report, if there is one,
     again.
 
@@ -151,30 +149,33 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions, console: Console
     notes: list[str] = []
     with ExitStack() as stack:
         opened = _started_servers(setting, notes) if options.server is None else _given_servers(setting, notes, stack)
-        measured = [each for side, endpoint in opened.items() for each in _measure(setting, side, endpoint)]
-    rows = with_speedups([level_figures(m.asked, m.side, m.temperature, m.concurrency) for m in measured])
-    depth = max((len(row["acceptance_by_depth"]) for row in rows), default=0)
+        measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
+    rows = with_speedups([asked.row() for asked in measured])
+    depth = max((len(row.acceptance_by_depth) for row in rows), default=0)
     prompts = {each.question_id: (each, first_turn_ids(tokenizer, each)) for each in questions}
     own, missing = own_rows(recipe, prompts, depth)
     notes += missing + _count_sentences(measured)
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
-    figures = {"place": place, "questions": len(questions), "rows": rows, "own": own, "greedy": [], "notes": notes}
+    served = Served(place, rows, own, notes, len(questions))
     # Written before the target is loaded for the greedy answers that differ: measuring takes long.
     file = RunFolder(recipe).eval / (STARTED if options.server is None else GIVEN)
-    where = ("arm", "temperature", "concurrency")
     lines = [
-        dict(zip(where, (each.side, each.temperature, each.concurrency), strict=True)) | asdict(answer)
+        {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency, **asdict(answer)}
         for each in measured
-        for answer in each.asked.answers
+        for answer in each.answers
     ]
     text = "".join(json.dumps({key: line[key] for key in line if key != "prompt_ids"}) + "\n" for line in lines)
     write_atomically(file.with_name(f"{file.stem}-answers.jsonl"), text)
-    write_result(file, figures)
+    write_result(file, asdict(served))
     greedy = _greedy_proofs(setting, measured)
-    figures |= {"greedy": [asdict(proof) for proof in greedy], "notes": [*notes, *_greedy_sentences(greedy)]}
-    write_result(file, figures)
-    served = next(each for each in recorded_served(recipe) if each.place == place)
-    served.show(console)
+    served.greedy = [asdict(proof) for proof in greedy]
+    served.notes += _greedy_sentences(greedy)
+    write_result(file, asdict(served))
+    for headings, cells in served.tables():
+        print_table(headings, cells)
+    console.print(DEFINITIONS, style="italic")
+    for note in served.notes:
+        console.print(note, markup=False)
     if (file.parent / NOTES).is_file():
         rewrite_report(recipe)
     return served
@@ -287,7 +288,7 @@ def _given_servers(
     return opened
 
 
-def _measure(setting: _Setting, side: str, opened: AbstractContextManager[Endpoint]) -> Iterator[_Measured]:
+def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoint]) -> Iterator[Asked]:
     """Measure every temperature and concurrency in one server, each with prompts that it has forgotten, if it can.
 
     Raises:
@@ -298,9 +299,9 @@ def _measure(setting: _Setting, side: str, opened: AbstractContextManager[Endpoi
     with opened as endpoint:
         warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, choices.max_new_tokens))
         warmed = ask(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
-        if options.server is not None and side == PLAIN and warmed.counts.drafts:
+        if options.server is not None and arm == PLAIN and warmed.counts.drafts:
             raise UserError(f"{options.plain_server} drafts too: --plain-server is for the same target without one")
-        could_draft = side == DRAFTING and any(len(answer.ids) > 1 for answer in warmed.answers)
+        could_draft = arm == DRAFTING and any(len(answer.ids) > 1 for answer in warmed.answers)
         if options.server is not None and could_draft and not warmed.counts.drafts:
             raise UserError(
                 f"{options.server} drafts nothing: start it with the --speculative-config that `draftsmith export` "
@@ -310,24 +311,25 @@ def _measure(setting: _Setting, side: str, opened: AbstractContextManager[Endpoi
             settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
             for concurrency in options.concurrency:
                 endpoint.forget_prompts()
-                measured = _Measured(side, temperature, concurrency, Asked())
-                asked = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, measured.label)
+                asked = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
                 if not asked.answers:
                     reasons = ", ".join(asked.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
-                    raise UserError(f"vLLM {side} answered nothing ({reasons})")
-                yield replace(measured, asked=asked)
+                    raise UserError(f"vLLM {arm} answered nothing ({reasons})")
+                yield asked
 
 
-def _greedy_proofs(setting: _Setting, measured: list[_Measured]) -> list[GreedyProof]:
+def _greedy_proofs(setting: _Setting, measured: list[Asked]) -> list[GreedyProof]:
     """Compare the answers with and without the drafter at each concurrency, of turns with the same prompt."""
-    greedy = {(m.side, m.concurrency): m.asked.answers for m in measured if m.temperature == 0}
+    greedy = {
+        (asked.arm, asked.concurrency): {f"{a.question_id}/{a.turn}": a for a in asked.answers}
+        for asked in measured
+        if asked.temperature == 0
+    }
     target, proofs = None, []
     for concurrency in setting.options.concurrency:
         if (PLAIN, concurrency) not in greedy:
             continue
-        expected, found = (
-            {f"{a.question_id}/{a.turn}": a for a in greedy[side, concurrency]} for side in (PLAIN, DRAFTING)
-        )
+        expected, found = greedy[PLAIN, concurrency], greedy[DRAFTING, concurrency]
         same = [key for key in expected if key in found and expected[key].prompt_ids == found[key].prompt_ids]
         prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
         answers: list[dict[int | str, list[int]]] = [{key: each[key].ids for key in same} for each in (expected, found)]
@@ -357,16 +359,95 @@ def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
     return sentences
 
 
-def _count_sentences(measured: list[_Measured]) -> list[str]:
+def _count_sentences(measured: list[Asked]) -> list[str]:
     """Say where the counters are not of our answers alone, and what was not asked."""
     sentences = []
-    for each in measured:
-        counted, tokens = each.asked.counts.generated_tokens, sum(len(answer.ids) for answer in each.asked.answers)
-        if counted != tokens:
+    for asked in measured:
+        if asked.counts.generated_tokens != asked.tokens:
             sentences.append(
-                f"{each.label}: the engine counted {counted} generated tokens, our answers have {tokens}, so its "
-                "counters are not of these questions alone (others used the server, or answers failed)."
+                f"{asked.label}: the engine counted {asked.counts.generated_tokens} generated tokens, our answers have "
+                f"{asked.tokens}, so its counters are not of these questions alone (others used the server, or answers "
+                "failed)."
             )
-        sentences += [f"{each.label}: {count} failed ({reason})." for reason, count in each.asked.failures.items()]
-    left_out = max(each.asked.turns_left_out for each in measured)
+        sentences += [f"{asked.label}: {count} failed ({reason})." for reason, count in asked.failures.items()]
+    left_out = max(asked.turns_left_out for asked in measured)
     return sentences + ([f"{left_out} turn(s) leave no room for an answer and were left out."] if left_out else [])
+
+
+# ---- our own decoder, with a chain, one question at a time ----
+
+Prompts = dict[int | str, tuple[Question, list[int]]]  # the questions, with the ids of their first prompts
+
+
+def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedRow], list[str]]:
+    """Return our own decoder's rows, as far as the run has the same prompts and drafter, and notes of what is missing.
+
+    Args:
+        depth: Tokens that the engine drafted in a round.
+    """
+    file = RunFolder(recipe).eval / RECORDS
+    if not file.is_file():
+        return [], ["Our own decoder has not been measured: `draftsmith eval` without --engine does."]
+    recorded = recorded_settings(recipe)
+    chain = chain_of(recorded.eval, depth)
+    if chain is None:
+        return [], [f"Our own decoder's records are not compared: no method is its whole chain of {depth}."]
+    of_this_run = recipe.eval.model_copy(update={"methods": [MethodRecipe(name="x")]})
+    weights = drafter_weights(recipe.model_copy(update={"eval": of_this_run}))
+    if recorded.target != recipe.target or weights[0] not in recorded.drafter_weights:
+        return [], ["Our own decoder's records are not compared: they are of another target or drafter."]
+    records, rows = list(RecordLog(file)), []
+    for temperature in recipe.eval.temperatures:
+        sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
+        rows += own_figures(records, chain.name, prompts, sampling, recipe.eval.max_new_tokens)
+    return with_speedups(rows), [] if rows else ["Our own decoder's records have none of these prompts."]
+
+
+def chain_of(evaluation: EvalRecipe, drafted_tokens: int) -> MethodRecipe | None:
+    """Find the method that drafts as an engine does: the run's drafter, its whole chain, losslessly."""
+    for method in evaluation.methods:
+        whole = method.max_depth is None or method.max_depth == drafted_tokens
+        own = method.kind == DRAFTER_KIND and method.drafter is None
+        if own and whole and method.tree == "chain" and method.lenience == 1:
+            return method
+    return None
+
+
+def own_figures(
+    records: Iterable[QuestionRecord], chain: str, prompts: Prompts, sampling: Sampling, max_new_tokens: int
+) -> list[ServedRow]:
+    """Return a row without and one with the drafter; none where nothing was measured with these prompts.
+
+    Args:
+        chain: The name of the chain's method.
+    """
+    temperature = sampling.temperature
+    arms: dict[str, list[tuple[QuestionRecord, MethodRecord]]] = {PLAIN: [], DRAFTING: []}
+    for record in records:
+        if record.question_id not in prompts:
+            continue
+        question, prompt_ids = prompts[record.question_id]
+        wanted = answer_settings({}, prompt_ids, question.turns, sampling, max_new_tokens)
+        for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTING, chain)):
+            answer = record.answers.get(f"{name}@{temperature:g}")
+            if answer is not None and wanted.items() <= answer.settings.items():
+                arms[arm].append((record, answer))
+    if not arms[DRAFTING]:
+        return []
+    rows = []
+    for arm, answers in arms.items():
+        turns = [turn for _, answer in answers for turn in answer.turns]
+        timed = [TimedAnswer(turn.ids, turn.first_token_s, turn.wall_time_s - turn.first_token_s) for turn in turns]
+        kept = [length for turn in turns for length in turn.draft_lengths]
+        drafted = [depth for turn in turns for depth in turn.draft_depths]
+        counts = DraftCounts.of_rounds(kept, drafted) if arm == DRAFTING else DraftCounts()
+        lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for _, answer in answers]
+        taus = [statistics.fmean(each) for each in lengths if each and arm == DRAFTING]
+        wall_time_s, asked = sum(turn.wall_time_s for turn in turns), len({record.question_id for record, _ in answers})
+        tau = statistics.fmean(taus) if taus else None
+        row = ServedRow.of_answers(
+            arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau, questions=asked
+        )
+        # Nothing is accepted past an answer's end here: there is the committed tau alone.
+        rows += [replace(row, tau=None)] if answers else []
+    return rows

@@ -19,18 +19,26 @@ import json
 from collections.abc import Iterable
 
 import torch
+from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.artifacts.drafter import update_card, with_tuned_trees
-from draftsmith.eval.artifacts.measurement import drafter_weights
-from draftsmith.eval.artifacts.proof import BINS, PROOF, DistributionProof, GreedyProof, Proof
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.commands.artifacts import (
+    PROOF,
+    DistributionProof,
+    GreedyProof,
+    Proof,
+    drafter_weights,
+    update_card,
+    with_tuned_trees,
+)
+from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import generate
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -43,6 +51,7 @@ from draftsmith.recipes.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
 from draftsmith.recipes.schema import Recipe
 
+BINS = 20  # of a distribution test
 DEFAULT_TEMPERATURE = 1.0  # where the recipe only decodes greedily
 
 
@@ -175,3 +184,32 @@ def chi_square_uniform(u: Tensor) -> tuple[float, float]:
     statistic = float(((counts - expected) ** 2).sum() / expected) if expected else 0.0
     half_df, half = torch.tensor((BINS - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
     return statistic, float(torch.special.gammaincc(half_df, half))
+
+
+def show_proof(proof: Proof) -> None:
+    """Print the evidence and the verdict."""
+    headings = ("method", "prompts", "tokens", "different answers", "numerical ties", "holds")
+    rows = [(g.method, g.prompts, g.tokens, len(g.divergences), g.ties, _yes(g.holds)) for g in proof.greedy]
+    print_table(headings, rows, "greedy identity")
+    for greedy in proof.greedy:
+        for found in greedy.divergences:
+            console.print(
+                f"{greedy.method}, question {found.question_id}, token {found.position}: {found.found} instead of "
+                f"{found.expected}; its logit is {found.gap:.2e} below the largest, noise {found.noise:.2e}: "
+                + ("a tie" if found.is_tie else "[bold red]a bug[/bold red]")
+            )
+    columns = ("method", "T", "tokens", "impossible", f"chi-square ({BINS - 1} df)", "p-value", "holds")
+    tested = [
+        (d.method, f"{d.temperature:g}", d.tokens, d.impossible, f"{d.chi_square:.1f}", f"{d.p_value:.3f}",
+         _yes(d.holds(proof.significance)))
+        for d in proof.distribution
+    ]  # fmt: skip
+    print_table(columns, tested, "distribution of sampled tokens")
+    console.print(f"verifier, by enumeration: largest error {proof.enumeration_error:.1e}")
+    if proof.left_out:
+        console.print(f"not lossless by their lenience, so left out: {', '.join(proof.left_out)}", style="bold")
+    console.print("[bold]proved[/bold]" if proof.holds else "[bold red]NOT PROVED[/bold red]")
+
+
+def _yes(holds: bool) -> Text:
+    return Text("yes") if holds else Text("NO", "bold red")

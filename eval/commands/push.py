@@ -16,10 +16,9 @@ from typing import Any
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
-from rich.console import Console
 
-from draftsmith.eval.artifacts.drafter import card_figures, update_card
-from draftsmith.eval.artifacts.proof import recorded_proof
+from draftsmith.eval.commands.artifacts import card_figures, recorded_proof, update_card
+from draftsmith.eval.commands.console import console
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
@@ -72,7 +71,7 @@ class Pushed:
 
 
 @alone_in_its_run("push")
-def push(recipe: Recipe, options: PushOptions, console: Console) -> Pushed:
+def push(recipe: Recipe, options: PushOptions) -> Pushed:
     """Send the run's drafter to the Hub.
 
     Raises:

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.bench.replay import replay
+from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_distill
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
@@ -169,14 +168,14 @@ def score(trial: Recipe, target: PreTrainedModel, rows: int) -> dict[str, float]
     return taus
 
 
-def show_search(search: Search, console: Console) -> None:
+def show_search(search: Search) -> None:
     """Print a table, best first."""
-    table = Table("trial", "values", "tau", "accuracy, kept out", "loss", "s", box=None)
-    for trial in sorted(search.trials, key=lambda trial: -trial.score):
-        accuracy = ", ".join(f"{share:.0%}" for share in trial.accuracy)
-        cells = (trial.number, _text(trial.values) or "the recipe's own", f"{trial.score:.3f}", accuracy)
-        table.add_row(*map(str, cells), f"{trial.last_loss:.3f}", f"{trial.wall_time_s:.0f}")
-    console.print(table)
+    rows = [
+        (trial.number, _text(trial.values) or "the recipe's own", f"{trial.score:.3f}",
+         ", ".join(f"{share:.0%}" for share in trial.accuracy), f"{trial.last_loss:.3f}", f"{trial.wall_time_s:.0f}")
+        for trial in sorted(search.trials, key=lambda trial: -trial.score)
+    ]  # fmt: skip
+    print_table(("trial", "values", "tau", "accuracy, kept out", "loss", "s"), rows)
     best = _text(search.chosen) or "the values of the recipe itself"
     console.print(f"{search.recipe}: best with {best}", markup=False)
 

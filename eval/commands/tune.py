@@ -23,15 +23,14 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.eval.artifacts.drafter import describe, resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
+from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
+from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
@@ -146,25 +145,29 @@ class Tuned:
             "verify_curve": self.verify_curve,
         }
 
-    def show(self, console: Console) -> None:
+    def show(self) -> None:
         base = next(speed for method, speed in self.measured if method is self.default)
-        promised = {json.dumps(shape_of(c.method)): c for c in self.promised}
-        table = Table(title="trees, measured side by side", title_justify="left")
-        for column in ("tree", "tau from the trace", "tokens/s", "against the default"):
-            table.add_column(column)
-        for method, speed in sorted(self.measured, key=lambda pair: -pair[1]):
-            found = promised.get(json.dumps(shape_of(method)))
-            tau = "-" if found is None else f"{found.tau:.2f}"
-            table.add_row(describe(method), tau, f"{speed:.0f}", f"{speed / base:.2f}x")
-        console.print(table)
+        promised = {describe(c.method): f"{c.tau:.2f}" for c in self.promised}
+        rows = [
+            (name := describe(method), promised.get(name, "-"), f"{speed:.0f}", f"{speed / base:.2f}x")
+            for method, speed in sorted(self.measured, key=lambda pair: -pair[1])
+        ]
+        headings = ("tree", "tau from the trace", "tokens/s", "against the default")
+        print_table(headings, rows, "trees, measured side by side")
+        best = f"[bold]{describe(self.chosen)}[/bold]"
         if self.kept:
-            console.print(f"[bold]{describe(self.chosen)}[/bold] from now on for methods with `tree: tuned`")
+            console.print(f"{best} from now on for methods with `tree: tuned`")
             return
+        console.print(f"{best}; nothing is written to a drafter of the Hub: put into the recipe")
         shape = {key: value for key, value in shape_of(self.chosen).items() if value is not None}
-        console.print(
-            f"[bold]{describe(self.chosen)}[/bold]; nothing is written to a drafter of the Hub: put into the recipe"
-        )
         console.print(json.dumps(shape), markup=False)
+
+
+def describe(method: MethodRecipe) -> str:
+    """Name a tree by its shape."""
+    depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
+    size = f" of {method.nodes} nodes" if method.best_first else ""
+    return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"
 
 
 @alone_in_its_run("tune")

@@ -30,37 +30,202 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, request_seed
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint
+from draftsmith.eval.report.text import milliseconds, number
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
 from draftsmith.recipes.progress import progress_bar
+from draftsmith.recipes.run_folder import RunFolder, read_json
+from draftsmith.recipes.schema import Recipe
 
 PLAIN, DRAFTING = "without drafter", "with drafter"
+# In the run's eval folder: of servers that were started for it, and of given ones.
+STARTED, GIVEN = "vllm.json", "vllm-server.json"
+DEFINITIONS = (
+    "tau = 1 + accepted / drafts as vLLM counts them, over all drafts together; by question: the mean of the "
+    "questions' tau, asked one at a time; committed: without what was accepted past an answer's end, which is "
+    "draftsmith's tau. Kept at depth 1, 2, ...: share of drafts; given the one before: of those whose token one depth "
+    "before was kept. At once: questions in flight; first token and ms per token: medians over answers."
+)
 
 
 @dataclass(frozen=True)
-class ServedAnswer:
+class ServedAnswer(TimedAnswer):
     """Hold the answer to one turn, with its prompt and times."""
 
     question_id: int | str
     turn: int
     prompt_ids: list[int]
-    ids: list[int]
-    first_token_s: float
-    rest_s: float
+
+
+@dataclass
+class ServedRow:
+    """Hold the figures of one side at one temperature and concurrency, as the module's docstring defines them.
+
+    failures: by their reason. questions: of our own decoder's records, where not all of them have the prompt.
+    """
+
+    arm: str
+    temperature: float
+    concurrency: int
+    tokens_per_s: float | None
+    time_per_output_token_s: float | None
+    first_token_s: float | None
+    tau: float | None
+    tau_by_question: float | None
+    tau_committed: float | None
+    acceptance_by_depth: list[float]
+    acceptance_conditional: list[float | None]
+    speedup: float | None = None
+    failures: dict[str, int] = field(default_factory=dict)
+    first_token_p90_s: float | None = None
+    questions: int | None = None
+    answers: int = 0
+    turns_left_out: int = 0
+    tokens: int = 0
+    wall_time_s: float = 0.0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @staticmethod
+    def of_answers(
+        arm: str,
+        temperature: float,
+        concurrency: int,
+        answers: Sequence[TimedAnswer],
+        wall_time_s: float,
+        counts: DraftCounts,
+        **more: Any,
+    ) -> ServedRow:
+        """Work the figures out; those of drafting are None or empty where nothing was drafted."""
+        tokens = sum(len(answer.ids) for answer in answers)
+        first = [answer.first_token_s for answer in answers]
+        rest = [answer.rest_s / (len(answer.ids) - 1) for answer in answers if len(answer.ids) > 1]
+        return ServedRow(
+            arm=arm,
+            temperature=temperature,
+            concurrency=concurrency,
+            tokens_per_s=tokens / wall_time_s if wall_time_s > 0 else None,
+            first_token_s=statistics.median(first) if first else None,
+            first_token_p90_s=float(np.percentile(first, 90)) if first else None,
+            time_per_output_token_s=statistics.median(rest) if rest else None,
+            tau=counts.tau,
+            tau_committed=(tokens - len(answers)) / counts.drafts if counts.drafts else None,
+            acceptance_by_depth=counts.acceptance_by_depth,
+            acceptance_conditional=counts.acceptance_conditional,
+            answers=len(answers),
+            tokens=tokens,
+            wall_time_s=wall_time_s,
+            drafts=counts.drafts,
+            drafted_tokens=counts.drafted_tokens,
+            accepted_tokens=counts.accepted_tokens,
+            **more,
+        )
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """The cells of the tables, by their headings."""
+        return {
+            "arm": self.arm,
+            "T": f"{self.temperature:g}",
+            "at once": str(self.concurrency),
+            "tokens/s": number(self.tokens_per_s, 1),
+            "speedup": number(self.speedup),
+            "ms per token": milliseconds(self.time_per_output_token_s),
+            "first token, ms": milliseconds(self.first_token_s, 1),
+            "failed": str(sum(self.failures.values())),
+            "tau": number(self.tau),
+            "by question": number(self.tau_by_question),
+            "committed": number(self.tau_committed),
+            "kept at depth": " ".join(map(number, self.acceptance_by_depth)) or "-",
+            "given the one before": " ".join(map(number, self.acceptance_conditional)) or "-",
+        }
+
+
+CLOCK = ("arm", "T", "at once", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
+DRAFTS = ("T", "at once", "tau", "by question", "committed", "kept at depth", "given the one before")
+
+
+@dataclass
+class Served:
+    """Hold a measurement.
+
+    place: what was measured, in words; notes: what a reader must know of it; own: our decoder's rows; greedy: proofs
+    that the answers are the same with and without the drafter.
+    """
+
+    place: str
+    rows: list[ServedRow]
+    own: list[ServedRow]
+    notes: list[str]
+    questions: int = 0
+    greedy: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def definitions(self) -> str:
+        return DEFINITIONS
+
+    def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+        """Return headings and cells of two tables: the clock, and the drafts."""
+        named = [("vLLM", row) for row in self.rows] + [("draftsmith", row) for row in self.own]
+        drafting = [(who, row) for who, row in named if row.arm == DRAFTING]
+        shown = ((CLOCK, named), (DRAFTS, drafting))
+        return [
+            (("who", *headings), [[who, *(row.cells[name] for name in headings)] for who, row in rows])
+            for headings, rows in shown
+            if rows
+        ]
+
+
+def recorded_served(recipe: Recipe) -> list[Served]:
+    """Read what earlier measurements in engines wrote.
+
+    Raises:
+        UserError: A file is damaged.
+    """
+    files = [RunFolder(recipe).eval / name for name in (STARTED, GIVEN)]
+    way_out = "delete {} and run `draftsmith eval --engine vllm` again"
+    return [read_json(file, Served, way_out.format(file.name), "figures") for file in files if file.is_file()]
 
 
 @dataclass
 class Asked:
-    """Hold what came of all questions.
+    """Hold what came of all questions, asked of one side at one temperature and concurrency.
 
     failures: by their reason; by_question: what was counted of each, where they were asked one at a time.
     """
 
+    arm: str
+    temperature: float
+    concurrency: int
     answers: list[ServedAnswer] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     turns_left_out: int = 0
     wall_time_s: float = 0.0
     counts: DraftCounts = field(default_factory=DraftCounts)
     by_question: list[DraftCounts] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.arm}, T={self.temperature:g}, {self.concurrency} at once"
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.ids) for answer in self.answers)
+
+    def row(self) -> ServedRow:
+        """Work out the figures."""
+        taus = [counted.tau for counted in self.by_question if counted.tau is not None]
+        return ServedRow.of_answers(
+            self.arm,
+            self.temperature,
+            self.concurrency,
+            self.answers,
+            self.wall_time_s,
+            self.counts,
+            tau_by_question=statistics.fmean(taus) if taus else None,
+            failures=dict(self.failures),
+            turns_left_out=self.turns_left_out,
+        )
 
 
 def ask(
@@ -70,40 +235,38 @@ def ask(
     settings: GenerationSettings,
     seed: int,
     concurrency: int,
-    label: str = "",
+    arm: str = "",
 ) -> Asked:
     """Ask all questions and wait for the last answer. A conversation ends at an answer that fails.
 
     Args:
         settings: Of every turn.
         seed: Of all sampling.
-        label: Of a progress bar; none is drawn without one.
+        arm: The side that is measured; without one no progress bar is drawn.
 
     Raises:
         UserError: The engine cannot go on.
     """
-    asked = Asked()
+    asked = Asked(arm, settings.temperature, concurrency)
 
     async def converse(question: Question) -> None:
         history: list[Turn] = []
-        for number, text in enumerate(question.turns):
+        for turn, text in enumerate(question.turns):
             history.append(Turn("user", text))
             prompt_ids = prompt_token_ids(tokenizer, history)
             most = settings.max_new_tokens
             room = most if endpoint.max_length_tokens is None else endpoint.max_length_tokens - len(prompt_ids)
             if room < min(most, FEWEST_NEW_TOKENS):
-                asked.turns_left_out += len(question.turns) - number
+                asked.turns_left_out += len(question.turns) - turn
                 return
-            own_seed = request_seed(seed, 0, question.question_id, number, f"engine@{settings.temperature:g}")
+            own_seed = request_seed(seed, 0, question.question_id, turn, f"engine@{settings.temperature:g}")
             bounded = replace(settings, max_new_tokens=min(most, room))
-            answer = await endpoint.answer(
-                Request(f"{question.question_id}/{number}", prompt_ids, [], bounded, own_seed)
-            )
+            answer = await endpoint.answer(Request(f"{question.question_id}/{turn}", prompt_ids, [], bounded, own_seed))
             if isinstance(answer, Failure):
                 asked.failures[answer.reason] += 1
                 return
-            times_s = (answer.first_token_s, answer.rest_s)
-            asked.answers.append(ServedAnswer(question.question_id, number, prompt_ids, answer.ids, *times_s))
+            times_s = answer.first_token_s, answer.rest_s
+            asked.answers.append(ServedAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
             history.append(Turn("assistant", tokenizer.decode(answer.ids, skip_special_tokens=True).strip()))
 
     async def work(waiting: Iterator[Question]) -> None:
@@ -116,13 +279,12 @@ def ask(
         await asyncio.gather(*(work(waiting) for _ in range(concurrency)))
 
     before = latest = endpoint.counts()
-    with progress_bar(len(questions), label, "question", shown=bool(label)) as progress:
+    with progress_bar(len(questions), asked.label, "question", shown=bool(arm)) as progress:
         for group in [[question] for question in questions] if concurrency == 1 else [questions]:
             started = time.perf_counter()
             endpoint.run(all_of(group))
             asked.wall_time_s += time.perf_counter() - started
-            generated = sum(len(answer.ids) for answer in asked.answers)
-            now = endpoint.counts(before.generated_tokens + generated)
+            now = endpoint.counts(before.generated_tokens + asked.tokens)
             if concurrency == 1:
                 asked.by_question.append(now - latest)
             latest = now
@@ -130,57 +292,10 @@ def ask(
     return asked
 
 
-def level_figures(asked: Asked, arm: str, temperature: float, concurrency: int) -> dict[str, Any]:
-    """Return the row of one side at one temperature and concurrency."""
-    return {
-        "arm": arm,
-        "temperature": temperature,
-        "concurrency": concurrency,
-        "answers": len(asked.answers),
-        "failures": dict(asked.failures),
-        "turns_left_out": asked.turns_left_out,
-        **clock_figures(asked.answers, asked.wall_time_s),
-        **draft_figures(asked.counts, asked.by_question, asked.answers),
-    }
-
-
-def clock_figures(answers: Sequence[ServedAnswer], wall_time_s: float) -> dict[str, Any]:
-    tokens = sum(len(answer.ids) for answer in answers)
-    first = [answer.first_token_s for answer in answers]
-    rest = [answer.rest_s / (len(answer.ids) - 1) for answer in answers if len(answer.ids) > 1]
-    return {
-        "tokens": tokens,
-        "wall_time_s": wall_time_s,
-        "tokens_per_s": tokens / wall_time_s if wall_time_s > 0 else None,
-        "first_token_s": statistics.median(first) if first else None,
-        "first_token_p90_s": float(np.percentile(first, 90)) if first else None,
-        "time_per_output_token_s": statistics.median(rest) if rest else None,
-    }
-
-
-def draft_figures(
-    counts: DraftCounts, by_question: Sequence[DraftCounts], answers: Sequence[ServedAnswer]
-) -> dict[str, Any]:
-    """Return the figures of drafting, all None or empty where nothing was drafted."""
-    taus = [counted.tau for counted in by_question if counted.tau is not None]
-    after_the_first = sum(len(answer.ids) - 1 for answer in answers)
-    return {
-        "drafts": counts.drafts,
-        "drafted_tokens": counts.drafted_tokens,
-        "accepted_tokens": counts.accepted_tokens,
-        "tau": counts.tau,
-        "tau_by_question": statistics.fmean(taus) if taus else None,
-        "tau_committed": after_the_first / counts.drafts if counts.drafts else None,
-        "acceptance_by_depth": counts.acceptance_by_depth,
-        "acceptance_conditional": counts.acceptance_conditional,
-    }
-
-
-def with_speedups(levels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_speedups(rows: list[ServedRow]) -> list[ServedRow]:
     """Add `speedup`: tokens per second against the plain side's at the same temperature and concurrency."""
-    plain = {(row["temperature"], row["concurrency"]): row["tokens_per_s"] for row in levels if row["arm"] == PLAIN}
-    for row in levels:
-        base = plain.get((row["temperature"], row["concurrency"]))
-        known = row["arm"] == DRAFTING and base and row["tokens_per_s"]
-        row["speedup"] = row["tokens_per_s"] / base if known else None
-    return levels
+    plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in rows if row.arm == PLAIN}
+    for row in rows:
+        base = plain.get((row.temperature, row.concurrency))
+        row.speedup = row.tokens_per_s / base if row.arm == DRAFTING and base and row.tokens_per_s else None
+    return rows

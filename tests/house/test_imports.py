@@ -26,7 +26,7 @@ ORDER = [
         "eval/report/page",
         "eval/report/papers",
     ],
-    *["eval/artifacts", "eval/serving", "eval/commands", "eval"],
+    *["eval/serving", "eval/commands", "eval"],
 ]
 # These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).
 ONLY = {

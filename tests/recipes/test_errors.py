@@ -15,7 +15,7 @@ from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.options import write_json
+from draftsmith.eval.commands.console import write_json
 from draftsmith.recipes.errors import exit_with_one_sentence, what_the_system_refused
 from draftsmith.recipes.run_folder import write_atomically
 

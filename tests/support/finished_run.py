@@ -12,7 +12,7 @@ from click.testing import Result
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
-from draftsmith.eval.artifacts.drafter import write_tuned
+from draftsmith.eval.commands.artifacts import write_tuned
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
 from draftsmith.recipes.schema import MethodRecipe

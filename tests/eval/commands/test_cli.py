@@ -12,7 +12,7 @@ import pytest
 from support.places import ROOT
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands import cli, export_commands
+from draftsmith.eval.commands import cli
 
 RUNNER = CliRunner()
 COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
@@ -30,8 +30,7 @@ def test_a_missing_recipe_and_sigterm_are_one_sentence(command: str, monkeypatch
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    for module in (cli, export_commands):
-        monkeypatch.setattr(module, "load_recipe", terminated)
+    monkeypatch.setattr(cli, "load_recipe", terminated)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     result = RUNNER.invoke(cli.app, [command, "quickstart"])
     assert (result.exit_code, result.stderr) == (143, INTERRUPTED)

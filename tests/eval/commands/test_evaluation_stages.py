@@ -15,10 +15,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
-from draftsmith.eval.artifacts.drafter import update_card, write_tuned
-from draftsmith.eval.artifacts.measurement import WEIGHTS
-from draftsmith.eval.artifacts.proof import Proof
 from draftsmith.eval.bench.measured_methods import load_models
+from draftsmith.eval.commands.artifacts import WEIGHTS, Proof, update_card, write_tuned
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import Tuned, tune

@@ -12,8 +12,7 @@ from support.finished_run import FinishedRun
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.console import PlainConsole, heading
-from draftsmith.eval.commands.options import moved_to_front
+from draftsmith.eval.commands.console import PlainConsole, heading, moved_to_front
 from draftsmith.recipes.schema import Recipe
 
 RUNNER = CliRunner()
@@ -76,7 +75,7 @@ def test_quiet_is_not_for_errors() -> None:
 def test_what_other_processes_write_is_no_json() -> None:
     program = (
         "import os, subprocess\n"
-        "from draftsmith.eval.commands.options import output_to, tell\n"
+        "from draftsmith.eval.commands.console import output_to, tell\n"
         "with output_to('-', quiet=False):\n"
         "    tell([1]), tell({'a': float('nan')})\n"
         "    os.write(1, b'library\\n'), subprocess.run(['echo', 'child']), print('print')\n"

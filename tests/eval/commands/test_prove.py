@@ -7,8 +7,8 @@ import torch
 from support.tiny_models import tiny_target
 from torch import Tensor
 
-from draftsmith.eval.artifacts.proof import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.commands.artifacts import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.commands.prove import (
     _test,
     chi_square_uniform,

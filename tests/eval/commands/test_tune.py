@@ -7,9 +7,10 @@ import pytest
 from support.half_right import HalfRightDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
-from draftsmith.eval.artifacts.drafter import describe, resolve_tuned, shape_of, write_tuned
+from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.commands.tune import (
     candidates,
+    describe,
     expected_tau,
     traced_path,
 )

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from draftsmith.data.engines.engine import GenerationSettings
 from draftsmith.data.sources.questions import Question
 from draftsmith.eval.bench.records import QuestionRecord, answer_settings
-from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ask, level_figures, with_speedups
-from draftsmith.eval.serving.own import chain_of, own_figures
+from draftsmith.eval.commands.in_engine import chain_of, own_figures
+from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ServedRow, ask, with_speedups
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe
 
@@ -34,24 +34,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def asked_of(engine: CountingEngine, tokenizer: Any, concurrency: int) -> Asked:
-    return ask(engine, tokenizer, QUESTIONS, GenerationSettings(max_new_tokens=8), 0, concurrency)
+    return ask(engine, tokenizer, QUESTIONS, GenerationSettings(max_new_tokens=8), 0, concurrency, DRAFTING)
 
 
 def test_one_at_a_time_each_question_has_its_own_tau(tokenizer: Any) -> None:
     engine = CountingEngine()
     asked = asked_of(engine, tokenizer, 1)
     assert engine.most_in_flight == 1
-    row = level_figures(asked, DRAFTING, 0.0, 1)
+    row = asked.row()
     assert [counts.drafts for counts in asked.by_question] == [3, 4]
-    assert row["drafts"] == 7
-    assert row["tau"] == pytest.approx(1 + 3 / 7)
-    assert row["tau_by_question"] == pytest.approx((2 + 1) / 2)
-    assert row["tau_committed"] == pytest.approx((6 + 2 + 2) / 7)
-    assert row["acceptance_by_depth"] == pytest.approx([2 / 7, 1 / 7])
-    assert row["acceptance_conditional"] == pytest.approx([2 / 7, 1 / 2])
-    assert row["tokens"] == 7 + 3 + 3
-    assert row["first_token_s"] == 0.5
-    assert row["time_per_output_token_s"] == pytest.approx(0.25)
+    assert row.drafts == 7
+    assert row.tau == pytest.approx(1 + 3 / 7)
+    assert row.tau_by_question == pytest.approx((2 + 1) / 2)
+    assert row.tau_committed == pytest.approx((6 + 2 + 2) / 7)
+    assert row.acceptance_by_depth == pytest.approx([2 / 7, 1 / 7])
+    assert row.acceptance_conditional == pytest.approx([2 / 7, 1 / 2])
+    assert row.tokens == 7 + 3 + 3
+    assert row.first_token_s == 0.5
+    assert row.time_per_output_token_s == pytest.approx(0.25)
     # A turn follows the answer before it.
     assert [request.key for request in engine.requests] == ["1/0", "2/0", "2/1"]
     assert engine.requests[2].prompt_ids == [6, 10, 10, 10, 7]
@@ -62,11 +62,11 @@ def test_many_at_once_and_answers_that_were_cut(tokenizer: Any) -> None:
     engine = CountingEngine()
     asked = asked_of(engine, tokenizer, 4)
     assert engine.most_in_flight == 2
-    row = level_figures(asked, DRAFTING, 0.0, 4)
-    assert (row["tau"], row["tau_by_question"]) == (pytest.approx(1 + 3 / 7), None)
+    row = asked.row()
+    assert (row.tau, row.tau_by_question) == (pytest.approx(1 + 3 / 7), None)
     del next(answer for answer in asked.answers if answer.question_id == 1).ids[-2:]
-    cut = level_figures(asked, DRAFTING, 0.0, 4)
-    assert (cut["tau"], cut["tau_committed"]) == (row["tau"], pytest.approx((4 + 2 + 2) / 7))
+    cut = asked.row()
+    assert (cut.tau, cut.tau_committed) == (row.tau, pytest.approx((4 + 2 + 2) / 7))
 
 
 def test_failures_and_turns_without_room(tokenizer: Any) -> None:
@@ -79,12 +79,12 @@ def test_failures_and_turns_without_room(tokenizer: Any) -> None:
 
 
 def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
-    def row(arm: str, concurrency: int, tokens_per_s: float) -> dict[str, Any]:
-        return {"arm": arm, "temperature": 0.0, "concurrency": concurrency, "tokens_per_s": tokens_per_s}
+    def row(arm: str, concurrency: int, tokens_per_s: float) -> ServedRow:
+        return ServedRow(arm, 0.0, concurrency, tokens_per_s, *[None] * 5, [], [])
 
     rows = with_speedups([row(PLAIN, 1, 10), row(PLAIN, 4, 40), row(DRAFTING, 1, 15), row(DRAFTING, 4, 30)])
-    assert [each["speedup"] for each in rows] == [None, None, 1.5, 0.75]
-    assert with_speedups([row(DRAFTING, 1, 15)])[0]["speedup"] is None
+    assert [each.speedup for each in rows] == [None, None, 1.5, 0.75]
+    assert with_speedups([row(DRAFTING, 1, 15)])[0].speedup is None
 
 
 def record(prompt: list[int] = PROMPT) -> QuestionRecord:
@@ -98,13 +98,13 @@ def record(prompt: list[int] = PROMPT) -> QuestionRecord:
 def test_our_own_decoder_on_the_same_prompts() -> None:
     prompts: Any = {1: (QUESTIONS[0], PROMPT)}
     plain, chain = own_figures([record()], "chain", prompts, GREEDY, 10)
-    assert (plain["arm"], chain["arm"]) == ("without drafter", "with drafter")
-    assert (plain["tokens_per_s"], chain["tokens_per_s"]) == (2.0, 5.0)
-    assert chain["drafts"] == 3
-    assert chain["tau_committed"] == chain["tau_by_question"] == 3.0
-    assert chain["acceptance_by_depth"] == chain["acceptance_conditional"] == [1.0, 1.0]
-    assert plain["tau_committed"] is chain["tau"] is None
-    assert (chain["first_token_s"], chain["time_per_output_token_s"]) == (0.05, pytest.approx(1.95 / 9))
+    assert (plain.arm, chain.arm) == ("without drafter", "with drafter")
+    assert (plain.tokens_per_s, chain.tokens_per_s) == (2.0, 5.0)
+    assert chain.drafts == 3
+    assert chain.tau_committed == chain.tau_by_question == 3.0
+    assert chain.acceptance_by_depth == chain.acceptance_conditional == [1.0, 1.0]
+    assert plain.tau_committed is chain.tau is None
+    assert (chain.first_token_s, chain.time_per_output_token_s) == (0.05, pytest.approx(1.95 / 9))
     for prompt, sampling, new_tokens, method in (
         ([5, 7], GREEDY, 10, "chain"),
         (PROMPT, Sampling(0.0, top_k=3), 10, "chain"),

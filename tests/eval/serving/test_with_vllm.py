@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from support.finished_run import write_lines
 from support.served_drafters import SERVED, briefly_trained
 from support.tiny_runs import recipe_in
@@ -115,7 +114,7 @@ def past_the_end(setup: Setup) -> list[list[int]]:
 
 
 def test_started_as_in_our_decoder(setup: Setup) -> None:
-    evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(1, 16)), Console())
+    evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(1, 16)))
     figures = result(setup, "vllm.json")
     ours = figures["own"][1]
     by_question = past_the_end(setup)

@@ -8,7 +8,7 @@ import pytest
 from support.report_facts import whole_facts
 
 from draftsmith.eval.report.page.page import SECTIONS, TEMPLATES, write_report
-from draftsmith.eval.serving.result import Served, ServedRow
+from draftsmith.eval.serving.asking import Served, ServedRow
 
 METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(24)}
 MOST_BYTES = 3_000_000

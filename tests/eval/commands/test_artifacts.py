@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.eval.artifacts import measurement
-from draftsmith.eval.artifacts.measurement import measurement_settings
+from draftsmith.eval.commands import artifacts
+from draftsmith.eval.commands.artifacts import measurement_settings
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe
 
@@ -26,7 +26,7 @@ def test_defaults_are_written_out() -> None:
 @pytest.mark.parametrize("compiles", [False, True])
 def test_whether_it_was_compiled_is_written_out(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
     """What the recipe leaves open depends on the machine: records of one are not continued on the other."""
-    monkeypatch.setattr(measurement, "compiles", lambda _: compiles)
+    monkeypatch.setattr(artifacts, "compiles", lambda _: compiles)
     assert measurement_settings(Recipe(name="x"))["eval"]["compile"] is compiles
 
 

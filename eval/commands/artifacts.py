@@ -1,0 +1,330 @@
+"""What commands store in a run's folder for other commands, and how these read it back.
+
+`eval/` has the records with what they were made with, what was measured beside them, and the proof. With the drafter
+are stored the tree that `tune` found (in its config; `tree: tuned` in a recipe stands for it) and the model card, which
+tells what `eval` and `prove` found of the weights beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import FiniteFloat
+
+from draftsmith.data.sources.questions import questions_file
+from draftsmith.eval.bench.divergence import Divergence, RecordedDivergence
+from draftsmith.eval.bench.measured_methods import compiles, drafter_folder, drafter_folders
+from draftsmith.eval.bench.records import QuestionRecord, RecordLog
+from draftsmith.eval.bench.traced import TracedAnswer
+from draftsmith.eval.methods.registry import method_of
+from draftsmith.eval.report.report import proof_sentence
+from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing
+from draftsmith.models.base.registry import drafter_config
+from draftsmith.models.weights import sampled_hash
+from draftsmith.recipes.errors import UserError, masked
+from draftsmith.recipes.results import portable
+from draftsmith.recipes.run_folder import RunFolder, read_json, sha256_of, write_atomically
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+from draftsmith.train.drafter.card import Publication, write_drafter_card
+
+WEIGHTS = "model.safetensors"
+SETTINGS, RECORDS, NOTES, PROOF = "settings.json", "records.jsonl", "notes.json", "proof.json"
+UNTIMED, DIVERGENCES, TRACED = "untimed.json", "divergences.json", "traced.json"
+# Of the recipe's eval section: may differ from what the records were made with.
+FREE_KEYS = {"runs", "untimed_questions"}
+EVAL_AGAIN = "delete it and run `draftsmith eval` again"
+TUNED_TREE = "tuned_tree"  # the key of the drafter's config
+SIGNIFICANCE = 1e-3  # of all distribution tests together
+ENUMERATION_TOLERANCE = 1e-9
+FormT = TypeVar("FormT")
+
+
+@dataclass
+class Settings:
+    """`settings.json`: what the records were made with."""
+
+    eval: EvalRecipe
+    target: TargetRecipe
+    seed: int
+    drafter_weights: list[str | None]
+
+
+@dataclass
+class Notes:
+    """`notes.json`: what the last evaluation noted beside its records."""
+
+    questions: int
+    left_out: int
+    device: str
+    target_change: str | None = None
+    drafter_kinds: list[str] | None = None
+    command: str | None = None
+
+
+@dataclass
+class Untimed:
+    """`untimed.json`: by `method@temperature`, see `OverlapMeter.figures`."""
+
+    questions: int
+    arms: dict[str, dict[str, FiniteFloat | None]]
+
+
+@dataclass
+class Measurement:
+    """A finished measurement of the runs that a recipe asks for, with figures worked out of its records.
+
+    recipe: With the settings that the records were made with; a tree tuned since then is not theirs.
+    """
+
+    recipe: Recipe
+    records: list[QuestionRecord]
+    notes: Notes
+    summary: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+
+
+def measurement_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return what a measurement depends on.
+
+    Options of methods are written out, so that a default that changes is noticed, and so are the weights in folders
+    which they name.
+
+    Raises:
+        UserError: A method's kind or options are wrong.
+    """
+    methods: list[MethodRecipe] = []
+    weights: dict[str, str] = {}
+    for method in recipe.eval.methods:
+        if method.kind != DRAFTER_KIND:
+            options = method_of(method)[1].model_dump()
+            method = method.model_copy(update={"options": options})
+            values = (option if isinstance(option, list) else [option] for option in options.values())
+            folders = (Path(each).expanduser() for value in values for each in value if isinstance(each, str))
+            weights |= {str(each): sampled_hash(each.glob("*.safetensors")) for each in folders if each.is_dir()}
+        methods.append(method)
+    evaluation = recipe.eval.model_copy(update={"methods": methods, "compile": compiles(recipe)})
+    return {
+        "eval": evaluation.model_dump(exclude=FREE_KEYS),
+        "method_weights": weights,
+        "target": recipe.target.model_dump(),
+        "seed": recipe.seed,
+        "drafter_weights": drafter_weights(recipe),
+        "questions_file": sha256_of(questions_file(recipe.eval.questions)),
+    }
+
+
+def drafter_weights(recipe: Recipe) -> list[str | None]:
+    """Hash the weights of the drafters that are measured (SHA-256)."""
+    files = [folder / WEIGHTS for folder in drafter_folders(recipe)]
+    return [sha256_of(file) if file.is_file() else None for file in files]
+
+
+def recorded_settings(recipe: Recipe) -> Settings:
+    """Read what the records were made with.
+
+    Raises:
+        UserError: It is damaged, or what no recipe may say any more.
+    """
+    folder = RunFolder(recipe).eval
+    return read_json(folder / SETTINGS, Settings, f"delete the folder {folder} to measure again")
+
+
+def recorded_measurement(recipe: Recipe) -> Measurement:
+    """Read the records of the runs that the recipe asks for; `summary.json` and `timing.json` are for others to read.
+
+    Raises:
+        UserError: Nothing was measured to its end yet, or a file is damaged.
+    """
+    folder = RunFolder(recipe)
+    if not (folder.eval / RECORDS).is_file() or not (folder.eval / NOTES).is_file():
+        raise UserError(f"{folder.eval} holds no finished measurement: run `draftsmith eval` with this recipe first")
+    records = [record for record in RecordLog(folder.eval / RECORDS) if record.run < recipe.eval.runs]
+    settings = recorded_settings(recipe)
+    evaluation = settings.eval.model_copy(update={key: getattr(recipe.eval, key) for key in FREE_KEYS})
+    measured = {"eval": evaluation, "target": settings.target, "seed": settings.seed}
+    recipe = recipe.model_copy(update=measured)
+    notes = read_json(folder.eval / NOTES, Notes, EVAL_AGAIN)
+    notes.drafter_kinds = notes.drafter_kinds or [recipe.drafter.kind]  # which earlier versions did not note
+    notes.command = notes.command or f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}"
+    rows = summarize(records, recorded_divergences(recipe))
+    summary = [row | {"target_change": notes.target_change} for row in rows]
+    return Measurement(recipe, records, notes, summary, summarize_timing(records, recorded_untimed(recipe)))
+
+
+def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
+    """Read what is known of greedy answers that differ from the target's."""
+    return _recorded(recipe, DIVERGENCES, list[RecordedDivergence], key="answers") or []
+
+
+def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
+    """Read a few answers round by round; None: of a version that traced none."""
+    return _recorded(recipe, TRACED, list[TracedAnswer], key="answers")
+
+
+def recorded_untimed(recipe: Recipe) -> dict[str, Any] | None:
+    """Read what was measured off the clock, by `method@temperature`, with as many questions as the recipe asks for."""
+    untimed = _recorded(recipe, UNTIMED, Untimed)
+    return untimed.arms if untimed is not None and untimed.questions == recipe.eval.untimed_questions else None
+
+
+def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:
+    """Read what `draftsmith prove` found out about these very drafters, if it was run."""
+    proof = _recorded(recipe, PROOF, Proof, "delete it and run `draftsmith prove` again")
+    # Verdicts are worked out again.
+    return proof.as_json() if proof is not None and proof.drafter_weights == drafter_weights(recipe) else None
+
+
+def _recorded(
+    recipe: Recipe, name: str, form: type[FormT], way_out: str = EVAL_AGAIN, key: str | None = None
+) -> FormT | None:
+    file = RunFolder(recipe).eval / name
+    return read_json(file, form, way_out, key) if file.is_file() else None
+
+
+# ---- the proof ----
+
+
+@dataclass
+class GreedyProof:
+    """A method's greedy answers against the target's; it holds where they differ at numerical ties alone."""
+
+    method: str
+    prompts: int
+    tokens: int
+    divergences: list[Divergence] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        return all(divergence.is_tie for divergence in self.divergences)
+
+    @property
+    def ties(self) -> int:
+        return sum(divergence.is_tie for divergence in self.divergences)
+
+
+@dataclass
+class DistributionProof:
+    """A method's sampled tokens against the target's distribution. impossible: tokens without any probability there."""
+
+    method: str
+    temperature: float
+    tokens: int
+    impossible: int
+    chi_square: float
+    p_value: float
+
+    def holds(self, significance: float) -> bool:
+        return self.impossible == 0 and self.p_value >= significance
+
+
+@dataclass
+class Proof:
+    """All evidence; `holds` is what the exit code says."""
+
+    greedy: list[GreedyProof]
+    distribution: list[DistributionProof]
+    enumeration_error: float
+    drafter_weights: list[str | None]  # SHA-256, of what this is the proof of
+    left_out: list[str] = field(default_factory=list)  # methods with lenience: nobody says that they are lossless
+
+    @property
+    def significance(self) -> float:
+        """The significance of one distribution test."""
+        return SIGNIFICANCE / max(1, len(self.distribution))
+
+    @property
+    def holds(self) -> bool:
+        return (
+            all(proof.holds for proof in self.greedy)
+            and all(proof.holds(self.significance) for proof in self.distribution)
+            and self.enumeration_error <= ENUMERATION_TOLERANCE
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures with their verdicts, as JSON stores them."""
+        significance = self.significance
+        return {
+            "holds": self.holds,
+            **asdict(self),
+            "greedy": [{**asdict(proof), "holds": proof.holds, "ties": proof.ties} for proof in self.greedy],
+            "distribution": [{**asdict(proof), "holds": proof.holds(significance)} for proof in self.distribution],
+            "significance": significance,
+        }
+
+
+# ---- the tuned tree ----
+
+
+def with_tuned_trees(recipe: Recipe) -> Recipe:
+    """Return the recipe with every `tree: tuned` replaced by the tree that its drafter was tuned to."""
+    methods = [resolve_tuned(method, drafter_folder(recipe, method)) for method in recipe.eval.methods]
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
+
+
+def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
+    """Take the tree from the drafter's config; best-first where it was never tuned."""
+    if method.tree != "tuned":
+        return method
+    config = drafter_config(drafter_folder)
+    if TUNED_TREE not in config:
+        return method.model_copy(update={"tree": "best_first"})
+    try:
+        tuned = MethodRecipe.model_validate({**config[TUNED_TREE], "name": method.name})
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{drafter_folder / 'config.json'}: `{TUNED_TREE}` is no tree any more: delete that key, then tune again"
+        ) from None
+    return method.model_copy(update=shape_of(tuned))
+
+
+def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
+    """Write the tree into the drafter's config, which goes wherever its weights go."""
+    config = {**drafter_config(drafter_folder), TUNED_TREE: shape_of(method)}
+    write_atomically(drafter_folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def shape_of(method: MethodRecipe) -> dict[str, Any]:
+    """Return what makes the tree, without the row's name."""
+    return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths", "lookup")}
+
+
+# ---- the model card ----
+
+
+def update_card(recipe: Recipe, publication: Publication | None = None) -> None:
+    """Write the model card of the run's own drafter again, with what was measured and proved of its weights."""
+    if (RunFolder(recipe).drafter / "config.json").is_file():
+        write_drafter_card(recipe, card_figures(recipe), proof_sentence(recorded_proof(recipe)), publication)
+
+
+def card_figures(recipe: Recipe) -> dict[str, Any] | None:
+    """Collect the figures for `write_drafter_card`; None without a measurement of these weights."""
+    folder = RunFolder(recipe)
+    if not (folder.eval / NOTES).is_file():
+        return None
+    measurement = recorded_measurement(recipe)
+    measured, notes = measurement.recipe, measurement.notes
+    if recorded_settings(recipe).drafter_weights != drafter_weights(measured):
+        return None
+    own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
+    timed = {(row["method"], row["temperature"]): row for row in measurement.timing}
+    rows = [
+        row | {"acceptance_by_depth": timed[row["method"], row["temperature"]]["acceptance_by_depth"]}
+        for row in measurement.summary
+        if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None
+    ]
+    if not rows:
+        return None
+    machine, questions = folder.provenance("eval").machine, questions_file(measured.eval.questions)
+    recipe_file = shlex.quote((folder.root / "recipe.yaml").as_posix())  # which is beside the card on the Hub
+    return {
+        "rows": rows,
+        "questions": f"{notes.questions} questions of `{questions.name}`",
+        "dataset": questions.stem,
+        "command": portable(masked(str(notes.command).replace(recipe_file, "recipe.yaml"))),
+        "machine": notes.device or f"{machine.processor}, {machine.cpu_count} CPUs",
+    }
