@@ -1,4 +1,4 @@
-"""Decoding with blocks before a context of features (`base/blocks.py`): their keys and values are kept, nothing else.
+"""Decoding with blocks before a context of features (`drafters/dflash.py`), whose keys and values are all that is kept.
 
 What the target says of committed tokens is made into keys and values of each layer and put behind those that are there;
 then one forward over the rows of a block drafts all depths. A block's own keys and values lie behind the context's: the
@@ -45,7 +45,7 @@ class BlockDecoder(CachedDecoder):
     """See the module's docstring and `decoders.DrafterDecoder`.
 
     Args:
-        drafter: As `BlockDrafter`.
+        drafter: As `DFlashDrafter`.
         max_length_tokens: Committed tokens that fit, the prompt included.
     """
 

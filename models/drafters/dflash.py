@@ -1,37 +1,246 @@
 """DFlash: a block of masks, denoised in one forward before a context of the target's features (arXiv 2602.06036).
 
-Shape, training and decoding are those of `base/blocks.py`: a block is the newest token and `block_size` - 1 masks, the
-row of a mask predicts the token at its own position, and a round drafts `block_size` - 1 tokens. Names and layout are
-the published ones, which vLLM and SGLang load.
+A group is a block: the newest token x_t, the anchor, and `block_size` - 1 masks, all embedded by the target. Their
+layers are Qwen 3's, for every target: engines know no others. The context is c_s = hidden_norm(fc(features of x_s)) of
+all s < t; every layer makes keys and values of c by its own projections, at c's positions, and no row of c goes through
+a layer. Inside a block every row sees every row (`causal`: none after it). The mask beside ParallelSpec's, for K = 2:
+
+    ParallelSpec, [x_t, m1, m2]             a block of DFlash, context c of features h, rows [x_t, m1, m2]
+           x<=t  m1  m2                            h<t   x_t  m1  m2
+    x_t     1     0   0                     x_t     1     1    1   1
+    m1      1     1   0                     m1      1     1    1   1
+    m2      1     1   1                     m2      1     1    1   1
+
+On the grid depth 0 at position t is h_{t-1}, the feature that predicted x_t, so that "features before t" is the causal
+attention that depth 0 has anyway: group attention with queries of the last depths only.
+
+Which row predicts which token: a mask at position t+k is denoised, so its row predicts x_{t+k} itself, and the anchor's
+row, whose token is known, predicts nothing: `block_size` - 1 tokens are drafted. With `sample_from_anchor` a row
+predicts the token after its own position, as language models do, the anchor's row x_{t+1}: `block_size` tokens.
+Engines draft in these two ways too, with as many rows as training had: a row left out would change all others.
+
+Every position that has a label is an anchor (published: 512 at random in a sequence); `anchor_ratio` drops some.
+A block is computed whole or not at all, with its rows after the end of an answer, which have no label but are seen.
+A sequence's first token has no feature before it and is no anchor in training.
 
 The published loss of a block is cross entropy weighted with exp(-(k-1)/gamma) for the k-th drafted token, gamma = 4, 5
 and 7 for blocks of 8, 10 and 16: `depth_weights`, whose powers they are, is exp(-1/gamma), 0.78, 0.82 or 0.87.
 
-Where we decide or differ: each depth's loss is a mean over its own labels and the weights are normalised; every
-labelled position is an anchor, not 512 of a sequence (`anchor_ratio`), and also the position before an answer, whose
-token carries no loss itself; layers start from the target's last ones (`init`), where the published start at random;
-and all losses of the project are there. `first_token` has no counterpart: no engine has a row for it either.
+Names and layout are the published ones, which vLLM and SGLang load. Where we decide or differ: each depth's loss is a
+mean over its own labels and the weights are normalised; the position before an answer, whose token carries no loss
+itself, is an anchor too; layers start from the target's (`init`), where the published start at random; and all losses
+of the project are there. `first_token` has no counterpart: no engine has a row for it either.
 
-Shapes: F features.
+Shapes: B batch, S sequence, G depths, N rows, C context rows, D hidden, F features, Dh head size.
 """
 
-from draftsmith.models.base.blocks import BlockDrafter, BlockOptions
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Loss
+import copy
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
+
+from draftsmith.models.base.drafter import (
+    MODEL_TYPE_PREFIX,
+    DepthWeights,
+    DrafterConfig,
+    Init,
+    Loss,
+    MaskResidual,
+    NumLayers,
+)
+from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
+from draftsmith.models.decoding.blocks import BlockDecoder
+from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, qwen3_layers_config
+from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
+
+# Whose layers have the parts of Qwen 3's, by the same names and with the same meaning.
+LIKE_QWEN3 = ("llama", "mistral", "qwen2", "qwen3")
+PUBLISHED_FEATURE_LAYERS = 5
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """Evenly from after the second to before the last two of L layers; of few layers up to before the last."""
+    last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
+    first = min(2, last)
+    count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
+    return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
 
 
 class DFlashConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash"
 
-    class Options(BlockOptions):
+    class Options(OneForwardOptions):
         """The keys of `drafter.options` in a recipe."""
 
+        block_size: int = Field(
+            6, ge=2, description="rows of a block, the newest token's included (published: 7 to 16)"
+        )
+        num_layers: NumLayers = 3
+        sample_from_anchor: bool = Field(
+            False,
+            description="a row predicts the token after its own position, so that a block drafts `block_size` tokens; "
+            "otherwise the one at it, and a block drafts one less",
+        )
+        causal: bool = Field(
+            False, description="inside a block a row sees none after it (vLLM has this, SGLang has not)"
+        )
+        feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
+            None,
+            validate_default=True,
+            description="layers of the target whose residual streams make the context, ascending; k = after k layers. "
+            "By default up to five, evenly from the second to the last but two, as published",
+        )
+        mask_token_id: MaskTokenId = Field(None, validate_default=True)
+        mask_residual: MaskResidual = False
+        anchor_ratio: float = Field(
+            1.0, gt=0, le=1, description="train the blocks of a random share of the positions, for memory; 1 trains all"
+        )
         loss: Loss = "ce"
+        depth_weights: DepthWeights = 0.78
+        init: Init = "target"
+
+        @property
+        def num_depths(self) -> int:
+            return self.block_size - (not self.sample_from_anchor)
+
+        @property
+        def kept_shares(self) -> list[float]:
+            return [self.anchor_ratio] * self.num_depths
 
 
-class DFlashDrafter(BlockDrafter):
+class DFlashDrafter(GroupWiseDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = DFlashConfig
+
+    def build(self, config: DrafterConfig) -> None:
+        self.layers_config = qwen3_layers_config(config.target_config, config.num_layers)
+        built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
+        self.layers, self.norm, self.hidden_norm = built.layers, built.norm, copy.deepcopy(built.norm)
+        self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
+
+    def make_rotary(self, target: PreTrainedModel) -> Rotary:
+        return Rotary(Qwen3RotaryEmbedding, self.layers_config, target.device)
+
+    @property
+    def reads_first_token(self) -> bool:
+        return False
+
+    @property
+    def first_depth(self) -> int:  # type: ignore[override]
+        """Row 0 of a group is the context's, row 1 the anchor's, which may predict nothing."""
+        return 1 if self.config.sample_from_anchor else 2
+
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        """Start, with `init: target`, c near the mean of the features, and layers from the target's first to its last,
+        evenly, where these are Qwen 3's but for its q/k norms: a block begins as embeddings and ends as features.
+        """
+        self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
+        if self.config.init != "target" or target.config.model_type not in LIKE_QWEN3:
+            return
+        for block in self.fc.weight.split(self.fc.out_features, dim=1):
+            block.diagonal().add_(1.0 / len(self.config.feature_layers))
+        source = target.base_model
+        last = len(source.layers) - 1
+        for place, layer in enumerate(self.layers, start=1):
+            share = (place - 1) / (len(self.layers) - 1) if len(self.layers) > 1 else 1.0
+            start_layer_from(layer, source.layers[round(share * last)])
+        self.hidden_norm.load_state_dict(source.layers[-1].input_layernorm.state_dict())
+        self.norm.load_state_dict(source.norm.state_dict())
+
+    # ---- training ----
+
+    def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
+        """Return the rows of whole blocks, and of the context before the last of them."""
+        blocks_bs = labels_bgs[:, 0] != IGNORED_LABEL
+        if self.training and self.config.anchor_ratio < 1:
+            drawn_bs = torch.rand(blocks_bs.shape, generator=self.generator, device=blocks_bs.device)
+            blocks_bs = blocks_bs & (drawn_bs < self.config.anchor_ratio)
+        context_bs = blocks_bs.flip(-1).cumsum(-1).flip(-1) > 0
+        active_bgs = torch.cat([context_bs[:, None], blocks_bs[:, None].expand(-1, self.config.block_size, -1)], dim=1)
+        in_documents = self.in_documents(labels_bgs)
+        labels_bgs = F.pad(labels_bgs, (0, 0, self.first_depth, 0), value=IGNORED_LABEL)
+        return ActiveRows.of(labels_bgs, active_bgs, position_ids, False, in_documents, whole_groups=True)
+
+    def rows_hidden(
+        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """[N, D] of the rows of blocks, before the final norm; zeros for those of the context."""
+        (context_c, context_grid), (block_n, block_grid) = rows.first_and_others()
+        # The context's row at token t is h_{t-1}, at its own position; row k of a block is k after its anchor.
+        positions_n = self.positions(rows, position_ids) - 1
+        read_pf = previous_features(self.features_read(features), position_ids).flatten(0, 1)
+        context = self.context_of(read_pf.index_select(0, rows.token_n[context_c])).unsqueeze(0)
+        rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
+        attention = GroupAttention(self.config.attention, context_grid, self.config.causal)
+        for index, keys_values in enumerate(self.context_keys_values(context, rotary)):
+            attention.add(index, *keys_values)
+        attention.go_on(block_grid)
+        newest_nd, is_mask_n = self.embedded(input_ids.flatten()[rows.token_n[block_n]]), rows.depth_n[block_n] > 1
+        masks_nd = self.mask_inputs()[:1] + newest_nd if self.config.mask_residual else self.mask_inputs()[:1]
+        hidden = torch.where(is_mask_n[:, None], masks_nd, newest_nd).unsqueeze(0)
+        rotary = self.rotary_of(hidden, positions_n[block_n].unsqueeze(0))
+        hidden_nd = self.run_layers(hidden, rotary, cached_attention=attention)[0]
+        return hidden_nd.new_zeros(len(rows.index_n), hidden_nd.shape[-1]).index_copy(0, block_n, hidden_nd)
+
+    def context_keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Rotated keys, and values, [1, Hkv, C, Dh] of each layer, from c [1, C, D] and cos and sin [1, C, Dh]."""
+        cos, sin = (part.unsqueeze(1) for part in rotary)
+        found = []
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            shape = (*context.shape[:-1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+            values = attention.v_proj(context).view(shape).transpose(1, 2)
+            found.append((keys * cos + rotate_half(keys) * sin, values))
+        return found
+
+    # ---- shared by training and decoding ----
+
+    def context_of(self, features: Tensor) -> Tensor:
+        """Map features [..., F] to the context c [..., D]."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def embedded(self, input_ids: Tensor) -> Tensor:
+        """Return embeddings [..., D] of tokens [...]."""
+        return self.attached.embedding(input_ids).to(self.fc.weight.dtype)
+
+    def block_inputs(self, newest_ids: Tensor, masks_kd: Tensor) -> Tensor:
+        """[..., block_size, D] of blocks that begin with these tokens [...], given `mask_inputs`."""
+        newest = self.embedded(newest_ids).unsqueeze(-2)
+        masks = masks_kd + newest if self.config.mask_residual else masks_kd.expand(*newest.shape[:-2], -1, -1)
+        return torch.cat([newest, masks], dim=-2)
+
+    def mask_inputs(self) -> Tensor:
+        """Return [block_size - 1, D], the same row each time."""
+        mask_id = torch.full((1,), self.config.mask_token_id, device=self.fc.weight.device)
+        return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
+
+    # ---- decoding ----
+
+    def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
+        return self.with_markov_head(BlockDecoder(self, max_length_tokens))
+
+
+@torch.no_grad()
+def start_layer_from(layer: Any, source: Any) -> None:
+    """Take over the weights of a layer of the target. Where that has no q/k norms, ours start with the spread that
+    queries and keys have there for features without a direction of their own, so that scores keep their size."""
+    mine, theirs = layer.state_dict(), source.state_dict()
+    for name, value in theirs.items():
+        if name in mine:
+            mine[name].copy_(value)
+    read_d = theirs["input_layernorm.weight"]
+    for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+        if f"self_attn.{norm}.weight" not in theirs:
+            weight_hd = (theirs[f"self_attn.{projection}.weight"] * read_d).unflatten(0, (-1, layer.self_attn.head_dim))
+            mine[f"self_attn.{norm}.weight"].copy_(weight_hd.pow(2).sum(-1).mean(0).sqrt())
 
 
 DRAFTER = DFlashDrafter

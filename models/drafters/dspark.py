@@ -1,6 +1,6 @@
 """DSpark: DFlash's block, a Markov head over its marginals, and a head that says how sure it is (arXiv 2607.05147).
 
-Shape, training and decoding are those of `base/blocks.py`, with the published way of reading a block: a row predicts
+Shape, training and decoding are those of `dflash.py`, with the published way of reading a block: a row predicts
 the token after its own position, the newest token's row the first (`sample_from_anchor`), and a round drafts
 `block_size` tokens. The Markov head (`base/draft_head.py`) makes the drafts of a depth depend on the token before, so
 that trees are grown along paths under an exact q, still from one forward of the layers.
@@ -23,15 +23,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.models.base.blocks import BlockDrafter, BlockOptions
 from draftsmith.models.base.draft_head import RowLosses
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Loss
+from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
 
 
 class DSparkConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "dspark"
 
-    class Options(BlockOptions):
+    class Options(DFlashConfig.Options):
         """The keys of `drafter.options` in a recipe."""
 
         block_size: int = Field(
@@ -69,7 +69,7 @@ class ConfidenceHead(nn.Module):
         return self.proj(read.to(self.proj.weight.dtype)).squeeze(-1).to(torch.promote_types(read.dtype, torch.float32))
 
 
-class DSparkDrafter(BlockDrafter):
+class DSparkDrafter(DFlashDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = DSparkConfig

@@ -1,6 +1,16 @@
 """EAGLE-3: fused features, and training on what it will read when it drafts (arXiv 2503.01840, sections 3.1 and 3.2).
 
-The layer (`eagle3_shape.py`) reads x_t and g_{t-1} and predicts x_{t+1}. Its output stands in for g_t when the next
+**The shape**, P-EAGLE's too and vLLM's `eagle3` layout. g = fc([low; mid; high]), the residual streams of three layers
+of the target. The first decoder layer is of the target's own kind, with q, k and v projections twice as wide: its
+attention reads [input_layernorm(e(x_t)); hidden_norm(g_{t-1})] and is added to the un-normed g_{t-1}; the MLP is as
+ever. Further layers are plain. Logits come from norm(out).
+
+With EAGLE-3.1's `fc_norm` (arXiv 2605.09992: an RMSNorm for each hidden state taken from the target) g is
+fc([norm_1(low); norm_2(mid); norm_3(high)]), so that no layer counts for more because its values are larger.
+`norm_before_fc` is another form of it, of NVIDIA's and speculators' drafters: fc(norm([low; mid; high])). P-EAGLE's
+`mask_hidden` goes through the same norms, as it does in vLLM (v1/spec_decode/llm_base_proposer.py) and speculators.
+
+**Training.** The layer reads x_t and g_{t-1} and predicts x_{t+1}. Its output stands in for g_t when the next
 token is drafted. No loss ties that output to a feature: instead training drafts too ("training-time test"). Step j of
 group t reads e(x_{t+j}) and the output of step j-1, stands at position t+j, and sees the real tokens up to x_t and
 steps 1..j of its own group. That is group attention (`attention.py`) whose depth j is computed after depth j-1,
@@ -9,7 +19,7 @@ so groups, rows, labels and loss are those of `group_wise.py`.
 EAGLE-3.1 (arXiv 2605.09992) finds that this output grows from step to step, since nothing norms the residual path that
 runs through all of them, and that attention drifts from the prompt to the drafted tokens. Its two changes are options:
 `norm_output`, with which step j reads norm(output of step j-1), the very states that the head reads ("post-norm"), and
-`fc_norm` (`eagle3_shape.py`). Neither changes what a round costs. Both are as vLLM's keys of these names
+`fc_norm`. Neither changes what a round costs. Both are as vLLM's keys of these names
 (model_executor/models/llama_eagle3.py), in training and in decoding.
 
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
@@ -18,17 +28,175 @@ and 0 at the optimum. With a draft vocabulary the authors' code (SafeAILab/EAGLE
 the rows where the teacher's most likely token is not in it; we keep them, the teacher renormalised over the tokens that
 are (with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by default 5. Neither is measured here.
 
-Shapes: B batch, S sequence, G depths, N active rows, D hidden, E input width of the layer, F features, Dh head size.
+Shapes: B batch, S sequence, G depths, P tokens, N active rows, D hidden, E = 2D input width of the first layer, F = 3D
+features.
 """
 
-import torch
-from pydantic import Field, ValidationInfo, field_validator
-from torch import Tensor
+import copy
+from typing import Annotated, Any, Self, cast
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig
-from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeOptions
-from draftsmith.models.groups.layers import GroupAttention
+import torch
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, DraftDepth, DrafterConfig, FirstToken, Init
+from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
+from draftsmith.models.groups.layers import GroupAttention, build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows, previous_features
+
+# Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
+INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """EAGLE-3's 2, L/2, L-3 for a target of L layers, moved apart where L is too small for them to ascend."""
+    middle = max(num_layers // 2, 1)
+    low, high = min(2, middle - 1), max(num_layers - 3, middle + 1)
+    return [layer for layer in (low, middle, high) if layer < num_layers]
+
+
+class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
+    """Options of both. With `draft_vocab_size` the head is trained and starts from the target's rows."""
+
+    feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
+        None,
+        validate_default=True,
+        description="layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the "
+        "embeddings. By default EAGLE-3's low, middle and high one",
+    )
+    init: Init = "target"
+    first_token: FirstToken = True
+    norm_before_residual: bool = Field(
+        False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
+    )
+    fc_norm: bool = Field(False, description="norm each layer's features by itself before they are fused, as EAGLE-3.1")
+    norm_before_fc: bool = Field(
+        False, description="norm all features together before they are fused, as speculators' drafters do"
+    )
+
+    @model_validator(mode="after")
+    def _one_norm_of_features(self) -> Self:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("`fc_norm` and `norm_before_fc` both norm the features: set one of them to false")
+        return self
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer of the target's kind that reads a token and a feature side by side.
+
+    Args:
+        layer: transformers' layer; its parts become this one's, under their own names.
+        initializer_range: Standard deviation of the new projections.
+        norm_before_residual: Whether the attention is added to the normed feature.
+    """
+
+    def __init__(self, layer: Any, initializer_range: float, norm_before_residual: bool = False) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        # Of kinds that norm the outputs of attention and MLP instead of their inputs (OLMo 2).
+        self.post_feedforward_layernorm = getattr(layer, "post_feedforward_layernorm", None)
+        fresh_norm = getattr(layer, "input_layernorm", layer.post_attention_layernorm)
+        self.input_layernorm, self.hidden_norm = copy.deepcopy(fresh_norm), copy.deepcopy(fresh_norm)
+        for name in INPUT_PROJECTIONS:
+            narrow = getattr(self.self_attn, name, None)
+            if narrow is not None:
+                wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+                nn.init.normal_(wide.weight, std=initializer_range)
+                setattr(self.self_attn, name, wide)
+
+    def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
+        """[1, N, E] = [e(x_t); g_{t-1}] to [1, N, D]."""
+        embedded, residual = hidden.chunk(2, dim=-1)
+        normed = self.hidden_norm(residual)
+        wide = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        if self.norm_before_residual:
+            residual = normed
+        attended = self.self_attn(wide, position_embeddings=position_embeddings, attention_mask=None, **attention)[0]
+        if self.post_feedforward_layernorm is not None:
+            hidden = residual + self.post_attention_layernorm(attended)
+            return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    @torch.no_grad()
+    def start_from(self, source: Any) -> None:
+        """Take over the weights of a layer of the target; both halves of the input go through its projections."""
+        mine, theirs = self.state_dict(), source.state_dict()
+        for name, value in theirs.items():
+            if name not in mine:
+                continue
+            if mine[name].shape != value.shape:
+                value = torch.cat([value, value], dim=1) / 2**0.5
+            mine[name].copy_(value)
+        if "input_layernorm.weight" in theirs:
+            self.hidden_norm.load_state_dict(source.input_layernorm.state_dict())
+
+
+class Eagle3Shape(GroupWiseDrafter):
+    """Parameters and inputs of both; they differ in how depths follow one another."""
+
+    fc_norm: nn.ModuleList | None
+    input_norm: nn.Module | None
+
+    def build_shape(self, config: DrafterConfig, num_layers: int) -> None:
+        """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
+        self.layers_config = layers_config(config.target_config, num_layers)
+        built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
+        spread = getattr(self.layers_config, "initializer_range", 0.02)
+        first = Eagle3Layer(built.layers[0], spread, config.norm_before_residual)
+        self.layers, self.norm = nn.ModuleList([first, *built.layers[1:]]), built.norm
+        self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
+        self.fc_norm = self.input_norm = None
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(self._fresh_norm(hidden_size) for _ in config.feature_layers)
+        if config.norm_before_fc:
+            self.input_norm = self._fresh_norm(self.fc.in_features)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+
+    def _fresh_norm(self, size: int) -> nn.Module:
+        """Make a norm of the target's kind, with weights of one."""
+        return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
+
+    @property
+    def own_heads(self) -> list[nn.Linear]:
+        return [] if self.config.draft_vocab_size is None else [self.lm_head]
+
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        """Start, with `init: target`, from the target's last layers, with g near the mean of the features."""
+        self.initialize_own_heads()
+        self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
+        if self.config.init != "target":
+            return
+        for block in self.fc.weight.split(self.fc.out_features, dim=1):
+            block.diagonal().add_(1.0 / len(self.config.feature_layers))
+        source = target.base_model
+        first, *others = source.layers[-len(self.layers) :]
+        cast(Eagle3Layer, self.layers[0]).start_from(first)
+        for layer, source_layer in zip(self.layers[1:], others, strict=True):
+            layer.load_state_dict(source_layer.state_dict())
+        self.norm.load_state_dict(source.norm.state_dict())
+
+    def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
+        """[..., E] from x_t [...] and the features [..., F] that predicted it."""
+        return self.token_inputs(input_ids, self.fused(previous_features))
+
+    def fused(self, features: Tensor) -> Tensor:
+        """Return g [..., D] from the features of all layers [..., F]."""
+        features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            of_layers = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, of_layers, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def token_inputs(self, input_ids: Tensor, predicted_by: Tensor) -> Tensor:
+        """[..., E] from tokens [...] and what predicted them [..., D]: g, or what stands in for it."""
+        return torch.cat([self.attached.embedding(input_ids).to(predicted_by.dtype), predicted_by], dim=-1)
 
 
 class Eagle3Config(DrafterConfig):

@@ -19,7 +19,7 @@ Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary, n n
 call. "State" is what the heads know of the prefix: h_{t-1}, or what prefix attention makes of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig
-from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.decoders import CachedDecoder, depths_below, padded_rows
 from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
 from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, layers_config
-from draftsmith.models.groups.rows import ActiveRows, depth_labels, previous_features
-from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.groups.rows import ActiveRows, previous_features
 
 
 class HydraConfig(DrafterConfig):
@@ -145,26 +144,15 @@ class HydraDrafter(HeadsDrafter):
 
     # ---- training: all groups of a sequence at once ----
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        teacher_features: Tensor | None = None,
-        label_counts: Tensor | None = None,
-    ) -> DrafterOutput:
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        rows = ActiveRows.of(labels_bgs, position_ids=position_ids)
+    def hidden_of_heads(
+        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
+    ) -> Iterator[Tensor]:
         states_pd = self.states_of(rows, features, position_ids).flatten(0, 1)
         embedded_pd = self.embedded(input_ids).flatten(0, 1)
-
-        def hidden_of(j: int, token_n: Tensor) -> Tensor:
+        for j, token_n in enumerate(rows.labelled_tokens):
             read = [states_pd.index_select(0, token_n)]
             read += [embedded_pd.index_select(0, token_n + i) for i in range(j + 1)]
-            return self.heads[j](torch.cat(read, dim=-1))
-
-        return self.loss_of_heads(labels_bgs, rows, input_ids, features, hidden_of, label_counts)
+            yield self.heads[j](torch.cat(read, dim=-1))
 
     def states_of(self, rows: ActiveRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros where depth 0 has no row."""
@@ -217,9 +205,8 @@ class HydraDecoder:
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
         self.num_depths, self.columns = drafter.config.num_heads, drafter.columns
         self._drafter = drafter
-        self._prefix: _Newest | _AttendedPrefix = (
-            _Newest() if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens)
-        )
+        self._attended = None if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens)
+        self._newest: tuple[Tensor, Tensor] | None = None  # the newest token [1] and the feature before it [1, D]
         self._rows: list[Tensor] = []  # of node i, [(depth + 2) * D]
         self._depths: list[int] = []
         self._logits_of, self._is_compiled = drafter.logits_of, False
@@ -228,19 +215,28 @@ class HydraDecoder:
         """Compile the heads, and the layer over the prefix."""
         self._logits_of = compiled(self._drafter.logits_of, self._drafter.device, "Hydra", backend)
         self._is_compiled = True
-        if isinstance(self._prefix, CachedDecoder):
-            self._prefix.compile(backend)
+        if self._attended is not None:
+            self._attended.compile(backend)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        self._prefix.start(prompt_ids, features, position_offset)
+        if self._attended is not None:
+            self._attended.start(prompt_ids, features, position_offset)
+        self._newest = prompt_ids[-1:], previous_features(features.unsqueeze(0))[0, -1:]
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        self._prefix.observe(committed_ids, features)
+        if self._attended is not None:
+            self._attended.observe(committed_ids, features)
+        if len(committed_ids):
+            self._newest = committed_ids[-1:], features[-1:]
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
         """fp32 logits [1, V] of the children of the newest committed token."""
-        newest_id, state_1d = self._prefix.take()
+        if self._newest is None:
+            raise ValueError("drafting needs a new token: call start() or observe() first")
+        (newest_id, state_1d), self._newest = self._newest, None
+        if self._attended is not None:
+            state_1d = self._attended.newest_state()
         row = torch.cat([state_1d.to(self._drafter.dtype), self._drafter.embedded(newest_id)], dim=-1)
         self._rows, self._depths = [row[0]], [0]
         return self._logits(row, 0)
@@ -269,28 +265,6 @@ class HydraDecoder:
         return self._logits_of(padded, depth)[: len(rows)].float()
 
 
-class _Newest:
-    """The newest token and its feature, all that is read without prefix attention."""
-
-    def __init__(self) -> None:
-        self._pending: tuple[Tensor, Tensor] | None = None
-
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        previous = features[-2:-1] if len(features) > 1 else torch.zeros_like(features)
-        self._pending = prompt_ids[-1:], previous
-
-    def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        if len(committed_ids):
-            self._pending = committed_ids[-1:], features[-1:]
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The newest committed token [1] and the state [1, D] before it."""
-        if self._pending is None:
-            raise ValueError("drafting needs a new token: call start() or observe() first")
-        pending, self._pending = self._pending, None
-        return pending
-
-
 class _AttendedPrefix(CachedDecoder):
     """The prefix attention's layer over the features of all committed tokens, each once."""
 
@@ -298,12 +272,12 @@ class _AttendedPrefix(CachedDecoder):
         super().__init__(prefix, max_length_tokens, extra_rows=0)
         self._dtype = prefix.dtype
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The newest committed token [1] and the state [1, D] before it."""
+    def newest_state(self) -> Tensor:
+        """Read what is queued; return the state [1, D] before the newest committed token."""
         ids, features = self._take_pending()
         states_1d, _ = self._causal_logits(features.to(self._dtype), len(ids) - 1)
         self._cache.length += len(ids)
-        return ids[-1:], states_1d
+        return states_1d
 
 
 DRAFTER = HydraDrafter

@@ -7,21 +7,126 @@ target's LM head, so that each head starts as the target's own. (The paper's cod
 Where we deviate: the loss of depth d is averaged over its own labels and weighted with lambda_d / sum(lambda), lambda_d
 = 0.8**(d-1); the paper's sum of lambda_d = 0.8**d times mean losses differs from it by a factor.
 
-Heads are independent of each other's tokens and of every architecture: no layers of the target's kind, no cache.
+Heads are independent of each other's tokens and of every architecture: no layers of the target's kind, no cache. What
+they share with other kinds that have a head for each depth (Hydra) is `HeadsDrafter`.
 
-Shapes: B batch, S sequence, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
+Shapes: B batch, S sequence, P = B*S tokens, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
+
+from collections.abc import Iterator
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.heads import HeadOptions, HeadsDrafter
+from draftsmith.models.base.draft_head import Batch, LabelledRows, training_loss
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, Drafter, DrafterConfig, Loss
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.groups.rows import ActiveRows, depth_labels, previous_features
-from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
+from draftsmith.recipes.errors import UserError
+
+
+class HeadOptions(DepthOptions):
+    """Options of drafters that are heads on the target's last hidden state."""
+
+    num_heads: int = Field(5, ge=1, description="G, the depths that are drafted")
+    num_layers: int = Field(1, ge=1, description="residual blocks of a head")
+    lm_heads: Literal["separate", "shared"] = Field(
+        "separate",
+        description="an LM head for each head, which starts as the target's (both papers); or the target's frozen one "
+        "for all, which leaves only the blocks to train",
+    )
+    loss: Loss = "ce"
+
+    @property
+    def num_depths(self) -> int:
+        return self.num_heads
+
+
+class HeadsDrafter(Drafter):
+    """Heads that each read one state of the target and no others, with LM heads of their own or the target's.
+
+    A kind says what the rows of each head come to (`hidden_of_heads`). LM heads of its own have V' rows each, with
+    `draft_vocab_size`.
+    """
+
+    def add_lm_heads(self, config: DrafterConfig) -> None:
+        """Make one LM head for each depth, unless they share the target's."""
+        if config.lm_heads == "separate":
+            hidden_size, vocabulary = (config.target_config[key] for key in ("hidden_size", "vocab_size"))
+            rows = config.draft_vocab_size or vocabulary
+            bias = getattr(config, "lm_head_bias", False)
+            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, rows, bias=bias) for _ in range(config.num_heads))
+            for head in self.own_heads if bias else []:
+                head.bias.requires_grad_(False).zero_()
+
+    @property
+    def own_heads(self) -> list[nn.Linear]:
+        return [cast(nn.Linear, head) for head in self.lm_heads] if self.config.lm_heads == "separate" else []
+
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        """LM heads start as the target's own.
+
+        Raises:
+            UserError: That has a bias, which LM heads of our own do not have.
+        """
+        if self.config.lm_heads == "separate":
+            source = target.get_output_embeddings()
+            if source.bias is not None:
+                raise UserError(
+                    f"the LM head of {type(target).__name__} has a bias, so LM heads of the drafter's own cannot start "
+                    "as it: use drafter.options.lm_heads=shared"
+                )
+            self.initialize_own_heads()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
+    ) -> DrafterOutput:
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
+        rows = ActiveRows.of(labels_bgs, position_ids=position_ids)
+        return self.loss_of_rows(rows, labels_bgs, input_ids, features, position_ids, label_counts)
+
+    def loss_of_rows(
+        self,
+        rows: ActiveRows,
+        labels_bgs: Tensor,
+        input_ids: Tensor,
+        features: Tensor,
+        position_ids: Tensor | None,
+        label_counts: Tensor | None,
+    ) -> DrafterOutput:
+        """Return the loss of all heads at the active rows of these labels; the others as of `forward`."""
+        hidden = self.hidden_of_heads(rows, input_ids, features, position_ids)
+        parts = (
+            LabelledRows(self.draft_head(j), hidden_nd, torch.full_like(token_n, j), token_n)
+            for j, (hidden_nd, token_n) in enumerate(zip(hidden, rows.labelled_tokens, strict=True))
+        )
+        # Its teacher is what the target's LM head makes of the features that it reads itself.
+        taught_by = features if self.config.loss in TEACHER_LOSSES else None
+        return training_loss(self, Batch(input_ids, labels_bgs, taught_by, label_counts), parts)
+
+    def hidden_of_heads(
+        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
+    ) -> Iterator[Tensor]:
+        """Yield the hidden states [N, D] of each head's labelled rows, whose newest tokens are `rows.labelled_tokens`.
+
+        Args:
+            rows: The active rows of all heads.
+            input_ids: [B, S].
+            features: [B, S, D] of the target, AT each token.
+            position_ids: [B, S] of packed documents.
+        """
+        raise NotImplementedError
 
 
 class MedusaConfig(DrafterConfig):
@@ -60,36 +165,12 @@ class MedusaDrafter(HeadsDrafter):
             parameter.zero_()
         super().initialize_from_target(target)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        teacher_features: Tensor | None = None,
-        label_counts: Tensor | None = None,
-    ) -> DrafterOutput:
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        return self.loss_of_labels(
-            labels_bgs, ActiveRows.of(labels_bgs), input_ids, features, position_ids, label_counts
-        )
-
-    def loss_of_labels(
-        self,
-        labels_bgs: Tensor,
-        rows: ActiveRows,
-        input_ids: Tensor,
-        features: Tensor,
-        position_ids: Tensor | None,
-        counts_2g: Tensor | None,
-    ) -> DrafterOutput:
-        """Return the loss of all heads at the active rows of these labels."""
+    def hidden_of_heads(
+        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
+    ) -> Iterator[Tensor]:
         previous_pd = previous_features(features, position_ids).flatten(0, 1)
-
-        def hidden_of(j: int, token_n: Tensor) -> Tensor:
-            return self.blocks[j](previous_pd.index_select(0, token_n).to(self.dtype))
-
-        return self.loss_of_heads(labels_bgs, rows, input_ids, features, hidden_of, counts_2g)
+        for blocks, token_n in zip(self.blocks, rows.labelled_tokens, strict=True):
+            yield blocks(previous_pd.index_select(0, token_n).to(self.dtype))
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))

@@ -160,34 +160,26 @@ class Medusa2Drafter(MedusaDrafter):
         """
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
         rows = ActiveRows.of(labels_bgs)
-        output = self.loss_of_labels(labels_bgs, rows, input_ids, features, position_ids, label_counts)
+        output = self.loss_of_rows(rows, labels_bgs, input_ids, features, position_ids, label_counts)
         output.loss = self.config.heads_weight * output.loss
-        if self.trains_target:
-            token_n = rows.token_n[rows.labelled_by_depth()[0]]
-            labels_n = labels_bgs[:, 0].flatten()[token_n]
-            count = None if label_counts is None else label_counts[0, 0]
-            output.loss = output.loss + self._target_loss(token_n, labels_n, features, teacher_features, count)
+        if not self.trains_target:
+            return output
+        # h_t predicts x_{t+1}, the label of depth 1: the mean L_LM of the tokens that may be predicted.
+        token_n = rows.labelled_tokens[0]
+        ones_n = torch.ones_like(token_n, dtype=torch.float32)
+        count = ones_n.sum() if label_counts is None else label_counts[0, 0]
+        output.loss = (
+            output.loss
+            + head_loss(
+                features.flatten(0, 1).index_select(0, token_n),
+                self.attached.lm_head,
+                labels_bgs[:, 0].flatten()[token_n],
+                ones_n / one_for_none(count),
+                loss=self.config.lm_loss,
+                teacher=None if teacher_features is None else TeacherRows(teacher_features.flatten(0, 1), token_n),
+            ).loss
+        )
         return output
-
-    def _target_loss(
-        self,
-        token_n: Tensor,
-        labels_n: Tensor,
-        features_bsd: Tensor,
-        original_bsd: Tensor | None,
-        count: Tensor | None,
-    ) -> Tensor:
-        """Mean L_LM of the tokens that may be predicted: h_t predicts x_{t+1}, the label of depth 1."""
-        ones_n = torch.ones_like(labels_n, dtype=torch.float32)
-        count = ones_n.sum() if count is None else count
-        return head_loss(
-            features_bsd.flatten(0, 1).index_select(0, token_n),
-            self.attached.lm_head,
-            labels_n,
-            ones_n / one_for_none(count),
-            loss=self.config.lm_loss,
-            teacher=None if original_bsd is None else TeacherRows(original_bsd.flatten(0, 1), token_n),
-        ).loss
 
 
 DRAFTER = Medusa2Drafter

@@ -1,6 +1,6 @@
 """P-EAGLE: parallel drafting in EAGLE-3's shape (arXiv 2602.01469), which vLLM serves with `parallel_drafting`.
 
-Group-wise training and decoding are those of `group_wise.py`, the layers EAGLE-3's (`eagle3_shape.py`).
+Group-wise training and decoding are those of `group_wise.py`, the layers EAGLE-3's (`eagle3.py`).
 Row 0 of a group reads [e(x_t); fc(h_{t-1})], h being the residual streams of three layers of the target. [MASK]_1..K
 all read the same [e(mask token); fc(mask_hidden)] and differ only in their position, t+1..t+K. `mask_hidden` [1, F] is
 trained; the mask token's embedding is the target's and stays as it is. `keep_ratio` is the paper's conditional drop.
@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, NumLayers
-from draftsmith.models.base.eagle3_shape import Eagle3Shape, Eagle3ShapeOptions
 from draftsmith.models.base.group_wise import MaskOptions, MaskTokenId
+from draftsmith.models.drafters.eagle3 import Eagle3Shape, Eagle3ShapeOptions
 
 
 class PEagleConfig(DrafterConfig):

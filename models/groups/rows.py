@@ -243,11 +243,12 @@ class ActiveRows:
         others = self.grid.of_depths(place_n[first:], 1, self.shape[1] - 1)
         return (place_n[:first], self.grid.of_depths(place_n[:first], 0, 1)), (place_n[first:], others)
 
-    def labelled_by_depth(self) -> list[Tensor]:
-        """For each depth: the places of its labelled rows among the N. All rows of masks are labelled."""
+    @cached_property
+    def labelled_tokens(self) -> list[Tensor]:
+        """For each depth the places [M] of its labelled rows' newest tokens in [P]. All rows of masks are labelled."""
         masks = self.counts_g[1:]
         order_m = self.depth_n[self.labelled_m].argsort(stable=True)
-        return list(self.labelled_m[order_m].split([len(order_m) - sum(masks), *masks]))
+        return list(self.token_n[self.labelled_m[order_m]].split([len(order_m) - sum(masks), *masks]))
 
 
 def active(labels_bgs: Tensor, shares_g: list[float] | None = None, generator: torch.Generator | None = None) -> Tensor:

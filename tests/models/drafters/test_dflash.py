@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
-from draftsmith.models.base.blocks import BlockDrafter, default_feature_layers
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.drafters.dflash import DFlashDrafter, default_feature_layers
 from draftsmith.models.groups.rows import ActiveRows
 
-IN_BLOCKS = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), BlockDrafter)]
+IN_BLOCKS = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), DFlashDrafter)]
 every_kind_in_blocks = pytest.mark.parametrize("kind", IN_BLOCKS)
 TARGET = tiny_target(num_hidden_layers=4)
 
 
-def tiny_block(kind: str = "dflash", **options: Any) -> BlockDrafter:
+def tiny_block(kind: str = "dflash", **options: Any) -> DFlashDrafter:
     """Without a token before in its logits."""
     drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, **options})
-    assert isinstance(drafter, BlockDrafter)
+    assert isinstance(drafter, DFlashDrafter)
     if drafter.markov_head is not None:
         torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     return drafter
@@ -40,7 +40,7 @@ def rotated(x_hrd: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def published_forward(drafter: BlockDrafter, newest: int, features_sf: Tensor, at: int) -> Tensor:
+def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, at: int) -> Tensor:
     """[block_size, D]: one block, whose context stands before its own keys and values, as in z-lab/dflash."""
     state, config = drafter.state_dict(), drafter.config
     context = rms(features_sf[:at] @ state["fc.weight"].T, state["hidden_norm.weight"])

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 
-from draftsmith.models.base.blocks import BlockDrafter
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.drafters.dflash import DFlashDrafter
 
 TARGET = tiny_target(num_hidden_layers=4)
 
 
-def tiny_dspark(**options: Any) -> BlockDrafter:
+def tiny_dspark(**options: Any) -> DFlashDrafter:
     drafter = tiny_drafter_of("dspark", TARGET, **{"block_size": 3, "markov_rank": 5, **options})
-    assert isinstance(drafter, BlockDrafter)
+    assert isinstance(drafter, DFlashDrafter)
     return drafter
 
 

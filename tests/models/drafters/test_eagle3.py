@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.tiny_models import LENGTH, tiny_drafter_of, tiny_target
 
-from draftsmith.models.base.eagle3_shape import default_feature_layers
-from draftsmith.models.drafters.eagle3 import Eagle3Drafter
+from draftsmith.models.drafters.eagle3 import Eagle3Drafter, default_feature_layers
 from draftsmith.models.drafters.peagle import PEagleDrafter
 
 TARGET_LAYERS = 4
