@@ -21,8 +21,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from draftsmith.data.distill.token_dataset import MOST_PROCESSES, Answered, save_rows, write_token_rows
-from draftsmith.data.sources.conversation import Conversation, Turn, parse_conversation
-from draftsmith.data.sources.records import open_records
+from draftsmith.data.sources.conversation import Conversation, Turn, open_records, parse_conversation
 from draftsmith.recipes.schema import SourceRecipe
 
 SOURCES = 2000  # different conversations that are repeated

@@ -207,7 +207,7 @@ MUTANTS = (
     # ---- data ----
     Mutant(
         "an end token without a label",
-        "data/tokens/answer_spans.py",
+        "data/tokens/chat_tokens.py",
         "return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))",
         "return Span(start, content_end, content_end)",
         "tests/data/tokens/test_chat_tokens.py",

@@ -22,10 +22,9 @@ from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger import FAILED, LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
-from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.conversation import STDLIB, STDLIB_FILE, Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.data.sources.records import STDLIB, STDLIB_FILE
 from draftsmith.recipes.run_folder import RunFolder, sha256_of, versions, write_atomically
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 

@@ -25,8 +25,14 @@ from draftsmith.data.engines.engine import Completion, Engine, Failure, Generati
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import (
+    TemplateProblem,
+    TemplateRefusal,
+    prompt_token_ids,
+    template_answer_lead,
+    template_end_token,
+    tokenize_conversation,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, check_settings, sha256_of, write_settings

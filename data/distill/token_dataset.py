@@ -27,9 +27,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.answer_spans import TemplateProblem
 from draftsmith.data.tokens.chat_tokens import (
     AnswerIds,
+    TemplateProblem,
     TokenizedConversation,
     tokenize_conversation,
     tokenize_shortened,

@@ -33,8 +33,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from tqdm import tqdm
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
-from draftsmith.data.tokens.answer_spans import PROBE
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.chat_tokens import PROBE, prompt_token_ids
 from draftsmith.recipes.errors import ENVIRONMENT_VARIABLE, MASK, UserError
 from draftsmith.recipes.schema import Section
 

@@ -1,7 +1,9 @@
-"""A conversation, and how it is read from the formats in use: ShareGPT, OpenAI messages, and prompts in columns.
+"""Conversations of one source: a local JSON file, a Hub dataset, or those that ship with the package.
 
-    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+Records are in one of these forms:
+
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}         ShareGPT
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     OpenAI
     {"prompt": "..."}                                              a prompt that the target is to answer
     {"instruction": "...", "input": "...", "output": "..."}        Alpaca; Dolly with `context` and `response`
     {"question": "...", "answer": "..."}                           question answering
@@ -10,17 +12,29 @@
 `data.conversations.columns` names other columns. A valid conversation is: at most one system turn, first; then user and
 assistant by turns, beginning with the user; no turn is empty. A user turn at the end is kept: self-distillation answers
 it. Between user turns that came without answers there are empty assistant turns, which the target fills.
+
+A file has one record a line, an array of them, or one after the other over several lines; plain or compressed (.gz,
+.xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a time; of
+records over several lines the text is in memory as a whole.
 """
 
+import codecs
+import gzip
 import hashlib
+import io
 import json
-from collections.abc import Iterable
+import lzma
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
 
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ColumnsRecipe
+from draftsmith.recipes.errors import UserError, did_you_mean, reason
+from draftsmith.recipes.schema import ColumnsRecipe, SourceRecipe
 
 Role = Literal["system", "user", "assistant"]
 FORMATS: tuple[tuple[str, str, str, dict[str, Role]], ...] = (  # the list's key, the turn's keys, the roles
@@ -42,6 +56,22 @@ ID_HEX_DIGITS = 16
 MOST_TURNS = 10_000
 MOST_CHARACTERS = 8_000_000  # some two million tokens
 MOST_NAMES, LONGEST_NAME = 12, 40  # in a sentence
+STDLIB = "stdlib"
+STDLIB_FILE = Path(__file__).parents[1] / "embedded" / "conversations.jsonl.zst"
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+FILE_SUFFIXES = (*JSON_SUFFIXES, ".gz", ".xz", ".zst")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HEAD_BYTES = 1 << 20
+MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
+MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
+BLANK = re.compile(r"[ \t\r\n]*")
+CONTAINER = re.compile(r'\{\s*"data"\s*:\s*\[(?=\s*\{)')
+TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
+DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
+CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
+
+Split = Literal["train", "heldout", "all"]
+Records = Iterator[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,13 +106,225 @@ class Conversation:
 
 
 class InvalidConversation(UserError):
-    """A conversation that cannot be used. `reason` is the short name under which `skip_invalid` counts it."""
+    """A record that cannot be used. `reason` is the short name under which `skip_invalid` counts it."""
 
     def __init__(self, where: str, reason: str, sentence: str) -> None:
         super().__init__(
             f"{where}: {sentence}; fix it, or set data.conversations.skip_invalid=true to skip and count such cases"
         )
-        self.reason = reason
+        self.reason, self.sentence = reason, sentence
+
+
+# ---- records ----
+
+
+def open_records(recipe: SourceRecipe, split: Split) -> Records:
+    """(where it was found, record) pairs; a line that is not JSON arrives as the error that it is.
+
+    Args:
+        recipe: Where to read.
+        split: Used by `stdlib`, whose split is by module.
+
+    Raises:
+        UserError: There is no such file or dataset, or it cannot be read.
+    """
+    if recipe.source == STDLIB:
+        records = (record for _, record in read_json_records(STDLIB_FILE))
+        wanted = (record for record in records if split in ("all", record["split"]))
+        return ((f"stdlib conversation {number}", record) for number, record in enumerate(wanted, start=1))
+    file = Path(recipe.source).expanduser()
+    if file.is_file():
+        return read_json_records(file)
+    if file.is_dir():
+        raise UserError(f"data.conversations.source {file} is a folder: name one .json or .jsonl file in it")
+    looks_like_a_file = recipe.source.startswith((".", "/", "~")) or recipe.source.endswith(FILE_SUFFIXES)
+    if looks_like_a_file or not HUB_ID.fullmatch(recipe.source):
+        hint = f"its folder {file.parent} does not exist either"
+        if file.parent.is_dir():
+            names = [entry.name for entry in file.parent.iterdir() if entry.is_file()]
+            hint = did_you_mean(file.name, names, "correct data.conversations.source")
+        raise UserError(f"conversations file {file} does not exist: {hint}")
+    return _hub_records(recipe)
+
+
+def _hub_records(recipe: SourceRecipe) -> Records:
+    """Read a dataset of the Hugging Face Hub, or one JSON file of it.
+
+    A JSON file is read by our own reader: `datasets` infers one schema for all rows, which mixed ShareGPT dumps break.
+    """
+    try:
+        if recipe.file is not None and recipe.file.endswith(FILE_SUFFIXES):
+            import huggingface_hub
+
+            downloaded = huggingface_hub.hf_hub_download(
+                recipe.source, recipe.file, repo_type="dataset", revision=recipe.revision
+            )
+            return read_json_records(Path(downloaded))
+        import datasets
+
+        config = {} if recipe.hub_config is None else {"name": recipe.hub_config}
+        rows = datasets.load_dataset(
+            recipe.source, data_files=recipe.file, revision=recipe.revision, split=recipe.hub_split, **config
+        )
+    except Exception as error:  # the Hub's libraries raise dozens of unrelated classes (HTTP, offline, parsing, split)
+        part = f"split {recipe.hub_split}" + (f", file {recipe.file}" if recipe.file else "")
+        raise UserError(
+            f"Hub dataset {recipe.source} ({part}) cannot be loaded: {reason(error)}; check the name and the network, "
+            "or set data.conversations.source to a local file (of a mixture: the `source` of that entry)"
+        ) from None
+    return ((f"{recipe.source} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def json_of(line: bytes, where: str) -> Any:
+    """Parse a line of JSON.
+
+    Raises:
+        InvalidConversation: It is not UTF-8, no JSON, or more than any record is.
+    """
+    try:
+        if len(line) > MOST_RECORD_BYTES:
+            raise InvalidConversation(where, TOO_LARGE, f"{TOO_LARGE}, which no conversation is")
+        return DECODER.decode(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 text (byte 0x{line[error.start]:02x} at position {error.start + 1}): {CONVERT}"
+        raise InvalidConversation(where, "not UTF-8", what) from None
+    except json.JSONDecodeError as error:
+        raise InvalidConversation(where, "not JSON", f"not JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise InvalidConversation(where, TOO_DEEP, TOO_DEEP) from None
+
+
+def read_json_records(file: Path) -> Records:
+    """Read JSON lines, an array of records, or records one after the other, each over several lines.
+
+    Yields:
+        (`file line 3`, record); a line that is not JSON, or not UTF-8, comes as an `InvalidConversation` in the
+        record's place.
+
+    Raises:
+        UserError: The file is empty or cannot be decompressed; or, unless its records are lines, it is not UTF-8, or a
+            record no JSON.
+    """
+    from zstandard import ZstdError
+
+    try:
+        with _open_bytes(file) as stream:
+            head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
+            while head and not head.strip():
+                head = stream.readline(HEAD_BYTES)
+        if _goes_on_over_lines(head):
+            with _open_bytes(file) as stream:
+                text = stream.read().decode("utf-8-sig")
+            if not text.lstrip().startswith("{") or _first_value_ends(text):
+                yield from _spread_records(file, text)
+                return
+        with _open_bytes(file) as stream:
+            yield from _line_records(file, stream)
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8 text: {CONVERT}") from None
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, ZstdError, EOFError) as error:
+        raise UserError(f"{file} cannot be decompressed ({error or 'it ends too early'}): fetch it again") from None
+
+
+@contextmanager
+def _open_bytes(file: Path) -> Iterator[BinaryIO]:
+    with file.open("rb") as raw:
+        if file.suffix == ".zst":
+            import zstandard
+
+            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
+                yield cast(BinaryIO, io.BufferedReader(cast(Any, stream)))
+        elif file.suffix in (".gz", ".xz"):
+            with (gzip if file.suffix == ".gz" else lzma).open(raw) as stream:
+                yield cast(BinaryIO, stream)
+        else:
+            yield raw
+
+
+def _line_records(file: Path, stream: BinaryIO) -> Records:
+    number, empty = 0, True
+    while line := stream.readline(MOST_RECORD_BYTES + 1):
+        number += 1
+        rest = line
+        while len(line) > MOST_RECORD_BYTES and rest and not rest.endswith(b"\n"):
+            rest = stream.readline(HEAD_BYTES)
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not line.strip():
+            continue
+        empty, where = False, f"{file} line {number}"
+        try:
+            record = json_of(line, where)
+        except InvalidConversation as error:
+            record = error
+        yield where, record
+    if empty:
+        raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
+
+
+def _goes_on_over_lines(head: bytes) -> bool:
+    """Whether the first line is an array or `{"data": [`, or JSON of which nothing but the rest is missing."""
+    text = head.decode("utf-8", errors="replace").strip()
+    if text.startswith("[") or CONTAINER.match(text):
+        return True
+    try:
+        DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        return text.startswith("{") and len(head) < HEAD_BYTES and error.pos >= len(text)
+    except RecursionError:
+        pass
+    return False
+
+
+def _first_value_ends(text: str) -> bool:
+    """Whether the file begins with JSON; else what is wrong is told line by line."""
+    with suppress(json.JSONDecodeError, RecursionError):
+        DECODER.raw_decode(text, _after_blanks(text, 0))
+        return True
+    return CONTAINER.match(text, _after_blanks(text, 0)) is not None
+
+
+def _spread_records(file: Path, text: str) -> Records:
+    """The records of an array, of `{"data": [...]}`, or of values one after the other."""
+    at, number = _after_blanks(text, 0), 0
+    container = CONTAINER.match(text, at)
+    in_list = container is not None or text[at] == "["
+    at = container.end() if container is not None else at + in_list
+
+    def problem(place: int, what: str) -> UserError:
+        return UserError(f"{file} line {1 + text.count(chr(10), 0, place)} {what}")
+
+    while True:
+        at = _after_blanks(text, at)
+        is_over = text.startswith("]", at) and number == 0 if in_list else at == len(text)
+        if is_over:
+            at += 1
+            break
+        number += 1
+        try:
+            record, at = DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise problem(error.pos, f"is not JSON: {error.msg}") from None
+        except RecursionError:
+            raise problem(at, f"is {TOO_DEEP}") from None
+        yield f"{file} conversation {number}", record
+        if in_list:
+            at = _after_blanks(text, at) + 1
+            if text[at - 1 : at] not in (",", "]"):
+                raise problem(at - 1, "is not JSON: a comma or ] is missing")
+            if text[at - 1] == "]":
+                break
+    at = _after_blanks(text, at)
+    if container is not None and not text.startswith(("}", ","), at):  # with what else there may be about the data
+        raise problem(at, "is not JSON: a } is missing")
+    if in_list and container is None and at < len(text):
+        raise problem(at, "is not JSON: there is text after the array")
+
+
+def _after_blanks(text: str, at: int) -> int:
+    return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+
+
+# ---- what a record says ----
 
 
 def parse_conversation(record: Any, where: str, columns: ColumnsRecipe | None = None) -> Conversation:
@@ -98,19 +340,21 @@ def parse_conversation(record: Any, where: str, columns: ColumnsRecipe | None = 
     """
     columns = columns or ColumnsRecipe()
     if not isinstance(record, dict):
-        raise InvalidConversation(
-            where, "not a mapping", f"a conversation must be a JSON object, not {json_kind(record)}"
-        )
+        what = f"a conversation must be a JSON object, not {json_kind(record)}"
+        raise InvalidConversation(where, "not a mapping", what)
     turns = _listed_turns(record, where) if columns.prompt is None else None
     if turns is None:
         turns = _turns_of_columns(record, where, columns)
     if turns is None:
+        lists = [
+            key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+        ]
+        hint = f": if {listed(lists[:1])} holds the conversations, write that list alone into the file" if lists else ""
         raise InvalidConversation(
             where,
             "no conversation key",
             "a conversation needs the key `conversations` (ShareGPT), `messages` (OpenAI) or a prompt column "
-            "(data.conversations.columns.prompt names it), "
-            f"this one has {listed(record)}{_list_in(record)}",
+            f"(data.conversations.columns.prompt names it), this one has {listed(record)}{hint}",
         )
     _check_turns(turns, where)
     return Conversation(conversation_id(turns), turns)
@@ -154,40 +398,29 @@ def json_kind(value: Any) -> str:
 
 def _listed_turns(record: dict[str, Any], where: str) -> tuple[Turn, ...] | None:
     """The turns of ShareGPT or OpenAI messages; None if the record is neither, or has null, as a table's rows may."""
-    for list_key, role_key, text_key, roles in FORMATS:
-        messages = record.get(list_key)
-        if messages is None:
-            continue
-        if not isinstance(messages, list):
-            raise InvalidConversation(
-                where, "not a list of turns", f"`{list_key}` must be a list of turns, not {json_kind(messages)}"
-            )
-        return tuple(
-            _parse_turn(message, f"{where}, turn {number}", role_key, text_key, roles)
-            for number, message in enumerate(messages, start=1)
-        )
-    return None
-
-
-def _parse_turn(message: Any, where: str, role_key: str, text_key: str, roles: dict[str, Role]) -> Turn:
-    if not isinstance(message, dict) or role_key not in message or text_key not in message:
-        raise InvalidConversation(
-            where, "malformed turn", f"a turn must be an object with `{role_key}` and `{text_key}`"
-        )
-    name = message[role_key]
-    if not isinstance(name, str) or name not in roles:
-        shown = json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
-        raise InvalidConversation(where, "unknown role", f"unknown role {shown}, known ones are {', '.join(roles)}")
-    content = text_of(message[text_key], where)
-    if not content.strip():
-        raise InvalidConversation(where, f"empty {roles[name]} turn", f"the {name} turn is empty")
-    return Turn(roles[name], content)
-
-
-def _list_in(record: dict[str, Any]) -> str:
-    """A hint for a file that has its conversations one level down."""
-    lists = [key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return f": if {listed(lists[:1])} holds the conversations, write that list alone into the file" if lists else ""
+    found = next((each for each in FORMATS if record.get(each[0]) is not None), None)
+    if found is None:
+        return None
+    list_key, role_key, text_key, roles = found
+    messages = record[list_key]
+    if not isinstance(messages, list):
+        what = f"`{list_key}` must be a list of turns, not {json_kind(messages)}"
+        raise InvalidConversation(where, "not a list of turns", what)
+    turns = []
+    for number, message in enumerate(messages, start=1):
+        here = f"{where}, turn {number}"
+        if not isinstance(message, dict) or role_key not in message or text_key not in message:
+            what = f"a turn must be an object with `{role_key}` and `{text_key}`"
+            raise InvalidConversation(here, "malformed turn", what)
+        name = message[role_key]
+        if not isinstance(name, str) or name not in roles:
+            shown = json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
+            raise InvalidConversation(here, "unknown role", f"unknown role {shown}, known ones are {', '.join(roles)}")
+        content = text_of(message[text_key], here)
+        if not content.strip():
+            raise InvalidConversation(here, f"empty {roles[name]} turn", f"the {name} turn is empty")
+        turns.append(Turn(roles[name], content))
+    return tuple(turns)
 
 
 def _turns_of_columns(record: dict[str, Any], where: str, columns: ColumnsRecipe) -> tuple[Turn, ...] | None:
@@ -195,47 +428,40 @@ def _turns_of_columns(record: dict[str, Any], where: str, columns: ColumnsRecipe
 
     An answer that is not there is an empty assistant turn, or none at the end.
     """
+
+    def texts_in(column: str) -> list[str]:
+        values = record[column] if isinstance(record[column], list) else [record[column]]
+        return [text_of(text, f"{where}, `{column}`") for text in values]
+
+    def text_in(key: str) -> str:
+        column = _column(record, where, key, columns)
+        return "" if column is None else text_of(record[column], f"{where}, `{column}`")
+
     prompt_column = _column(record, where, "prompt", columns)
     if prompt_column is None:
         return None
-    prompts = _texts(record[prompt_column], where, prompt_column)
-    input_column = _column(record, where, "input", columns)
-    if input_column is not None and prompts:
-        below = text_of(record[input_column], f"{where}, `{input_column}`")
-        prompts[0] += f"\n\n{below}" if below.strip() else ""
-    turns: list[Turn] = []
-    system_column = _column(record, where, "system", columns)
-    if system_column is not None:
-        system = text_of(record[system_column], f"{where}, `{system_column}`")
-        turns += [Turn("system", system)] if system.strip() else []
-    for prompt, answer in zip(prompts, _answers(record, where, columns, len(prompts)), strict=True):
+    prompts = texts_in(prompt_column)
+    if prompts and (below := text_in("input")).strip():
+        prompts[0] += f"\n\n{below}"
+    system = text_in("system")
+    turns = [Turn("system", system)] if system.strip() else []
+    answers = [""] * len(prompts)
+    answer_column = _column(record, where, "answer", columns)
+    if answer_column is not None:
+        value = record[answer_column]
+        given = value if isinstance(value, list) else [value]
+        if len(given) == len(prompts) and all(isinstance(text, str) for text in given):
+            answers = texts_in(answer_column)
+        elif columns.answer is not None:  # else it is a choice's number, for instance: not what the recipe asked for
+            what = f"`{answer_column}` must hold one text for each of the {len(prompts)} prompts"
+            raise InvalidConversation(where, "answers do not fit the prompts", what)
+    for prompt, answer in zip(prompts, answers, strict=True):
         if not prompt.strip():
             raise InvalidConversation(where, "empty user turn", f"`{prompt_column}` is empty")
         turns += [Turn("user", prompt), Turn("assistant", answer if answer.strip() else "")]
     while turns and turns[-1] == Turn("assistant", ""):
         turns.pop()
     return tuple(turns)
-
-
-def _answers(record: dict[str, Any], where: str, columns: ColumnsRecipe, count: int) -> list[str]:
-    """One answer for each prompt, empty where there is none."""
-    column = _column(record, where, "answer", columns)
-    if column is None:
-        return [""] * count
-    value = record[column]
-    texts = value if isinstance(value, list) else [value]
-    if len(texts) == count and all(isinstance(text, str) for text in texts):
-        return _texts(value, where, column)
-    if columns.answer is None:
-        return [""] * count  # a choice's number, for instance: not what the recipe asked for
-    sentence = f"`{column}` must hold one text for each of the {count} prompts"
-    raise InvalidConversation(where, "answers do not fit the prompts", sentence)
-
-
-def _texts(value: Any, where: str, column: str) -> list[str]:
-    """The texts of a column that has one or a list of them."""
-    values = value if isinstance(value, list) else [value]
-    return [text_of(text, f"{where}, `{column}`") for text in values]
 
 
 def _column(record: dict[str, Any], where: str, key: str, columns: ColumnsRecipe) -> str | None:
@@ -263,19 +489,18 @@ def _check_turns(turns: tuple[Turn, ...], where: str) -> None:
         )
     if not turns:
         raise InvalidConversation(where, "no turns", "the conversation is empty")
-    expected: Role = "user"
     first = 2 if turns[0].role == "system" else 1
     for number, turn in enumerate(turns[first - 1 :], start=first):
-        if turn.role == expected:
-            expected = "assistant" if expected == "user" else "user"
-        elif turn.role == "system":
+        if turn.role == ("assistant" if (number - first) % 2 else "user"):
+            continue
+        if turn.role == "system":
             reason, sentence = "system turn not first", "a system turn may only be the first one"
-            raise InvalidConversation(f"{where}, turn {number}", reason, sentence)
         elif number == first:
+            reason = "first turn from the assistant"
             sentence = "the conversation begins with the assistant, it must begin with the user"
-            raise InvalidConversation(f"{where}, turn {number}", "first turn from the assistant", sentence)
         else:
             reason = f"two {turn.role} turns in a row"
-            raise InvalidConversation(f"{where}, turn {number}", reason, f"{reason}, user and assistant must alternate")
+            sentence = f"{reason}, user and assistant must alternate"
+        raise InvalidConversation(f"{where}, turn {number}", reason, sentence)
     if len(turns) < first:
         raise InvalidConversation(where, "no user turn", "the conversation has no user turn")

@@ -15,9 +15,14 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from draftsmith.data.sources.conversation import Conversation, InvalidConversation, parse_conversation
+from draftsmith.data.sources.conversation import (
+    STDLIB,
+    Conversation,
+    InvalidConversation,
+    open_records,
+    parse_conversation,
+)
 from draftsmith.data.sources.questions import Contamination
-from draftsmith.data.sources.records import STDLIB, open_records
 from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, json_kind, text_of
-from draftsmith.data.sources.records import UnusableJson, json_of
+from draftsmith.data.sources.conversation import Conversation, InvalidConversation, json_kind, json_of, text_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import CACHE_VARIABLE, cache_root, write_atomically
 
@@ -137,9 +136,9 @@ def _limited(questions: list[Question], per_category: int, per_task: int) -> lis
 
 def _parse(line: bytes, where: str) -> Question:
     try:
-        fields: Any = json_of(line)
-    except UnusableJson as error:
-        raise UserError(f"{where} is {error}: {FORMAT}") from None
+        fields: Any = json_of(line, where)
+    except InvalidConversation as error:
+        raise UserError(f"{where} is {error.sentence}: {FORMAT}") from None
     if not isinstance(fields, dict):
         raise UserError(f"{where} is not a JSON object: {FORMAT}")
     for key in ("question_id", "category", "turns"):

@@ -29,8 +29,10 @@ from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, Ledg
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
-from draftsmith.data.tokens.answer_spans import PROBE, TemplateProblem, TemplateRefusal
 from draftsmith.data.tokens.chat_tokens import (
+    PROBE,
+    TemplateProblem,
+    TemplateRefusal,
     TokenizedConversation,
     answer_end_ids,
     special_ids,

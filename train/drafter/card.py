@@ -22,7 +22,7 @@ import yaml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from draftsmith.data.sources.records import JSON_SUFFIXES
+from draftsmith.data.sources.conversation import JSON_SUFFIXES
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.recipes.errors import masked
 from draftsmith.recipes.results import portable

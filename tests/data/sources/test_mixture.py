@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import zstandard
 
+from draftsmith.data.sources.conversation import open_records
 from draftsmith.data.sources.mixture import SourceCounts, interleave, load_conversations
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.data.sources.records import open_records
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, SourceRecipe
 

@@ -5,9 +5,9 @@ from support.chat_families import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.answer_spans import template_answer_lead
 from draftsmith.data.tokens.chat_tokens import (
     prompt_token_ids,
+    template_answer_lead,
     tokenize_conversation,
     tokenize_shortened,
 )

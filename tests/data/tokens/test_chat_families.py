@@ -7,10 +7,12 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import GenerationConfig
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.answer_spans import TemplateProblem, TemplateRefusal, template_answer_lead
 from draftsmith.data.tokens.chat_tokens import (
+    TemplateProblem,
+    TemplateRefusal,
     answer_end_ids,
     prompt_token_ids,
+    template_answer_lead,
     template_end_token,
     tokenize_conversation,
 )

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens import answer_spans, chat_tokens
-from draftsmith.data.tokens.answer_spans import TemplateProblem
+from draftsmith.data.tokens import chat_tokens
 from draftsmith.data.tokens.chat_tokens import (
     AnswerIds,
+    TemplateProblem,
     TokenizedConversation,
     tokenize_conversation,
     tokenize_shortened,
@@ -92,7 +92,7 @@ def cut_by_trying_every_end(
 ) -> tuple[TokenizedConversation, int] | None:
     """The rule. Each answer is found by renderings of its own, and each piece tokenised after all that precedes it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answer_spans, "AT_EACH_END", 10**6)
+        patch.setattr(chat_tokens, "AT_EACH_END", 10**6)
         patch.setattr(chat_tokens, "LOOK_BACK_CHARACTERS", 10**9)
         turns = conversation.turns
         for end in range(len(turns), 0, -1):
@@ -143,9 +143,8 @@ def work_of(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversation: Conve
         return call
 
     with monkeypatch.context() as patch:
-        for module in (answer_spans, chat_tokens):
-            patch.setattr(module, "render", counted(answer_spans.render))
-            patch.setattr(module, "token_ids", counted(answer_spans.token_ids))
+        for function in ("render", "token_ids"):
+            patch.setattr(chat_tokens, function, counted(getattr(chat_tokens, function)))
         assert tokenize_shortened(tokenizer, conversation, length) is not None
     return characters
 
@@ -179,6 +178,6 @@ def test_a_template_that_writes_its_turns_unalike(monkeypatch: pytest.MonkeyPatc
     expected = cut_by_trying_every_end(tokenizer, conversation, 10**9, None)
     assert expected is not None
     assert tokenize_conversation(tokenizer, conversation) == expected[0]
-    monkeypatch.setattr(answer_spans, "MOST_RENDERED_ONE_BY_ONE", 8)
+    monkeypatch.setattr(chat_tokens, "MOST_RENDERED_ONE_BY_ONE", 8)
     with pytest.raises(TemplateProblem, match="does not write all 9 answers of a conversation alike"):
         tokenize_conversation(tokenizer, conversation)
