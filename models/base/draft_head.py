@@ -124,17 +124,21 @@ class LabelledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors that the rows of a step are compared with.
+    """What a training step is given; see `Drafter.forward`.
 
     Args:
         input_ids: [B, S].
         labels_bgs: [B, G, S], -100 where there is none.
+        features: [B, S, F] of the target, AT each token.
+        position_ids: [B, S], if they are not 0..S-1.
         teacher_features: [B, S, D] that the target's head reads, if the loss compares with the target.
         counts_2g: `Drafter.label_counts` of the whole batch that these rows are a part of; these rows by default.
     """
 
     input_ids: Tensor
     labels_bgs: Tensor
+    features: Tensor
+    position_ids: Tensor | None
     teacher_features: Tensor | None
     counts_2g: Tensor | None
 

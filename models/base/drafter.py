@@ -16,7 +16,7 @@ is pydantic's validation context here.
 Shapes: B batch, S sequence, G depths, D hidden, F features (`feature_layers` times D), V vocabulary, V' drafted tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -37,17 +37,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.draft_head import (
+    Batch,
     DraftedShare,
     DraftHead,
+    LabelledRows,
     MarkovHead,
     RowLosses,
     depth_shares,
     supervised_token_counts,
+    training_loss,
 )
 from draftsmith.models.decoding.decoders import ALL_TOKENS, DrafterDecoder, StepwiseDecoder, TokenColumns
 from draftsmith.models.groups.attention import Backend
-from draftsmith.models.groups.rows import IGNORED_LABEL, depth_labels, document_starts
-from draftsmith.models.losses import DrafterOutput, LossName, numbers_beside
+from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, depth_labels, document_starts
+from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput, LossName, numbers_beside
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
@@ -526,6 +529,24 @@ class Drafter(PreTrainedModel):
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
                 to its loss. By default these rows are all of it.
         """
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        rows = self.active_rows(labels_bgs, position_ids)
+        if teacher_features is None and self.config.loss in TEACHER_LOSSES:
+            teacher_features = features
+        return self.loss_of_rows(
+            rows, Batch(input_ids, labels_bgs, features, position_ids, teacher_features, label_counts)
+        )
+
+    def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
+        """Return the rows that are computed: those with a label, and those that they attend to."""
+        return ActiveRows.of(labels_bgs, position_ids=position_ids)
+
+    def loss_of_rows(self, rows: ActiveRows, batch: Batch) -> DrafterOutput:
+        """Return the loss of the labelled ones among these rows."""
+        return training_loss(self, batch, self.labelled_rows(rows, batch))
+
+    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
+        """Compute the rows; give those with a label, those of each head together."""
         raise NotImplementedError
 
     def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:

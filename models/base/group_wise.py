@@ -8,7 +8,7 @@ Shapes: B batch, S sequence, G depths, K masks, N active rows, M of them labelle
 features, V vocabulary, V' of them drafted, W tree nodes of a call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Self
 
 import torch
@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.models.base.draft_head import Batch, LabelledRows, training_loss
+from draftsmith.models.base.draft_head import Batch, LabelledRows
 from draftsmith.models.base.drafter import (
     Attention,
     DepthOptions,
@@ -32,9 +32,10 @@ from draftsmith.models.decoding.decoders import (
     StepwiseDecoder,
     TreeDecoder,
 )
-from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, layers_config
-from draftsmith.models.groups.rows import ActiveRows, active, depth_labels, previous_features
-from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
+from draftsmith.models.groups.attention import GroupAttention
+from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of_target
+from draftsmith.models.groups.rows import ActiveRows, active, previous_features
+from draftsmith.models.losses import TEACHER_LOSSES
 
 
 class GroupWiseOptions(DrafterOptions):
@@ -118,7 +119,7 @@ class GroupWiseDrafter(Drafter):
     layers: nn.ModuleList
     norm: nn.Module
     layers_config: PreTrainedConfig
-    _rotary: Rotary | None = None
+    _rotary: Rotate | None = None
     # The row of a group that predicts depth 1.
     first_depth = 0
 
@@ -135,31 +136,19 @@ class GroupWiseDrafter(Drafter):
         self._rotary = self.make_rotary(target)
         return super().attach(target)
 
-    def make_rotary(self, target: PreTrainedModel) -> Rotary:
+    def make_rotary(self, target: PreTrainedModel) -> Rotate:
         """Return the rotary embedding of its queries and keys."""
-        return Rotary.of_target(target, self.layers_config)
+        return rotary_of_target(target, self.layers_config)
 
     # ---- training ----
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        teacher_features: Tensor | None = None,
-        label_counts: Tensor | None = None,
-    ) -> DrafterOutput:
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        rows = self.active_rows(labels_bgs, position_ids)
-        hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
+    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
+        hidden_nd = self.rows_hidden(rows, batch.input_ids, batch.features, batch.position_ids)
         place_m = rows.labelled_m
         normed_md, depth_m = self.norm(hidden_nd.index_select(0, place_m)), rows.depth_n[place_m] - self.first_depth
-        labelled = LabelledRows(self.draft_head(), normed_md, depth_m, rows.token_n[place_m])
-        return training_loss(self, Batch(input_ids, labels_bgs, teacher_features, label_counts), [labelled])
+        return [LabelledRows(self.draft_head(), normed_md, depth_m, rows.token_n[place_m])]
 
     def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
-        """Return the rows with a label, and those that they attend to."""
         shares = self.config.options.kept_shares if self.training else None
         active_bgs, in_documents = active(labels_bgs, shares, self.generator), self.in_documents(labels_bgs)
         return ActiveRows.of(labels_bgs, active_bgs, position_ids, self.reads_first_token, in_documents)
@@ -237,7 +226,7 @@ class GroupWiseDrafter(Drafter):
         return self.real_inputs(input_ids, feedback)
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """[1, N, E] to [1, N, D]; `cached_attention` is what the layers attend by, see `groups/layers.py`."""
+        """[1, N, E] to [1, N, D]; `cached_attention` is what the layers attend by, see `groups/attention.py`."""
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=rotary, **attention)
         return hidden

@@ -56,7 +56,8 @@ from draftsmith.models.base.drafter import (
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.decoding.blocks import BlockDecoder
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
-from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, qwen3_layers_config
+from draftsmith.models.groups.attention import GroupAttention
+from draftsmith.models.groups.layers import Rotate, build_target_layers, qwen3_layers_config, rotary
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
 
 # Whose layers have the parts of Qwen 3's, by the same names and with the same meaning.
@@ -125,8 +126,8 @@ class DFlashDrafter(GroupWiseDrafter):
         self.layers, self.norm, self.hidden_norm = built.layers, built.norm, copy.deepcopy(built.norm)
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
 
-    def make_rotary(self, target: PreTrainedModel) -> Rotary:
-        return Rotary(Qwen3RotaryEmbedding, self.layers_config, target.device)
+    def make_rotary(self, target: PreTrainedModel) -> Rotate:
+        return rotary(Qwen3RotaryEmbedding, self.layers_config, target.device)
 
     @property
     def reads_first_token(self) -> bool:

@@ -42,7 +42,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, DraftDepth, DrafterConfig, FirstToken, Init
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
-from draftsmith.models.groups.layers import GroupAttention, build_target_layers, layers_config
+from draftsmith.models.groups.attention import GroupAttention
+from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows, previous_features
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).

@@ -27,12 +27,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.base.draft_head import Batch
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.decoders import CachedDecoder, depths_below, padded_rows
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
-from draftsmith.models.groups.layers import GroupAttention, Rotary, build_target_layers, layers_config
+from draftsmith.models.groups.attention import GroupAttention
+from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of_target
 from draftsmith.models.groups.rows import ActiveRows, previous_features
 
 
@@ -81,7 +83,7 @@ class PrefixAttention(nn.Module):
         self.layers_config = layers_config(target_config, num_layers=1)
         built = build_target_layers(self.layers_config)
         self.layer, self.norm = built.layers[0], built.norm
-        self._rotary: Rotary | None = None
+        self._rotary: Rotate | None = None
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +94,7 @@ class PrefixAttention(nn.Module):
         return next(self.parameters()).dtype
 
     def attach(self, target: PreTrainedModel) -> None:
-        self._rotary = Rotary.of_target(target, self.layers_config)
+        self._rotary = rotary_of_target(target, self.layers_config)
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
@@ -105,7 +107,7 @@ class PrefixAttention(nn.Module):
         return states[..., :0]
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """[1, N, D] features to [1, N, D] states; `attention` as in `groups/layers.py`."""
+        """[1, N, D] features to [1, N, D] states; `attention` as in `groups/attention.py`."""
         return self.norm(self.layer(hidden, position_embeddings=rotary, **attention))
 
 
@@ -144,11 +146,9 @@ class HydraDrafter(HeadsDrafter):
 
     # ---- training: all groups of a sequence at once ----
 
-    def hidden_of_heads(
-        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
-    ) -> Iterator[Tensor]:
-        states_pd = self.states_of(rows, features, position_ids).flatten(0, 1)
-        embedded_pd = self.embedded(input_ids).flatten(0, 1)
+    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
+        states_pd = self.states_of(rows, batch.features, batch.position_ids).flatten(0, 1)
+        embedded_pd = self.embedded(batch.input_ids).flatten(0, 1)
         for j, token_n in enumerate(rows.labelled_tokens):
             read = [states_pd.index_select(0, token_n)]
             read += [embedded_pd.index_select(0, token_n + i) for i in range(j + 1)]

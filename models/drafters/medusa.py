@@ -13,7 +13,7 @@ they share with other kinds that have a head for each depth (Hydra) is `HeadsDra
 Shapes: B batch, S sequence, P = B*S tokens, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, cast
 
 import torch
@@ -22,11 +22,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.draft_head import Batch, LabelledRows, training_loss
+from draftsmith.models.base.draft_head import Batch, LabelledRows
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, Drafter, DrafterConfig, Loss
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.groups.rows import ActiveRows, depth_labels, previous_features
-from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput
+from draftsmith.models.groups.rows import ActiveRows, previous_features
 from draftsmith.recipes.errors import UserError
 
 
@@ -83,49 +82,14 @@ class HeadsDrafter(Drafter):
                 )
             self.initialize_own_heads()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        teacher_features: Tensor | None = None,
-        label_counts: Tensor | None = None,
-    ) -> DrafterOutput:
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        rows = ActiveRows.of(labels_bgs, position_ids=position_ids)
-        return self.loss_of_rows(rows, labels_bgs, input_ids, features, position_ids, label_counts)
+    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
+        for j, (hidden_nd, token_n) in enumerate(
+            zip(self.hidden_of_heads(rows, batch), rows.labelled_tokens, strict=True)
+        ):
+            yield LabelledRows(self.draft_head(j), hidden_nd, torch.full_like(token_n, j), token_n)
 
-    def loss_of_rows(
-        self,
-        rows: ActiveRows,
-        labels_bgs: Tensor,
-        input_ids: Tensor,
-        features: Tensor,
-        position_ids: Tensor | None,
-        label_counts: Tensor | None,
-    ) -> DrafterOutput:
-        """Return the loss of all heads at the active rows of these labels; the others as of `forward`."""
-        hidden = self.hidden_of_heads(rows, input_ids, features, position_ids)
-        parts = (
-            LabelledRows(self.draft_head(j), hidden_nd, torch.full_like(token_n, j), token_n)
-            for j, (hidden_nd, token_n) in enumerate(zip(hidden, rows.labelled_tokens, strict=True))
-        )
-        # Its teacher is what the target's LM head makes of the features that it reads itself.
-        taught_by = features if self.config.loss in TEACHER_LOSSES else None
-        return training_loss(self, Batch(input_ids, labels_bgs, taught_by, label_counts), parts)
-
-    def hidden_of_heads(
-        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
-    ) -> Iterator[Tensor]:
-        """Yield the hidden states [N, D] of each head's labelled rows, whose newest tokens are `rows.labelled_tokens`.
-
-        Args:
-            rows: The active rows of all heads.
-            input_ids: [B, S].
-            features: [B, S, D] of the target, AT each token.
-            position_ids: [B, S] of packed documents.
-        """
+    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
+        """Yield the hidden states [N, D] of each head's rows, whose newest tokens are `rows.labelled_tokens`."""
         raise NotImplementedError
 
 
@@ -165,10 +129,8 @@ class MedusaDrafter(HeadsDrafter):
             parameter.zero_()
         super().initialize_from_target(target)
 
-    def hidden_of_heads(
-        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
-    ) -> Iterator[Tensor]:
-        previous_pd = previous_features(features, position_ids).flatten(0, 1)
+    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
+        previous_pd = previous_features(batch.features, batch.position_ids).flatten(0, 1)
         for blocks, token_n in zip(self.blocks, rows.labelled_tokens, strict=True):
             yield blocks(previous_pd.index_select(0, token_n).to(self.dtype))
 

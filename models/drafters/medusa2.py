@@ -19,17 +19,17 @@ Shapes: B batch, S sequence, N labelled positions, D hidden.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.models.base.draft_head import Batch
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
-from draftsmith.models.groups.rows import ActiveRows, depth_labels
+from draftsmith.models.groups.rows import ActiveRows
 from draftsmith.models.losses import DrafterOutput, TeacherRows, head_loss, one_for_none
 from draftsmith.models.target.adapter import (
     ALL_LINEAR,
@@ -141,44 +141,30 @@ class Medusa2Drafter(MedusaDrafter):
     def needs_teacher(self) -> bool:
         return self.trains_target and self.config.lm_loss == "kl"
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        teacher_features: Tensor | None = None,
-        label_counts: Tensor | None = None,
-    ) -> DrafterOutput:
+    def loss_of_rows(self, rows: ActiveRows, batch: Batch) -> DrafterOutput:
         """L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
 
-        Args:
-            features: [B, S, D] of the changed target, with a gradient after the warm-up.
-            teacher_features: [B, S, D] of the original target, for the `kl` of L_LM.
-
-        The others are those of `MedusaDrafter.forward`.
+        The batch's features are the changed target's, with a gradient after the warm-up, its teacher's those of the
+        original target, for the `kl` of L_LM.
         """
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_heads)
-        rows = ActiveRows.of(labels_bgs)
-        output = self.loss_of_rows(rows, labels_bgs, input_ids, features, position_ids, label_counts)
+        features, original = batch.features, batch.teacher_features
+        output = super().loss_of_rows(rows, replace(batch, teacher_features=features))
         output.loss = self.config.heads_weight * output.loss
         if not self.trains_target:
             return output
         # h_t predicts x_{t+1}, the label of depth 1: the mean L_LM of the tokens that may be predicted.
         token_n = rows.labelled_tokens[0]
         ones_n = torch.ones_like(token_n, dtype=torch.float32)
-        count = ones_n.sum() if label_counts is None else label_counts[0, 0]
-        output.loss = (
-            output.loss
-            + head_loss(
-                features.flatten(0, 1).index_select(0, token_n),
-                self.attached.lm_head,
-                labels_bgs[:, 0].flatten()[token_n],
-                ones_n / one_for_none(count),
-                loss=self.config.lm_loss,
-                teacher=None if teacher_features is None else TeacherRows(teacher_features.flatten(0, 1), token_n),
-            ).loss
-        )
+        count = ones_n.sum() if batch.counts_2g is None else batch.counts_2g[0, 0]
+        lm_loss = head_loss(
+            features.flatten(0, 1).index_select(0, token_n),
+            self.attached.lm_head,
+            batch.labels_bgs[:, 0].flatten()[token_n],
+            ones_n / one_for_none(count),
+            loss=self.config.lm_loss,
+            teacher=None if original is None else TeacherRows(original.flatten(0, 1), token_n),
+        ).loss
+        output.loss = output.loss + lm_loss
         return output
 
 

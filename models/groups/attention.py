@@ -36,13 +36,71 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.models.groups.rows import Documents
+from draftsmith.models.groups.rows import Documents, Grid
 from draftsmith.recipes.errors import UserError
 
 Backend = Literal["folded", "dense", "flex"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 aten = torch.ops.aten
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cached_attention: Any = None,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface, by which it is registered for the layers of drafters.
+
+    It hands queries [1, H, N, Dh], keys and values to the object that the forward was given, whose method `attend`
+    gives [1, N, H, Dh]: `GroupAttention` in training, `CachedAttention` over a KV cache in decoding.
+    """
+    if cached_attention is None:
+        raise ValueError("the drafter's layers need `cached_attention`")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cached_attention.attend(module.layer_idx, query, key, value, scale), None
+
+
+class GroupAttention:
+    """Group attention over packed rows: of all depths together, or of some after those that they attend to.
+
+    Args:
+        backend: As in `group_attention`.
+        grid: The rows' grid, of all depths or of the first ones.
+        causal: Whether a row sees only the earlier ones of its own group.
+        keeps: Whether rows of further depths follow, which attend to the keys and values of these.
+    """
+
+    def __init__(self, backend: str, grid: Grid, causal: bool = True, keeps: bool = False) -> None:
+        self._backend, self._grid, self._causal, self._keeps = backend, grid, causal, keeps
+        self._earlier = dict[int, list[tuple[Tensor, Tensor]]]()
+
+    def add(self, layer_index: int, k_bhnd: Tensor, v_bhnd: Tensor) -> None:
+        """Keys and values [1, Hkv, N, Dh] that further depths attend to, of rows without a query."""
+        self._earlier.setdefault(layer_index, []).append((self._grid.to_grid(k_bhnd), self._grid.to_grid(v_bhnd)))
+
+    def go_on(self, grid: Grid) -> None:
+        """Go on with the rows of the next depths, on a grid of these alone."""
+        self._grid = grid
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[1, N, H, Dh] for queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh]."""
+        grid = self._grid
+        keys_values = [*self._earlier.get(layer_index, []), (grid.to_grid(k_bhrd), grid.to_grid(v_bhrd))]
+        if self._keeps:
+            self._earlier[layer_index] = keys_values
+        k_bhgsd, v_bhgsd = (
+            parts[-1] if len(parts) == 1 else torch.cat([part.to(parts[-1].dtype) for part in parts], dim=2)
+            for parts in zip(*keys_values, strict=True)
+        )
+        q_bhqsd = grid.to_grid(q_bhrd)
+        out = group_attention(q_bhqsd, k_bhgsd, v_bhgsd, self._backend, scale, grid.documents, self._causal)
+        return grid.from_grid(out)
 
 
 def group_attention(
@@ -131,11 +189,7 @@ def _flex(
             "there): use drafter.options.attention=folded"
         )
     query_depths, length = q_bhqsd.shape[2:4]
-    shape = (query_depths, k_bhgsd.shape[2], length, q_bhqsd.device, causal)
-    if documents is None:
-        block_mask = _flex_block_mask(*shape)
-    else:
-        block_mask = _make_flex_block_mask(*shape, documents.numbers(length))
+    block_mask = _flex_block_mask(query_depths, k_bhgsd.shape[2], length, q_bhqsd.device, causal, documents)
     out = _compiled_flex_attention()(
         q_bhqsd.flatten(2, 3),
         k_bhgsd.flatten(2, 3),
@@ -155,21 +209,13 @@ def _compiled_flex_attention() -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _flex_block_mask(query_depths: int, num_depths: int, length: int, device: torch.device, causal: bool) -> Any:
-    return _make_flex_block_mask(query_depths, num_depths, length, device, causal)
-
-
-def _make_flex_block_mask(
-    query_depths: int,
-    num_depths: int,
-    length: int,
-    device: torch.device,
-    causal: bool,
-    document_s: Tensor | None = None,
+def _flex_block_mask(
+    query_depths: int, num_depths: int, length: int, device: torch.device, causal: bool, documents: Documents | None
 ) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     first_query = (num_depths - query_depths) * length
+    document_s = None if documents is None else documents.numbers(length)
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = _may_see(query + first_query, key, length, causal)

@@ -1,27 +1,23 @@
-"""Decoder layers of the target's own kind, with only the attention core replaced by ours.
+"""Decoder layers of the target's own kind, with only the attention core replaced by ours (`attention.attend`).
 
 The layers are transformers' own modules, built from the target's config, so that widths, heads, biases, QK norms and
-RoPE match the target. transformers lets a model name its attention function; we register one that hands queries, keys
-and values to an object that the forward was given: group attention over packed rows in training (`GroupAttention`),
-attention over a KV cache in decoding.
+RoPE match the target. Sliding-window attention of a target is not carried over: the drafter's layers attend to the
+whole past.
 
-Sliding-window attention of a target is not carried over: the drafter's layers attend to the whole past.
-
-Shapes: H heads, Hkv key/value heads, N packed rows, R rows of a decode step, Dh head size.
+Shapes: N packed rows, Dh head size.
 """
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from draftsmith.models.groups.attention import group_attention
-from draftsmith.models.groups.rows import Grid
+from draftsmith.models.groups.attention import attend
 from draftsmith.recipes.errors import UserError
 
 ATTENTION_NAME = "draftsmith_group"
@@ -40,6 +36,7 @@ class TargetLayers:
     norm: nn.Module
 
 
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # From a target's config and a number of layers to the config that they are made of.
 LayersConfig = Callable[[dict[str, Any], int], PreTrainedConfig]
 
@@ -107,86 +104,19 @@ def qwen3_layers_config(target_config: dict[str, Any], num_layers: int) -> PreTr
 
 def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
     """New layers from `layers_config`, initialised as transformers initialises that architecture."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attend)
     skeleton = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.get_default_dtype())
     return TargetLayers(skeleton.layers, skeleton.norm)
 
 
-class Rotary:
-    """cos and sin of positions, as the target's layers take them.
+def rotary_of_target(target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
+    """Make RoPE as the target itself does it; see `rotary`."""
+    return rotary(type(target.base_model.rotary_emb), config, target.device)
 
-    No module: RoPE has no weights. One for each drafter, as some kinds remember the longest position.
+
+def rotary(module_class: Any, config: PreTrainedConfig, device: torch.device) -> Rotate:
+    """Make the function from hidden states and positions [1, N] to cos and sin [1, N, Dh], in their dtype.
+
+    No module of a drafter, as RoPE has no weights. One for each drafter, as some kinds remember the longest position.
     """
-
-    def __init__(self, module_class: Any, config: PreTrainedConfig, device: torch.device) -> None:
-        self.module = module_class(config=config).to(device)
-
-    @classmethod
-    def of_target(cls, target: PreTrainedModel, config: PreTrainedConfig) -> Self:
-        """Make it with the module that the target itself uses."""
-        return cls(type(target.base_model.rotary_emb), config, target.device)
-
-    def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, N, Dh] at positions [1, N], on the device and in the dtype of `hidden`."""
-        return self.module(hidden, position_ids)
-
-
-class Attention(Protocol):
-    """The attention of a forward's layers, which may keep keys and values for later ones."""
-
-    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[1, R, H, Dh] for queries [1, H, R, Dh], keys and values [1, Hkv, R, Dh]."""
-
-
-class GroupAttention:
-    """Group attention over packed rows: of all depths together, or of some after those that they attend to.
-
-    Args:
-        backend: As in `group_attention`.
-        grid: The rows' grid, of all depths or of the first ones.
-        causal: Whether a row sees only the earlier ones of its own group.
-        keeps: Whether rows of further depths follow, which attend to the keys and values of these.
-    """
-
-    def __init__(self, backend: str, grid: Grid, causal: bool = True, keeps: bool = False) -> None:
-        self._backend, self._grid, self._causal, self._keeps = backend, grid, causal, keeps
-        self._earlier = dict[int, list[tuple[Tensor, Tensor]]]()
-
-    def add(self, layer_index: int, k_bhnd: Tensor, v_bhnd: Tensor) -> None:
-        """Keys and values [1, Hkv, N, Dh] that further depths attend to, of rows without a query."""
-        self._earlier.setdefault(layer_index, []).append((self._grid.to_grid(k_bhnd), self._grid.to_grid(v_bhnd)))
-
-    def go_on(self, grid: Grid) -> None:
-        """Go on with the rows of the next depths, on a grid of these alone."""
-        self._grid = grid
-
-    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[1, N, H, Dh] for queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh]."""
-        grid = self._grid
-        keys_values = [*self._earlier.get(layer_index, []), (grid.to_grid(k_bhrd), grid.to_grid(v_bhrd))]
-        if self._keeps:
-            self._earlier[layer_index] = keys_values
-        k_bhgsd, v_bhgsd = (
-            parts[-1] if len(parts) == 1 else torch.cat([part.to(parts[-1].dtype) for part in parts], dim=2)
-            for parts in zip(*keys_values, strict=True)
-        )
-        q_bhqsd = grid.to_grid(q_bhrd)
-        out = group_attention(q_bhqsd, k_bhgsd, v_bhgsd, self._backend, scale, grid.documents, self._causal)
-        return grid.from_grid(out)
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    cached_attention: Attention | None = None,
-    **_kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, H, N, Dh] -> ([1, N, H, Dh], no weights)."""
-    if cached_attention is None:
-        raise ValueError("the drafter's layers need `cached_attention`")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cached_attention.attend(module.layer_idx, query, key, value, scale), None
+    return module_class(config=config).to(device).forward

@@ -67,9 +67,9 @@ def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) ->
     return labels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Documents:
-    """Where they begin and end; some may have no token at all.
+    """Where documents begin and end; some may have no token at all.
 
     Args:
         bounds_d: [D+1] int32, where each begins, and T.
