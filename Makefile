@@ -66,7 +66,7 @@ help:
 	@echo "make reference    the picture of the README, from docs/results/"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
-	@echo "make gpu          on a machine with one: the tests that need a GPU, then speed, memory and launches (25 minutes), into docs/results/"
+	@echo "make gpu          on a machine with one: the tests that need a GPU, then what a training step and a draft tree cost, into docs/results/"
 	@echo "make release      wheel and sdist of the version that the git tag says, checked, into dist/; uploads nothing"
 	@echo "make setup        only make the environment in $(VENV)"
 
@@ -197,9 +197,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/tokenise.py --json docs/results/machinery/tokenise.json
 	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
-# What is done is kept, whatever fails: the exit code says whether all was.
 gpu: $(READY)
-	$(BIN)/python benchmarks/gpu.py --json docs/results/machinery/gpu.json
+	$(BIN)/python -m pytest -m cuda
+	$(BIN)/python benchmarks/training_step.py attention --lengths 512 1024 2048 --json docs/results/machinery/gpu_attention.json
+	$(BIN)/python benchmarks/training_step.py bound --shape 8b --lengths 2048 --json docs/results/machinery/gpu_step_bound.json
+	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_gpu.json
 
 # Each is built by itself in an environment of its own: the wheel from the sdist, as others build it.
 release: $(READY)

@@ -2,7 +2,7 @@
 
     python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/step/step_price_float32.json
 
-On a CPU, in one process and in turns: torch's own operations (`torch`), the products and the attention of
+In one process and in turns: torch's own operations (`torch`), on a CPU the products and the attention of
 `models/cpu_kernels.cpp` (`kernels`), and these in a compiled forward, as an evaluation has it (`compiled`); after each
 turn the weights are read once, which is the least that a step can cost. Medians over turns. The first call of the
 compiled forward is timed too: in a second process it finds what the first one left in $DRAFTSMITH_CACHE.
@@ -25,7 +25,6 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 
-CPU = torch.device("cpu")
 WARM_UP_TURNS = 3
 
 
@@ -42,7 +41,7 @@ def step_prices(
             works[f"{name} {count}"] = partial(session.forward_tree, DraftTree([1] * count, bushy(count)))
     reads: list[float | None] = []
     works["read"] = lambda: reads.append(reading.seconds())
-    times_s = in_turns(works, CPU, turns, WARM_UP_TURNS)
+    times_s = in_turns(works, next(iter(sessions.values())).device, turns, WARM_UP_TURNS)
     assert reading.bytes is not None  # only a mixture of experts has none
     read_s = median(filter(None, reads))
     found: dict[str, Any] = {
@@ -80,8 +79,11 @@ def main() -> None:
     length = arguments.context + 2 * max(rows)
     compiled = CompiledSession(target, length)
     compiled.prefill([1] * arguments.context)
-    first_call_s = seconds(lambda: compiled.forward_tree(DraftTree([1], bushy(1))), CPU)
-    sessions = {"torch": TargetSession(plain, length), "kernels": TargetSession(target, length), "compiled": compiled}
+    first_call_s = seconds(lambda: compiled.forward_tree(DraftTree([1], bushy(1))), target.device)
+    sessions = {"torch": TargetSession(plain, length)}
+    if target.device.type == "cpu":
+        sessions["kernels"] = TargetSession(target, length)
+    sessions["compiled"] = compiled
     result = {
         "target": recipe.target.gguf_file or recipe.target.model,
         "dtype": str(target.dtype).removeprefix("torch."),

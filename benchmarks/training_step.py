@@ -1,18 +1,28 @@
-"""Training on a CPU, in turns: group attention alone, a whole step, and a step on features from disk.
+"""Training, in turns: group attention alone, a whole step, its lower bounds, and a step on features from disk.
 
     OMP_NUM_THREADS=2 python benchmarks/training_step.py attention --lengths 512 1024 2048 [--json FILE]
     OMP_NUM_THREADS=2 python benchmarks/training_step.py step [--json FILE]
+    OMP_NUM_THREADS=2 python benchmarks/training_step.py bound --shape 135m --lengths 256 [--json FILE]
     OMP_NUM_THREADS=2 python benchmarks/training_step.py offline --lengths 128 256 512 1024 [--json FILE]
 
-`attention`: forward and backward of `folded` against `dense`, 4 heads of 64.
+`attention` and `bound` run on the GPU where there is one.
+
+`attention`: forward and backward of every other backend against `dense`, 4 heads of 64.
 
 `step`: the target's forward, the drafter's layer with all its groups, the LM head, the backward and AdamW, `folded`
 against `dense`, at the embedded target's widths with random weights and every token supervised (the worst case: no row
 can be skipped). Peak memory is the growth of the resident set of a fresh process over its size before the first step.
 
+`bound`: a step on a random target of that shape in turns with its parts, each alone and by other people's code where
+there is any: the target's forward; one decoder layer of transformers with plain causal attention over G sequences of S
+rows, forward and backward; the chunked loss of as many rows as carry a label. Besides, the step makes the rows and
+their labels, merges own groups into the attention and reads its inputs by `fc`. The optimiser's step is timed apart.
+
 `offline`: the quickstart's drafter on batches of rows whose second half is labelled, with features from files that are
 mapped into memory against the target's forward; collation is part of the step. The files are in the page cache, as from
 the second epoch on where memory is large enough: a slow disk is not measured.
+
+Shapes: G = K+1 depths, S positions, D hidden, N labelled rows.
 """
 
 import tempfile
@@ -26,13 +36,24 @@ from typing import Any
 
 import datasets
 import torch
-from parts.timing import benchmark_parser, in_turns, peak_resident_bytes, ratios, write_figures
+from parts.timing import (
+    Work,
+    benchmark_parser,
+    in_turns,
+    peak_growth_bytes,
+    peak_resident_bytes,
+    ratios,
+    write_figures,
+)
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
+from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.groups.attention import group_attention
+from draftsmith.models.losses import head_loss
+from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
@@ -40,9 +61,20 @@ from draftsmith.train.features.cache import FeatureCache, FeatureCollator, Featu
 from draftsmith.train.features.write import row_features, shard_features
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ("folded", "dense")
+# Of `attention` and `bound`; flex has no backward on a CPU.
+DEVICE_BACKENDS = (*BACKENDS, "flex") if DEVICE.type == "cuda" else BACKENDS
 HEADS, HEAD_SIZE = 4, 64
 BATCH_SIZE, NUM_ROWS, DISK_DTYPE = 4, 32, "bfloat16"
+# Hidden size, the MLP's, layers, heads, heads of keys and values, vocabulary, dtype: of Llama 3.1 8B, Llama 3.2 1B,
+# SmolLM2-135M and the embedded target.
+SHAPES = {
+    "8b": (4096, 14336, 32, 32, 8, 128_256, "bfloat16"),
+    "1b": (2048, 8192, 16, 32, 8, 128_256, "bfloat16"),
+    "135m": (576, 1536, 30, 9, 3, 49_152, "float32"),
+    "embedded": (192, 512, 8, 3, 1, 4096, "float32"),
+}
 
 
 class Step:
@@ -72,7 +104,7 @@ class Step:
 def measure_attention(length: int, masks: int, turns: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     shape = (1, HEADS, masks + 1, length, HEAD_SIZE)
-    qkv = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
+    qkv = [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for _ in range(3)]
 
     def forward_backward(backend: str) -> None:
         for part in qkv:
@@ -80,7 +112,8 @@ def measure_attention(length: int, masks: int, turns: int) -> dict[str, Any]:
         out = group_attention(qkv[0], qkv[1], qkv[2], backend=backend)
         out.backward(torch.ones_like(out))
 
-    times_s = in_turns({backend: partial(forward_backward, backend) for backend in BACKENDS}, CPU, turns, warmup=1)
+    works = {backend: partial(forward_backward, backend) for backend in DEVICE_BACKENDS}
+    times_s = in_turns(works, DEVICE, turns, warmup=1)
     milliseconds = {f"{backend}_ms": 1e3 * median(times) for backend, times in times_s.items()}
     mask_bytes = (length * (masks + 1)) ** 2
     return {**milliseconds, **ratios("speedup", times_s["dense"], times_s["folded"]), "dense_mask_bytes": mask_bytes}
@@ -147,23 +180,125 @@ def measure_offline(length: int, masks: int, turns: int) -> dict[str, Any]:
     }
 
 
-WHATS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
-    "attention": measure_attention,
-    "step": measure_step,
-    "offline": measure_offline,
-}
+def measure_bound(shape: str, length: int, masks: int, turns: int) -> dict[str, Any]:
+    """Measure the step and its parts by each backend: medians, and the ratio of the step to their sum by turns."""
+    hidden_size, intermediate_size, layers, heads, kv_heads, vocabulary, dtype = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        dtype=dtype,
+    )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):  # the host never holds it
+        target = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    target.eval().requires_grad_(False)
+    use_grouped_sdpa(target)
+    return {backend: step_beside_its_parts(target, backend, length, masks, turns) for backend in DEVICE_BACKENDS}
+
+
+def step_beside_its_parts(target: PreTrainedModel, backend: str, length: int, masks: int, turns: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):  # in fp32, under autocast where the target is in half precision
+        options = {"num_masks": masks, "inputs": "both", "attention": backend}
+        drafter = ParallelDrafter.from_target(target, options).train()
+    optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=1e-4, fused=True)
+    ids = torch.randint(3, target.config.vocab_size, (1, length), device=DEVICE)
+    labelled = torch.ones_like(ids)
+    rows = int(drafter.label_counts(ids, labelled)[0].sum())
+    half = partial(torch.autocast, DEVICE.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
+
+    def step() -> None:
+        features = target_features(target, ids)
+        with half():
+            loss = drafter(ids, features, labelled).loss
+        loss.backward()
+
+    def optimize() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def both() -> None:
+        step()
+        optimize()
+
+    works: dict[str, Work] = {
+        "step": step,
+        "optimizer": optimize,
+        "target": lambda: target_features(target, ids),
+        "layer": causal_layer(target, masks + 1, length, half),
+        "loss": chunked_loss(target, rows, half),
+    }
+    times_s = in_turns(works, DEVICE, turns)
+    bounds_s = [sum(parts) for parts in zip(times_s["target"], times_s["layer"], times_s["loss"], strict=True)]
+    whole_s = [sum(parts) for parts in zip(times_s["step"], times_s["optimizer"], strict=True)]
+    return {
+        **{f"{name}_s": median(times) for name, times in times_s.items()},
+        "tokens_per_s": length / median(whole_s),
+        "peak_bytes": peak_growth_bytes(both, DEVICE),
+        "labelled_rows": rows,
+        **ratios("ratio", times_s["step"], bounds_s),
+        **ratios("ratio_with_optimizer", whole_s, bounds_s),
+    }
+
+
+def causal_layer(target: PreTrainedModel, depths: int, length: int, half: Callable[[], Any]) -> Work:
+    """Make a forward and backward of transformers' layer in fp32 weights, on [G, S, D]: a causal sequence a depth."""
+    config = type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8})
+    with torch.device(DEVICE):
+        model = LlamaModel._from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+        positions = torch.arange(length)[None]
+    hidden = torch.randn(depths, length, config.hidden_size, device=DEVICE).requires_grad_()
+    rotary = model.rotary_emb(hidden, positions)
+
+    def work() -> None:
+        with half():
+            out = model.layers[0](hidden, position_embeddings=rotary, attention_mask=None)
+        out = out if isinstance(out, Tensor) else out[0]
+        out.backward(torch.ones_like(out))
+        model.zero_grad()
+        hidden.grad = None
+
+    return work
+
+
+def chunked_loss(target: PreTrainedModel, rows: int, half: Callable[[], Any]) -> Work:
+    """Make a forward and backward of the cross entropy of N rows [N, D] through the target's frozen head."""
+    hidden = torch.randn(rows, target.config.hidden_size, device=DEVICE).requires_grad_()
+    labels = torch.randint(3, target.config.vocab_size, (rows,), device=DEVICE)
+    weights = torch.full((rows,), 1 / rows, device=DEVICE)
+
+    def work() -> None:
+        with half():
+            loss = head_loss(hidden, target.get_output_embeddings(), labels, weights).loss
+        loss.backward()
+        hidden.grad = None
+
+    return work
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("what", choices=WHATS)
+    parser.add_argument("what", choices=("attention", "step", "bound", "offline"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="sequence lengths S")
     parser.add_argument("--masks", type=int, default=4, help="K")
     parser.add_argument("--turns", type=int, default=7, help="measurements of each side")
+    parser.add_argument("--shape", choices=SHAPES, default="135m", help="of the target of `bound`")
     options = parser.parse_args()
+    measures: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+        "attention": measure_attention,
+        "step": measure_step,
+        "bound": partial(measure_bound, options.shape),
+        "offline": measure_offline,
+    }
     rows = []
     for length in options.lengths:
-        found = WHATS[options.what](length, options.masks, options.turns)
+        found = measures[options.what](length, options.masks, options.turns)
         rows.append({"length_tokens": length, "masks": options.masks, **found})
         print(f"S={length}: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
     write_figures(options, {"threads": torch.get_num_threads(), "rows": rows})

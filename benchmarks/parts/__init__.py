@@ -1,3 +1,1 @@
-"""What the scripts share: random targets and drafters (`shapes`), measuring (`timing`), the parts of `gpu.py`
-(`training`, `decoding`), and llama.cpp's server.
-"""
+"""What the scripts share: their command line and measuring (`timing`), and llama.cpp's server (`llamacpp`)."""
