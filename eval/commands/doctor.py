@@ -93,38 +93,30 @@ class Finding:
 
 
 @dataclass
-class Checked:
-    """Findings under one heading, and rows to show and to try the drafter on."""
-
-    heading: str
-    findings: list[Finding]
-    rows: list[TokenizedConversation] = field(default_factory=list)
-
-
-@dataclass
 class Diagnosis:
-    """Findings under their headings, and rows to look at."""
+    """Findings by their headings, and rows to look at: of the distilled tokens if there are any, else of the source."""
 
     recipe_name: str
-    parts: list[Checked]
     tokenizer: Any
+    parts: dict[str, list[Finding]] = field(default_factory=dict)
+    rows: list[TokenizedConversation] = field(default_factory=list)
 
     def count(self, severity: Severity) -> int:
-        return sum(finding.severity == severity for part in self.parts for finding in part.findings)
+        return sum(finding.severity == severity for part in self.parts.values() for finding in part)
 
     def show(self, preview_rows: int) -> None:
         """Print the preview, then the checklist, so that the result is what stands last."""
         plain = console.color_system is None
-        rows = rows_of(self.parts)[:preview_rows]
+        rows = self.rows[:preview_rows]
         if rows:
             colours = ("Carries loss: ", ("supervised", "bold green"), ", does not: ", ("context", "dim"))
             console.print("What carries loss stands between « and »." if plain else Text.assemble(*colours))
         for number, row in enumerate(rows, start=1):
             console.print(f"\nRow {number}: {len(row.input_ids)} tokens, {sum(row.loss_mask)} of them carry loss")
             console.print(preview(self.tokenizer, row, marks=plain))
-        for part in self.parts:
-            console.print(f"\n{part.heading}", style="bold", markup=False)
-            for found in part.findings:
+        for name, findings in self.parts.items():
+            console.print(f"\n{name}", style="bold", markup=False)
+            for found in findings:
                 severity = ("  " + found.severity.ljust(8), STYLES[found.severity])
                 console.print(Text.assemble(severity, found.check.ljust(24), found.sentence))
         counts = f"\n{self.count('defect')} defects, {self.count('warning')} warnings"
@@ -132,7 +124,7 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Return all findings, with their figures; warnings may be meant, and leave a recipe healthy."""
-        findings = [{"part": part.heading, **asdict(finding)} for part in self.parts for finding in part.findings]
+        findings = [{"part": name, **asdict(found)} for name, part in self.parts.items() for found in part]
         return {"recipe": self.recipe_name, "healthy": not self.count("defect"), "findings": findings}
 
 
@@ -148,17 +140,17 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     if serve is not None:
         check_format(serve)
     target, tokenizer = load_target(recipe.target)
-    parts = _data(recipe, target, tokenizer)
-    parts.append(Checked("target", [*_tried("draft trees", lambda: _draft_trees(target)), *_dtype(target)]))
-    drafter = [
+    diagnosis = Diagnosis(recipe.name, tokenizer)
+    _data(recipe, target, diagnosis)
+    diagnosis.parts["target"] = [*_tried("draft trees", lambda: _draft_trees(target)), *_dtype(target)]
+    diagnosis.parts[f"drafter ({recipe.drafter.kind})"] = [
         *_tried("train section", lambda: _training_arguments(recipe)),
         *_tried("drafter.init", lambda: _start(recipe, target)),
-        *_tried("drafter", lambda: _drafter(recipe, target, rows_of(parts))),
+        *_tried("drafter", lambda: _drafter(recipe, target, diagnosis.rows)),
     ]
-    parts.append(Checked(f"drafter ({recipe.drafter.kind})", drafter))
     if serve is not None:
-        parts.append(Checked(f"served by {serve}", _tried("export", lambda: _served(recipe, target, serve))))
-    return Diagnosis(recipe.name, parts, tokenizer)
+        diagnosis.parts[f"served by {serve}"] = _tried("export", lambda: _served(recipe, target, serve))
+    return diagnosis
 
 
 def _tried(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
@@ -168,11 +160,6 @@ def _tried(check: str, look: Callable[[], str | list[Finding] | None]) -> list[F
     except UserError as error:
         return [Finding(check, "defect", str(error))]
     return [Finding(check, "ok", found)] if isinstance(found, str) else found or []
-
-
-def rows_of(parts: list[Checked]) -> list[TokenizedConversation]:
-    """Take those nearest to training: of the distilled tokens if there are any, else of the source."""
-    return next((part.rows for part in reversed(parts) if part.rows), [])
 
 
 def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
@@ -205,7 +192,8 @@ class Expected:
         return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
-def _data(recipe: Recipe, target: PreTrainedModel, tokenizer: Any) -> list[Checked]:
+def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
+    tokenizer = diagnosis.tokenizer
     special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
     max_positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     try:
@@ -213,18 +201,19 @@ def _data(recipe: Recipe, target: PreTrainedModel, tokenizer: Any) -> list[Check
         answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()
         ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | (special & {a[-1] for a in answers})
     except UserError as error:
-        return [Checked("data", [Finding("chat template", "defect", str(error))])]
+        diagnosis.parts["data"] = [Finding("chat template", "defect", str(error))]
+        return
     expected = Expected(tokenizer, vocabulary_size, max_positions, special, ends)
-    parts, run = [_source(recipe, expected)], RunFolder(recipe)
+    _source(recipe, expected, diagnosis)
+    run = RunFolder(recipe)
     if (run.data / "tokens").is_dir():
         try:
-            parts.append(_token_rows(load_tokens(run, recipe.name), run.data, expected))
+            _token_rows(load_tokens(run, recipe.name), run.data, expected, diagnosis)
         except UserError as error:
-            parts.append(Checked("tokens to train on", [Finding("tokens", "defect", str(error))]))
-    return parts
+            diagnosis.parts["tokens to train on"] = [Finding("tokens", "defect", str(error))]
 
 
-def _source(recipe: Recipe, expected: Expected) -> Checked:
+def _source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> None:
     """Read all of the recipe's conversations and tokenise a sample."""
     counts, chosen = SourceCounts(), recipe.data.conversations
     data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
@@ -243,7 +232,8 @@ def _source(recipe: Recipe, expected: Expected) -> Checked:
         figures = {"count": invalid.total(), "reasons": dict(invalid), "valid": len(found)}
         findings.append(Finding("invalid conversations", severity, sentence, figures))
     if unreadable:
-        return Checked("source conversations", [*findings, *unreadable])
+        diagnosis.parts["source conversations"] = [*findings, *unreadable]
+        return
     for name, tally in counts.by_source.items():
         lost = tally.contaminated.total() + tally.filtered.total() > MANY_LOST_FRAC * tally.read
         severity = "warning" if lost else "ok"
@@ -299,10 +289,11 @@ def _source(recipe: Recipe, expected: Expected) -> Checked:
     if unanswered := sum(not conversation.is_answered for conversation in found):
         sentence = f"{unanswered} of {len(found)} conversations, which the target answers: not looked at yet"
         findings.append(Finding("without answers", "ok", sentence, {"unanswered": unanswered}))
-    return Checked(f"source conversations ({len(found)} found, {size} of them tokenised)", findings, rows)
+    diagnosis.parts[f"source conversations ({len(found)} found, {size} of them tokenised)"] = findings
+    diagnosis.rows = rows
 
 
-def _token_rows(dataset: Any, folder: Path, expected: Expected) -> Checked:
+def _token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagnosis) -> None:
     """Check every row of the dataset that distillation wrote to `folder`/tokens."""
     findings = []
     if (folder / SHARDS).exists():
@@ -320,8 +311,9 @@ def _token_rows(dataset: Any, folder: Path, expected: Expected) -> Checked:
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
     findings += check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy)
     examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
+    diagnosis.parts[f"tokens to train on ({len(dataset)} rows)"] = findings
     rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples]
-    return Checked(f"tokens to train on ({len(dataset)} rows)", findings, rows)
+    diagnosis.rows = rows or diagnosis.rows
 
 
 def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy: str) -> list[Finding]:
@@ -393,9 +385,8 @@ def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy
     ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
     strangers = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}"
     unused = f"the tokenizer knows {known:,} tokens, the target {size:,}; no row has the others yet"
-    limit = expected.max_positions
-    there = f"the longest row has {longest:,} tokens" + ("" if limit is None else f", the target {limit:,} positions")
-    few = f"the longest row has {longest:,} tokens, the target only {limit or 0:,} positions"
+    limit, there = expected.max_positions, f"the longest row has {longest:,} tokens"
+    fits = f"data.max_length_tokens to {limit} at most"
     return [
         *findings,
         Finding.of(
@@ -407,9 +398,9 @@ def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy
         ),
         Finding.of(
             "positions",
-            there,
+            there if limit is None else f"{there}, the target {limit:,} positions",
             {"longest_row_tokens": longest, "target_positions": limit},
-            (limit and longest > limit, "defect", f"{few}: set data.max_length_tokens to {limit} at most"),
+            (limit and longest > limit, "defect", f"{there}, the target only {limit or 0:,} positions: set {fits}"),
         ),
     ]
 

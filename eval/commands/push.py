@@ -77,7 +77,13 @@ def push(recipe: Recipe, options: PushOptions) -> Pushed:
     Raises:
         UserError: There is no trained drafter, something of this machine would go up, or the Hub refuses.
     """
-    _check_trained(recipe)
+    folder = RunFolder(recipe).drafter
+    if not (folder / TRAINING_FILE).is_file():
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with this recipe first")
+    trained = {"drafter.kind": check_as_trained(folder), **read_training(folder).settings}
+    for key, value in (("drafter.kind", recipe.drafter.kind), ("target.model", recipe.target.model)):
+        if trained.get(key, value) != value:
+            raise UserError(f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: give its own recipe")
     if options.base_model is not None and hub_id(options.base_model) is None:
         raise UserError(f"option --base-model: {options.base_model} is no id of the Hub: give owner/name")
     api, repo = HfApi(), options.repo or default_name(recipe, options.base_model)
@@ -94,15 +100,14 @@ def push(recipe: Recipe, options: PushOptions) -> Pushed:
     card = Publication(RunFolder(recipe).root / "hub", repo, options.base_model, license_of(recipe, options))
     if not card.license:
         console.print("The card names no licence, as the target's tells none: --license gives one", markup=False)
-    files = stage(recipe, card)
-    sizes = {name: file.stat().st_size for name, file in files.items()}
-    console.print(f"{repo}: {len(files)} files, {bytes_text(sum(sizes.values()))}", markup=False)
+    sizes = {name: file.stat().st_size for name, file in stage(recipe, card).items()}
+    console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
     for name, size in sizes.items():
         console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
     if options.dry_run:
         console.print(f"Nothing was sent; it is in {card.folder}", markup=False)
         return Pushed(repo, None, sizes)
-    address = _send(api, card, list(files), options)
+    address = _send(api, card, list(sizes), options)
     console.print(f"\nPushed    {address}", markup=False)
     at = "" if options.revision is None else f"@{options.revision}"
     console.print(f"Use it    {{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods", markup=False)
@@ -129,21 +134,20 @@ def stage(recipe: Recipe, card: Publication) -> dict[str, Path]:
     """
     run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     for file in sorted(run.drafter.glob("*.safetensors*")):
-        _link(file, folder / file.name)
+        _add(file, folder / file.name)
     for name in ("config.json", TRAINING_FILE):
-        _write_public(run.drafter / name, folder / name, "restore it, or train again")
+        _add(run.drafter / name, folder / name, "restore it, or train again")
     shown = yaml.safe_dump(public_recipe(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(folder / "recipe.yaml", shown)
     if card_figures(recipe) is not None:
         if (run.eval / "result.json").is_file():  # earlier versions wrote none
-            _write_public(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
+            _add(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
         for file in sorted(run.eval.glob("*.png")):
-            _link(file, folder / "eval" / file.name)
+            _add(file, folder / "eval" / file.name)
             card.pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
-        _write_json(folder / "eval" / "proof.json", proof)
+        _write(folder / "eval" / "proof.json", proof)
     for noted in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
         card.exports[f"export/{noted.parent.name}"] = _stage_export(recipe, card, noted)
     update_card(recipe, card)
@@ -159,7 +163,8 @@ def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
         UserError: It is of other weights.
     """
     export, place = noted.parent, card.folder / "export" / noted.parent.name
-    made = read_json(noted, Export, f"delete {export}, and export again")
+    way_out = f"delete {export}, and export again"
+    made = read_json(noted, Export, way_out)
     if made.drafter_sha256 != weights_sha256(RunFolder(recipe).drafter):
         again = f"`draftsmith export --to {made.to}` makes it anew"
         raise UserError(f"nothing was pushed: {export} was made of other weights: delete it, or {again}")
@@ -169,11 +174,9 @@ def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
         made.command = made.command.replace(made.target, target)
     made.target = target
     for file in sorted(set(export.iterdir()) - {noted}):
-        if file.suffix == ".json":
-            _write_public(file, place / file.name, f"delete {export}, and export again")
-        elif file.is_file():
-            _link(file, place / file.name)
-    write_atomically(place / EXPORT_FILE, json.dumps(portable(asdict(made)), indent=2) + "\n")
+        if file.is_file():
+            _add(file, place / file.name, way_out)
+    _write(place / EXPORT_FILE, asdict(made))
     return made.command
 
 
@@ -197,33 +200,17 @@ def license_of(recipe: Recipe, options: PushOptions) -> dict[str, str]:
     return found
 
 
-def _check_trained(recipe: Recipe) -> None:
-    """
-    Raises:
-        UserError: The drafter is not finished, not as it was trained, or of another recipe.
-    """
-    folder = RunFolder(recipe).drafter
-    if not (folder / TRAINING_FILE).is_file():
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with this recipe first")
-    kind = check_as_trained(folder)
-    trained = {"drafter.kind": kind, **read_training(folder).settings}
-    for key, value in (("drafter.kind", recipe.drafter.kind), ("target.model", recipe.target.model)):
-        if trained.get(key, value) != value:
-            raise UserError(f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: give its own recipe")
-
-
-def _write_public(source: Path, copy: Path, way_out: str) -> None:
-    _write_json(copy, read_json(source, dict[str, Any], way_out))
-
-
-def _write_json(file: Path, values: dict[str, Any]) -> None:
-    """Write it without secrets and folders of this machine."""
-    write_atomically(file, json.dumps(masked(portable(values)), indent=2) + "\n")
-
-
-def _link(source: Path, place: Path) -> None:
+def _add(source: Path, place: Path, way_out: str = "") -> None:
+    """Link a file to its place; JSON is written there without secrets and folders of this machine."""
+    if source.suffix == ".json" and way_out:
+        _write(place, read_json(source, dict[str, Any], way_out))
+        return
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(source.resolve())
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    write_atomically(file, json.dumps(masked(portable(values)), indent=2) + "\n")
 
 
 def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
