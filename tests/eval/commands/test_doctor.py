@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from draftsmith.data.sources.conversation import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
 from draftsmith.models.decoding.decoders import ParallelDecoder
-from draftsmith.models.drafters import parallel
 
 VOCABULARY = 400
 TALK = [
@@ -104,7 +104,8 @@ def test_a_healthy_recipe(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-SOURCE_DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
+# Changes to the clinic or, of the tokens, to their mask; overrides; the defect's place; what is said of it.
+DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
     "every token is the assistant's": (
         {"template": "{% for m in messages %}{{ m.content if m.role == 'assistant' }}{% endfor %}"}, [],
         "data/chat template", "every token an assistant token.*correct tokenizer.chat_template",
@@ -143,19 +144,45 @@ SOURCE_DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "no such drafter": ({}, ["drafter.kind=paralel"], "drafter/drafter", "use one of .*parallel"),
     "no such option": ({}, ["drafter.options.num_mask=3"], "drafter/drafter", "did you mean `num_masks`"),
     "no such training key": ({}, ["train.learning_rat=1"], "drafter/train section", "did you mean `learning_rate`"),
+    "no loss at all": (lambda row, t: 0, [], "tokens/supervised tokens", "none of .* tokens carries loss"),
+    "an end token without loss": (
+        lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 4), [],
+        "tokens/end tokens", "3 end with a token that carries no loss.*run `draftsmith distill` again",
+    ),
+    "loss after the end token": (
+        lambda row, t: int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1])), [],
+        "tokens/end tokens", "3 go on carrying loss after their end token",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SOURCE_DEFECTS)
-def test_a_defect_before_distillation(name: str, tmp_path: Path) -> None:
-    changes, overrides, check, sentence = SOURCE_DEFECTS[name]
-    code, findings, printed = clinic(tmp_path, **changes).examine(*overrides)
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect(name: str, tmp_path: Path) -> None:
+    changes, overrides, check, sentence = DEFECTS[name]
+    case = clinic(tmp_path, **({} if callable(changes) else changes))
+    if callable(changes):
+        case.distilled(with_mask(case.rows(), changes))
+    code, findings, printed = case.examine(*overrides)
     assert code == 1
     defects = {key: entry["sentence"] for key, entry in findings.items() if entry["severity"] == "defect"}
     assert list(defects) == [check]
     assert re.search(sentence, defects[check])
     assert "1 defects" in printed
     assert "Next:" not in printed
+
+
+def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedConversation]:
+    return [TokenizedConversation(row.input_ids, [change(row, t) for t in range(len(row.input_ids))]) for row in rows]
+
+
+def test_loss_on_everything_and_an_end_token_that_is_the_pad_token(tmp_path: Path) -> None:
+    case = clinic(tmp_path, template=templates.ZEPHYR, pad="</s>")
+    case.distilled(with_mask(case.rows(), lambda row, t: 1))
+    assert "carry loss, the user's too" in case.examine()[1]["tokens/supervised tokens"]["sentence"]
+    shutil.rmtree(tmp_path / "runs")
+    case.distilled(with_mask(case.rows(), lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 1)))
+    said = "3 end with a token that carries no loss (</s> is the pad token too, and must keep its loss)"
+    assert said in case.examine()[1]["tokens/end tokens"]["sentence"]
 
 
 def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
@@ -184,45 +211,6 @@ def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
     checks = ("invalid conversations", "over-long", "vocabulary")
     assert warnings == {f"source/{check}" for check in checks}
     assert findings["source/over-long"]["figures"] == {"shortened": 1, "too_long": 0, "conversations": 3}
-
-
-def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedConversation]:
-    return [TokenizedConversation(row.input_ids, [change(row, t) for t in range(len(row.input_ids))]) for row in rows]
-
-
-def after(row: TokenizedConversation, t: int) -> int:
-    """The mask, and one token more after each answer."""
-    return int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1]))
-
-
-TOKEN_DEFECTS: dict[str, tuple[dict[str, Any], Any, list[str], str]] = {
-    "no loss at all": (
-        {}, lambda row, t: 0, ["supervised tokens"], "none of .* tokens carries loss",
-    ),
-    "loss everywhere": ({}, lambda row, t: 1, ["supervised tokens", "end tokens"], "carry loss, the user's too"),
-    "an end token without loss": (
-        {}, lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 4),
-        ["end tokens"], "3 end with a token that carries no loss",
-    ),
-    "loss after the end token": ({}, after, ["end tokens"], "3 go on carrying loss after their end token"),
-    "pad = eos": (
-        {"template": templates.ZEPHYR, "pad": "</s>"}, lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 1),
-        ["end tokens"], "3 end with a token that carries no loss .</s> is the pad token too, and must keep its loss",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TOKEN_DEFECTS)
-def test_a_defect_in_the_tokens(name: str, tmp_path: Path) -> None:
-    changes, mask, checks, sentence = TOKEN_DEFECTS[name]
-    case = clinic(tmp_path, **changes)
-    case.distilled(with_mask(case.rows(), mask))
-    code, findings, _ = case.examine()
-    assert code == 1
-    defects = {key: entry["sentence"] for key, entry in findings.items() if entry["severity"] == "defect"}
-    assert list(defects) == [f"tokens/{check}" for check in checks]
-    assert re.search(sentence, defects[f"tokens/{checks[0]}"])
-    assert "run `draftsmith distill` again" in defects[f"tokens/{checks[0]}"]
 
 
 def test_little_loss_is_a_warning(tmp_path: Path) -> None:
@@ -296,34 +284,16 @@ def test_the_dtype_that_a_cpu_is_fast_in(
     assert f"{finding['severity']}: {finding['sentence']}".startswith(said)
 
 
-class OffByOne(ParallelDecoder):
-    """Reads the feature at t, which does not exist yet, or one too old, instead of the one at t-1."""
-
-    def observe(self, committed_ids: torch.Tensor, features: torch.Tensor) -> None:
-        super().observe(committed_ids, features.roll(1, 0))
-
-
 def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = clinic(tmp_path)
-    monkeypatch.setattr(parallel.ParallelDrafter, "decoder", lambda self, length: OffByOne(self, length))
+    observe = ParallelDecoder.observe
+    monkeypatch.setattr(ParallelDecoder, "observe", lambda self, ids, features: observe(self, ids, features.roll(1, 0)))
     code, findings, printed = case.examine()
     assert code == 1
     finding = findings["drafter/train = decode"]
     assert finding["figures"]["largest_difference"] > 0.01
     assert "parallel decodes something else than it would be trained on" in finding["sentence"]
     assert f"{finding['figures']['largest_difference']:.1e}" in printed
-
-
-@pytest.mark.slow
-def test_the_quickstart_on_the_embedded_target_is_healthy(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    overrides = ["data.conversations.limit=6", f"runs_dir={tmp_path}", "target.device=cpu"]
-    result = CliRunner().invoke(cli.app, ["doctor", "quickstart", *overrides, "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    findings = json.loads(file.read_text())["findings"]
-    assert {entry["severity"] for entry in findings} == {"ok"}
-    assert 0 < findings[-1]["figures"]["largest_difference"] < 1e-4
-    assert result.stdout.count("<|end|>»") >= 2
 
 
 @pytest.mark.parametrize(
@@ -336,7 +306,6 @@ def test_the_quickstart_on_the_embedded_target_is_healthy(tmp_path: Path) -> Non
     ],
 )
 def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str], severity: str, said: str) -> None:
-    """By the rules of export, before anything is trained."""
     code, findings, _ = clinic(tmp_path).examine("--serve", to, "drafter.options={}", *overrides)
     finding = findings["served/export"]
     assert (finding["severity"], said in finding["sentence"]) == (severity, True)
@@ -344,7 +313,6 @@ def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str],
 
 
 def test_how_it_would_be_served(tmp_path: Path) -> None:
-    """And what differs from training, until the recipe says otherwise."""
     mine = clinic(tmp_path, num_hidden_layers=4)
     _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={}")
     asked = '{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 5, "parallel_drafting": true}'

@@ -88,14 +88,10 @@ def test_the_card_says_what_was_measured(run: FinishedRun, hub: FakeHub) -> None
     (index,) = yaml.safe_load((run.root / "hub" / "README.md").read_text().split("---")[1])["model-index"]
     assert index["name"] == "mine"
     assert index["results"][0]["dataset"] == {"name": "2 questions of questions.jsonl", "type": "questions"}
-    assert "\n\n![eval/tau.png](eval/tau.png)\n\n" in card.text
-    assert "Command: `draftsmith run recipe.yaml`" in card.text
-    assert 'load_drafter("me/mine", target)' in card.text
-    assert "## Is it lossless?" in card.text
-    assert "\n\n\n" not in card.text
+    for told in ("\n\n![eval/tau.png](eval/tau.png)\n\n", "`draftsmith run recipe.yaml`", "## Is it lossless?"):
+        assert told in card.text
     recipe = load_recipe(run.root / "hub" / "recipe.yaml")
-    assert recipe.drafter == load_recipe(run.recipe).drafter
-    assert recipe.runs_dir == "runs"
+    assert (recipe.drafter, recipe.runs_dir) == (load_recipe(run.recipe).drafter, "runs")
 
 
 def test_the_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
@@ -115,11 +111,9 @@ def test_the_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
 
 
 def test_a_target_in_a_folder_has_a_name_on_the_hub(run: FinishedRun, hub: FakeHub) -> None:
-    result = pushed(run.call("push", "--dry-run", "--base-model", "org/T-8B"))
-    assert "YOU/T-8B-parallelspec" in result.output
+    assert "YOU/T-8B-parallelspec" in pushed(run.call("push", "--dry-run", "--base-model", "org/T-8B")).output
     card = ModelCard.load(run.root / "hub" / "README.md")
     assert card.data.to_dict()["base_model"] == "org/T-8B"
-    assert "a drafter for org/T-8B" in card.text
     assert 'TargetRecipe(model="org/T-8B")' in card.text
     assert "--base-model: 8B is no id of the Hub" in said(run.call("push", "--base-model", "8B"))
 
@@ -227,9 +221,6 @@ def test_runs_of_earlier_versions_and_damaged_ones(run: FinishedRun, hub: FakeHu
     result = run.root / "eval" / "result.json"
     result.write_text('{"figures": ')
     assert "result.json is damaged or of another version: run `draftsmith report` again" in said(run.call("push"))
-    result.unlink()
-    pushed(run.call("push"))
-    assert "eval/result.json" not in hub.files(REPO)
     shutil.rmtree(run.root / "eval")
     pushed(run.call("push"))
     assert hub.files(REPO) == staged(run)
@@ -240,6 +231,5 @@ def test_runs_of_earlier_versions_and_damaged_ones(run: FinishedRun, hub: FakeHu
 def test_names_are_those_that_engines_look_for() -> None:
     """vLLM takes `eagle-` for EAGLE and `eagle3` for EAGLE-3 (vllm/config/speculative.py)."""
     for kind in drafter_kinds():
-        values = {"name": "x", "target": {"model": "org/T-8B"}, "drafter": {"kind": kind}}
-        name = default_name(Recipe.model_validate(values))
+        name = default_name(Recipe(name="x", target={"model": "org/T-8B"}, drafter={"kind": kind}))
         assert ("eagle-" in name, "eagle3" in name) == (kind == "eagle", kind == "eagle3")
