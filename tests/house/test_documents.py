@@ -101,14 +101,6 @@ def test_a_result_says_where_it_comes_from() -> None:
         assert all(result.values()), file
 
 
-def test_how_a_quoted_figure_is_checked() -> None:
-    figures = {"rows": {"a/tree@0.5": {"tau": 2.348}}, "list": [{"n": 2200}], "share": 0.857}
-    for text, path in (("2.35", "rows.a/tree@0.5.tau"), ("2,200 conversations", "list.0.n"), ("86 %", "share")):
-        assert says(text, value_at(figures, path))
-    assert not says("2.34x", 2.348)
-    assert value_at(figures, "rows.b.tau") is None
-
-
 def test_the_pictures_are_made_of_the_figures() -> None:
     """If they are not, `make reference` draws them again."""
     assert [file.name for file, text in pictures().items() if file.read_text(encoding="utf-8") != text] == []

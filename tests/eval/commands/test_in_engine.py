@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import shutil
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
 from support.finished_run import write_lines
 from support.streaming_server import ANSWER, StreamingServer
@@ -149,22 +147,13 @@ def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) 
         assert sentence in result.stderr
 
 
-def with_drafter(recipe: str, kind: str) -> str:
-    folder = Path(recipe).parent
-    run = RunFolder(recipe_in(folder, "run"))
-    torch.manual_seed(0)
-    target = tiny_target(num_hidden_layers=4)
-    drafter = load_drafter_class(kind).from_target(target, {})
-    shutil.rmtree(run.drafter, ignore_errors=True)
-    drafter.save_pretrained(run.drafter)
-    hashes = weights_sha256(run.drafter)
-    (run.drafter / TRAINING_FILE).write_text(json.dumps({"steps": 1, "history": [], "weights_sha256": hashes}))
-    return recipe
-
-
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_no_vllm_says_how(recipe: str) -> None:
-    result = call(with_drafter(recipe, "eagle"))
+    run = RunFolder(recipe_in(Path(recipe).parent, "run"))
+    load_drafter_class("eagle").from_target(tiny_target(num_hidden_layers=4), {}).save_pretrained(run.drafter)
+    training = {"steps": 1, "history": [], "weights_sha256": weights_sha256(run.drafter)}
+    (run.drafter / TRAINING_FILE).write_text(json.dumps(training))
+    result = call(recipe)
     assert result.exit_code == 2
     assert "--engine vllm needs vLLM in this environment: pip install draftsmith[vllm]" in result.stderr
 
