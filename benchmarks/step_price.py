@@ -18,8 +18,8 @@ from parts.timing import Work, benchmark_parser, in_turns, seconds, write_figure
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import bushy
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import exit_with_one_sentence

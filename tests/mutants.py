@@ -64,10 +64,10 @@ MUTANTS = (
     ),
     Mutant(
         "a sibling drawn twice",
-        "eval/trees/builders.py",
+        "eval/methods/drafter.py",
         "order = race(q, generator).topk(min(count, q.shape[-1]), dim=-1).indices",
         "order = torch.multinomial(q, count, replacement=True, generator=generator)",
-        "tests/eval/trees/test_growers.py",
+        "tests/eval/methods/test_growers.py",
     ),
     Mutant(
         "temperature applied twice",
@@ -100,14 +100,14 @@ MUTANTS = (
     # ---- the decoding loop ----
     Mutant(
         "the KV cache keeps the first nodes, not the path's",
-        "models/decoding/kv_cache.py",
+        "eval/decoding/loop.py",
         "source = to_device(path[in_place:], self.all_keys.device) + start",
         "source = torch.arange(in_place, len(path)) + start",
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(
         "position ids of a tree's nodes count on",
-        "eval/decoding/session.py",
+        "eval/decoding/loop.py",
         "to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)",
         "to_device([tree.tokens, [start + node for node in range(len(tree))]], self.device)",
         "tests/eval/decoding/test_session.py",

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.adaptive import AdaptiveTree, Curve, RoundCosts, never_falling
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.train.batches.heldout import answers_in
 
 

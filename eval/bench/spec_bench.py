@@ -24,7 +24,8 @@ from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, StopStrings, generate
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar

@@ -54,8 +54,7 @@ from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.tree import DraftTree, root_only
-from draftsmith.eval.trees.verify import Sampling, drawn_below
+from draftsmith.eval.trees.verify import DraftTree, Sampling, drawn_below, root_only
 
 MOST_TOKENS = 32  # gammas tried
 Path = tuple[int, ...]  # drafted tokens from the root down

@@ -27,8 +27,8 @@ from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, draf
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import rewrite_report
 from draftsmith.eval.commands.prove import compare_answers
+from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.serving.asking import (
     DEFINITIONS,
     DRAFTING,
@@ -44,7 +44,7 @@ from draftsmith.eval.serving.asking import (
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.models.decoding.kv_cache import cache_shape
+from draftsmith.models.decoding.decoders import cache_shape
 from draftsmith.models.formats.exporting import (
     export_run,
     refuse_inexpressible,

@@ -32,8 +32,7 @@ from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import Round, generate
-from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.loop import Round, TargetSession, generate
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.verify import Sampling

@@ -1,5 +1,5 @@
 """The loop that every method, and the baseline, runs through.
 
-Read `loop` (with the record that it fills in), `method` (what it asks of a method), `session` (the target and its
-cache), and `compiled_session` (the same in compiled graphs). May import `eval.trees`.
+Read `loop` (the target with its cache, and the rounds), `method` (what it asks of a method), `compiled_session` (the
+same in compiled graphs). May import `eval.trees`.
 """

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decoding.session import TargetSession, TargetStep, cached_logits
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.decoding.loop import TargetSession, TargetStep, cached_logits
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled, compiles_by_default
 from draftsmith.models.cpu_kernels import MOST_ROWS
-from draftsmith.models.decoding.kv_cache import TreeCache, TreeCacheLayer
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.recipes.errors import UserError
 
@@ -41,50 +40,6 @@ def open_session(target: Any, max_length_tokens: int, compiles: bool | None) -> 
     return TargetSession(target, max_length_tokens)
 
 
-class StaticTreeCache(TreeCache):
-    """A tree cache whose compiled forward writes at `places`, and hands out the first `view_tokens` columns.
-
-    `places` is None while a forward runs without compilation, as `TreeCache` does it.
-    """
-
-    def __init__(self, num_layers: int, capacity_tokens: int) -> None:
-        self.places: Tensor | None = None  # [n] columns that the compiled forward writes
-        self.view_tokens = capacity_tokens
-        super().__init__(num_layers, capacity_tokens)
-        self.layers = [_StaticLayer(self, index) for index in range(num_layers)]
-
-
-class _StaticLayer(TreeCacheLayer):
-    """One layer's view of the `StaticTreeCache`."""
-
-    is_compileable = True
-
-    def __init__(self, cache: StaticTreeCache, index: int) -> None:
-        super().__init__(cache, index)
-        self._static = cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        torch._dynamo.mark_static_address(self.keys)
-        torch._dynamo.mark_static_address(self.values)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write n tokens; returns always the same columns [B, H, view, D] in compiled forwards."""
-        places = self._static.places
-        if places is None:
-            return super().update(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys.index_copy_(2, places, key_states)
-        self.values.index_copy_(2, places, value_states)
-        view = self._static.view_tokens
-        return self.keys.narrow(2, 0, view), self.values.narrow(2, 0, view)
-
-    def get_seq_length(self) -> int:
-        # Positions are always given, so nobody computes with this: a number that changes would compile anew.
-        return super().get_seq_length() if self._static.places is None else 0
-
-
 class CompiledSession(TargetSession):
     """See the module's docstring; arguments and errors are those of `TargetSession`.
 
@@ -97,8 +52,7 @@ class CompiledSession(TargetSession):
         UserError: Also in `forward_tree`, if the target cannot be compiled.
     """
 
-    cache_class = StaticTreeCache
-    _cache: StaticTreeCache
+    _static_cache = True
 
     def __init__(
         self,

@@ -1,4 +1,8 @@
-"""The loop: draft, verify, commit. One for every method, the autoregressive baseline included.
+"""One decoding round for every method, the autoregressive baseline included: draft, verify, commit.
+
+`TargetSession` is the target in decoding: it owns the KV cache, runs a draft tree in one forward and keeps the accepted
+path. It works with any decoder-only `AutoModelForCausalLM` that takes a 4-D attention mask and a transformers `Cache`;
+a probe makes sure of it, once per target. `generate` is the loop.
 
 A tree is made on the host, run by the target in one forward, and walked on the host; on a GPU a round waits once for
 what was drafted and once for what was verified, at T > 0 for a few numbers more (`verify.py`).
@@ -6,28 +10,371 @@ what was drafted and once for what was verified, at T > 0 for a few numbers more
 The first token comes from the prefill and belongs to no round. Tokens after an end token, after the one that completes
 a stop string, or beyond the limit are cut and count nowhere.
 
-Shapes: N tree nodes, F features, V vocabulary.
+Shapes: P prompt, N tree nodes, S tokens in the cache, L layers, B batch (1), H heads, D head size, n new tokens, F
+features, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
-from draftsmith.eval.decoding.session import TargetSession, TargetStep
-from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.eval.trees.verify import Sampling, Verdict, first_token, verify
-from draftsmith.models.decoding.decoders import ALL_TOKENS
-from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, first_token, root_only, verify
+from draftsmith.models.decoding.decoders import (
+    ALL_TOKENS,
+    LONGEST_TREE_NODES,
+    TokenColumns,
+    aligned,
+    open_mask,
+    to_device,
+)
+from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.recipes.errors import UserError, reason
 
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
-UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are missing
+WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
+MOST_SHAPES = 4096  # whose masks are remembered
+MASK_NODES = 64  # of the mask's buffer, which grows for larger trees
+
+_probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+# ---- the target ----
+
+
+class TreeCache(Cache):
+    """The cache of one transformers model: a forward writes after the committed tokens, `keep` keeps the accepted path.
+
+    All layers are views of one tensor, so that moving an accepted path is two operations, whatever their number.
+    `committed` tokens are kept; whatever a forward wrote after them is a proposal.
+
+    `ahead` rows after the committed ones are part of the proposal too: the next forward writes after them. Zero where
+    a tree is run in one forward.
+
+    A compiled forward writes at `places` [n] and attends to the first `view_tokens` columns, whatever is committed.
+
+    Args:
+        static: Whether there will be such forwards.
+    """
+
+    def __init__(self, num_layers: int, capacity_tokens: int, static: bool = False) -> None:
+        self.capacity_tokens = self.view_tokens = capacity_tokens
+        self.static = static
+        self.places: Tensor | None = None
+        self.committed = self.ahead = 0
+        # [L, B, H, S, D], made when the first forward shows the sizes.
+        self.all_keys: Tensor | None = None
+        self.all_values: Tensor | None = None
+        super().__init__(layers=[TreeCacheLayer(self, index) for index in range(num_layers)])
+
+    def keep(self, path: list[int]) -> None:
+        """Commit the nodes of `path` (root first, ascending) of what the last forward wrote; forget the rest."""
+        in_place = 0
+        while in_place < len(path) and path[in_place] == in_place:
+            in_place += 1
+        start = self.committed
+        if in_place < len(path):
+            assert self.all_keys is not None
+            assert self.all_values is not None
+            source = to_device(path[in_place:], self.all_keys.device) + start
+            for slab in (self.all_keys, self.all_values):
+                slab.narrow(3, start + in_place, len(source)).copy_(slab.index_select(3, source))
+        self.committed, self.ahead = start + len(path), 0
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.committed = self.ahead = 0
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """One layer's view of the `TreeCache`."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: TreeCache, index: int) -> None:
+        super().__init__()
+        self._cache, self._index, self.is_compileable = cache, index, cache.static
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take this layer's part of the cache's memory, which the first layer makes. Both [B, H, n, D]."""
+        cache = self._cache
+        if cache.all_keys is None or cache.all_values is None:
+            cache.all_keys, cache.all_values = (
+                part.new_zeros(len(cache.layers), *part.shape[:2], cache.capacity_tokens, part.shape[3])
+                for part in (key_states, value_states)
+            )
+        self.keys, self.values = cache.all_keys[self._index], cache.all_values[self._index]
+        for room, states in ((self.keys, key_states), (self.values, value_states)):
+            if (room.shape[1], room.shape[3], room.device) != (states.shape[1], states.shape[3], states.device):
+                raise UserError(
+                    "the target's layers differ in key-value heads, head size or device, which the tree cache does not "
+                    "support: use a target with equal layers on one device, such as Llama, Qwen, Mistral or GPT-2"
+                )
+            if cache.static:
+                torch._dynamo.mark_static_address(room)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write n tokens after what is there; returns views of both together, [B, H, committed + ahead + n, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        places, end = self._cache.places, self._cache.view_tokens
+        if places is not None:
+            self.keys.index_copy_(2, places, key_states)
+            self.values.index_copy_(2, places, value_states)
+        else:
+            start, count = self.get_seq_length(), key_states.shape[2]
+            end = start + count
+            self.keys.narrow(2, start, count).copy_(key_states)
+            self.values.narrow(2, start, count).copy_(value_states)
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+    def get_seq_length(self) -> int:
+        # Positions are always given, so nobody computes with this: a number that changes would compile anew.
+        return 0 if self._cache.places is not None else self._cache.committed + self._cache.ahead
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self._cache.capacity_tokens
+
+
+@dataclass(slots=True)
+class TargetStep:
+    """What one forward of the target gave.
+
+    logits: [N, V], or [1, V] of the prompt's last token; features: [N, F] or [P, F], the session's feature layers *at*
+    each token: what the token after it is predicted from.
+    """
+
+    logits: Tensor
+    features: Tensor
+
+
+def cached_logits(
+    model: Any, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """[1, N, V] of a causal language model at ids and positions [1, N], whose keys and values join the cache."""
+    return model(
+        input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, **options
+    ).logits
+
+
+class TargetSession:
+    """One sequence at a time on one target: `prefill`, then rounds of `forward_tree` and `commit`.
+
+    While a session is open, cuDNN's attention is off: on Hopper torch prefers it, and it plans anew for every length.
+
+    Args:
+        target: The model, in eval mode.
+        max_length_tokens: Prompt and answer together must fit; memory for them is allocated once.
+        feature_layers: What the drafter reads; see `draftsmith.models.target.features.FeatureTap`.
+
+    Raises:
+        UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
+    """
+
+    _static_cache: ClassVar[bool] = False
+    _num_open: ClassVar[int] = 0
+    _cudnn_before: ClassVar[bool] = True
+
+    def __init__(
+        self, target: Any, max_length_tokens: int, feature_layers: tuple[int, ...] = (FINAL_FEATURES,)
+    ) -> None:
+        limit = longest_sequence_tokens(target)
+        if limit is not None and max_length_tokens > limit:
+            raise UserError(
+                f"prompt and answer of {max_length_tokens} tokens do not fit into the target's {limit} positions: "
+                "lower eval.max_new_tokens or shorten the prompt"
+            )
+        self.max_length_tokens, self.device, self._target = max_length_tokens, target.device, target
+        takes = inspect.signature(target.forward).parameters
+        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._feature_layers, self._tap = feature_layers, FeatureTap(target, feature_layers)
+        if TargetSession._num_open == 0:
+            TargetSession._cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
+        TargetSession._num_open += 1
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        # Once: at `close`, or when the session is gone that nobody closed.
+        self._cudnn_off = weakref.finalize(self, TargetSession._one_less)
+        capacity = aligned(max_length_tokens + 1 + LONGEST_TREE_NODES)
+        layers = target.config.get_text_config().num_hidden_layers
+        self._cache = TreeCache(layers, capacity, self._static_cache)
+        self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
+        # The additive mask [1, 1, N, S], zero where a node may look: at everything committed, and in its tree.
+        self._closed = torch.finfo(target.dtype).min
+        self._mask = self._closed_mask(MASK_NODES)
+        self._bias_of: dict[TreeShape, Tensor] = {}
+        if target not in _probed:
+            self._probe()
+            _probed.add(target)
+
+    @staticmethod
+    def _one_less() -> None:
+        TargetSession._num_open -= 1
+        if TargetSession._num_open == 0:
+            torch.backends.cuda.enable_cudnn_sdp(TargetSession._cudnn_before)
+
+    def close(self) -> None:
+        """Take the feature hooks off the target again."""
+        self._tap.close()
+        self._cudnn_off()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def check_room(self, prompt_ids: list[int], new_tokens: int = 0) -> None:
+        """
+        Raises:
+            UserError: The prompt, or it and an answer of so many tokens, do not fit.
+        """
+        if not 0 < len(prompt_ids) <= self.max_length_tokens - new_tokens:
+            answer = f" and an answer of {new_tokens} do" if new_tokens else " does"
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens{answer} not fit into a session of {self.max_length_tokens}: "
+                "lower eval.max_new_tokens or shorten the prompt"
+            )
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read afterwards is true."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+        """ids and positions [1, N] to logits [1, N, V] and features [1, N, F]."""
+        return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
+
+    def read_layers(self, feature_layers: tuple[int, ...]) -> None:
+        """Give other features from now on: before a sequence, for the method that will decode it."""
+        if feature_layers != self._feature_layers:
+            self._tap.close()
+            self._feature_layers, self._tap = feature_layers, FeatureTap(self._target, feature_layers)
+
+    @property
+    def length_tokens(self) -> int:
+        """Committed tokens in the cache: all but the newest."""
+        return self._cache.committed
+
+    @torch.inference_mode()
+    def prefill(self, prompt_ids: list[int]) -> TargetStep:
+        """Forget the last sequence and read a prompt."""
+        self.check_room(prompt_ids)
+        self._cache.reset()
+        self._mask.fill_(self._closed)
+        self._mask_columns = (0, 0)
+        prompt_length = len(prompt_ids)
+        ids = to_device([prompt_ids], self.device)
+        step = self._run(ids, self._positions[:, :prompt_length], None, **self._prefill_options)
+        self._cache.committed = prompt_length
+        return TargetStep(step.logits[0, -1:], step.features[0])
+
+    @torch.inference_mode()
+    def forward_tree(self, tree: DraftTree) -> TargetStep:
+        """Run all nodes in one forward. Nothing is kept until `commit`."""
+        start, end = self._cache.committed, self._cache.committed + len(tree)
+        if end > self._cache.capacity_tokens:
+            raise UserError(f"a draft tree of {len(tree)} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        columns = self._columns_of(end)
+        ids, positions = to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)
+        # One token looks at the whole cache: without a mask the fastest attention kernels apply.
+        mask = None if len(tree) == 1 and columns == end else self._tree_mask(tree.shape, columns)
+        step = self._run(ids[None], positions[None], mask)
+        return TargetStep(step.logits[0], step.features[0])
+
+    @torch.inference_mode()
+    def commit(self, path: list[int]) -> None:
+        """Keep the accepted nodes (root first) of the last `forward_tree`."""
+        self._cache.keep(path)
+
+    def _columns_of(self, end: int) -> int:
+        """How many columns of the cache are attended to, given where a tree ends."""
+        return end
+
+    def _tree_mask(self, shape: TreeShape, columns: int) -> Tensor:
+        """[1, 1, N, columns] additive: a view of one buffer, of which only what has changed is written."""
+        bias = self._bias_of.get(shape)
+        if bias is None:
+            if len(self._bias_of) >= MOST_SHAPES:
+                self._bias_of.clear()
+            seen = shape.attention_mask
+            bias = torch.zeros(seen.shape, dtype=self._mask.dtype).masked_fill_(~seen, self._closed)
+            bias = self._bias_of[shape] = to_device(bias, self.device)
+        start, nodes = self._cache.committed, len(shape)
+        if nodes > self._mask.shape[2]:
+            self._mask = self._closed_mask(nodes)
+        first, last = self._mask_columns  # of the last tree, whose path has been committed since
+        self._mask[..., start:last] = self._closed
+        self._mask[..., first:start] = 0
+        self._mask[0, 0, :nodes, start : start + nodes] = bias
+        self._mask_columns = (start, start + nodes)
+        return self._mask[:, :, :nodes, :columns]
+
+    def _closed_mask(self, nodes: int) -> Tensor:
+        self._mask_columns = (0, 0)
+        shape = (1, 1, nodes, self._cache.capacity_tokens)
+        return open_mask(*shape, dtype=self._target.dtype, device=self.device).fill_(self._closed)
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """Make sure that two siblings in a tree see their ancestors and not each other."""
+        name = self._target.config.name_or_path or type(self._target).__name__
+        vocabulary = self._target.config.get_text_config().vocab_size
+        # Spread over the vocabulary: first in it are often special tokens, at which models are at their worst.
+        *prompt, root, elder, younger = (place * vocabulary // 6 for place in range(1, 6))
+        try:
+            self.prefill(prompt)
+            tree = DraftTree([root, elder, younger], TreeShape.of((-1, 0, 0)))
+            seen = self.forward_tree(tree).logits[2]
+            # What a target gives that does not see the mask: the younger at its place, looking at the elder.
+            self.prefill(prompt)
+            ids, positions = torch.tensor([tree.tokens, [2, 3, 3]], device=self.device)
+            wrong = self._run(ids[None], positions[None], self._tree_mask(TreeShape.chain(2), 5)).logits[0, 2]
+            self.prefill(prompt)
+            self.forward_tree(root_only(root))
+            self.commit([0])
+            right = self.forward_tree(root_only(younger)).logits[0]
+            self._cache.reset()
+            # Another way to compute the same: in half precision kernels differ.
+            ids = torch.tensor([[*prompt, root, younger]], device=self.device)
+            also_right = self._target(input_ids=ids, use_cache=False).logits[0, -1]
+        except UserError:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise UserError(
+                f"target {name} cannot run draft trees ({type(error).__name__}: {reason(error)}); {WORKING_TARGETS}"
+            ) from error
+        effect = float((right - wrong).abs().max())
+        least = min(float((seen - each).abs().max()) for each in (right, also_right))
+        if least > 0.25 * effect + 1e-6:
+            self.close()
+            raise UserError(
+                f"target {name} ignores 4-D attention masks or position ids, which draft trees need; "
+                "use target.attn_implementation=sdpa or eager"
+            )
+
+
+# ---- the loop ----
 
 
 @dataclass(slots=True)
@@ -76,6 +423,20 @@ class AnswerRecord:
     def accepted_drafts(self) -> int:
         return sum(self.draft_lengths)
 
+    def add_round(self, tree: DraftTree, verdict: Verdict, kept: int, columns: TokenColumns) -> None:
+        """Count a round of which `kept` tokens belong to the answer; `columns` are what the method can draft."""
+        path = verdict.path
+        self.accept_lengths.append(kept)
+        self.draft_lengths.append(min(kept, len(path) - 1))
+        self.draft_depths.append(tree.shape.draft_depth)
+        rejected = kept == len(path) and bool(tree.children(path[-1]))
+        self.tried += self.draft_lengths[-1] + rejected
+        if kept == len(path) and verdict.next_token not in columns:
+            # The round's last token could not have been drafted.
+            self.outside_tokens = (self.outside_tokens or 0) + 1
+            if rejected:
+                self.ended_outside = [*(self.ended_outside or []), self.rounds - 1]
+
     def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
         """Where a round's time went: readings of one clock."""
         phases = [drafted - started, verified - drafted, chosen - verified, done - chosen]
@@ -120,175 +481,82 @@ def generate(
     Neither holds with a lenience below 1, see `draftsmith.eval.trees.verify`.
 
     Args:
+        generator: For the target's draws; the method has its own.
         on_round: Told of every round at its end; what it takes counts to the commit.
 
     Raises:
         UserError: Prompt and answer do not fit into the session.
     """
     session.check_room(prompt_ids, max_new_tokens)
-    clock = _PhaseClock(session.device)
-    answer = OpenAnswer(method, generator, sampling, max_new_tokens, end_ids, stop)
-    answer.begin(session.prefill, prompt_ids)
+    columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
+    record, clock = AnswerRecord(), _PhaseClock(session.device)
+    if columns.reduced:
+        record.outside_tokens, record.ended_outside = 0, []
+    ending = _Ending(record, max_new_tokens, end_ids, stop)
+    began_s = time.perf_counter()
+    step = session.prefill(prompt_ids)
+    first = first_token(step.logits[-1], sampling, generator)
+    record.first_token_s = time.perf_counter() - began_s
+    method.start(prompt_ids, step.features)
+    method.observe([first], step.features[-1:])
+    record.prefill_s = time.perf_counter() - began_s
+    ending.keep([first])
     clock.mark()
-    while not answer.ended:
-        # 1. Draft.
-        tree = answer.propose()
+    while not ending.reached:
+        # 1. Draft. What is deeper than the tokens that are still wanted could not be kept.
+        tree = method.propose().cut_to_depth(max_new_tokens - len(record.ids) - 1)
         clock.mark()
         # 2. Verify all nodes in one forward.
         step = session.forward_tree(tree)
         clock.mark()
         verdict = verify(tree, step.logits, sampling, generator, lenience)
-        answer.show_logits(tree, step.logits)
+        if isinstance(method, ReadsLogits):
+            method.read_logits(tree, step.logits)
         clock.mark()
         # 3. Commit the accepted path and the target's own token.
-        session.commit(verdict.path)
-        kept = answer.commit(tree, verdict, step.features)
+        path = verdict.path
+        session.commit(path)
+        committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
+        kept = ending.keep(committed)
+        record.add_round(tree, verdict, kept, columns)
+        if not ending.reached:
+            in_order = path[-1] == len(path) - 1
+            features = step.features
+            features = features[: len(path)] if in_order else features[to_device(path, features.device)]
+            method.observe(committed, features)
         if on_round is not None:
             on_round(Round(tree, step.logits, verdict, kept))
         clock.mark()
     session.synchronize()
-    out = answer.record
-    out.wall_time_s = time.perf_counter() - answer.began_s
+    record.wall_time_s = time.perf_counter() - began_s
     marks = clock.seconds()
-    for first in range(0, len(marks) - 1, 4):
-        out.add_round_s(*marks[first : first + 5])
-    return out
+    for begin in range(0, len(marks) - 1, 4):
+        record.add_round_s(*marks[begin : begin + 5])
+    return record
 
 
-class OpenAnswer:
-    """An answer that is being decoded: what the loops for one and for several sequences do with each of them.
-
-    Args:
-        generator: Of the answer's first token; the method has its own.
-    """
+class _Ending:
+    """Where an answer ends: at an end token, with a stop string, or at the limit."""
 
     def __init__(
-        self,
-        method: Method,
-        generator: torch.Generator | None,
-        sampling: Sampling,
-        max_new_tokens: int,
-        end_ids: Collection[int],
-        stop: StopStrings | None,
+        self, record: AnswerRecord, max_new_tokens: int, end_ids: Collection[int], stop: StopStrings | None
     ) -> None:
-        self.method, self.generator, self.sampling = method, generator, sampling
-        self.record = AnswerRecord()
-        self.ended = False
-        self._reader = method if isinstance(method, ReadsLogits) else None
-        self._columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
-        if self._columns.reduced:
-            self.record.outside_tokens, self.record.ended_outside = 0, []
-        self._max_new_tokens, self._end_ids = max_new_tokens, end_ids
+        self._record, self._max_new_tokens, self._end_ids = record, max_new_tokens, end_ids
         self._matcher = None if stop is None else StopMatcher(stop)
+        self.reached = False
 
-    def begin(self, prefill: Callable[[list[int]], TargetStep], prompt_ids: list[int]) -> None:
-        """Read the prompt; its first token comes from the target alone."""
-        self.began_s = time.perf_counter()
-        step = prefill(prompt_ids)
-        first = first_token(step.logits[-1], self.sampling, self.generator)
-        self.record.first_token_s = time.perf_counter() - self.began_s
-        self.method.start(prompt_ids, step.features)
-        self.method.observe([first], step.features[-1:])
-        self.record.prefill_s = time.perf_counter() - self.began_s
-        self._keep([first])
-
-    def propose(self) -> DraftTree:
-        """What is deeper than the tokens that are still wanted could not be kept."""
-        return self.method.propose().cut_to_depth(self._max_new_tokens - len(self.record.ids) - 1)
-
-    def show_logits(self, tree: DraftTree, logits: Tensor) -> None:
-        """logits: [N, V]."""
-        if self._reader is not None:
-            self._reader.read_logits(tree, logits)
-
-    def commit(self, tree: DraftTree, verdict: Verdict, features: Tensor) -> int:
-        """Write down what a round has committed, and tell the method; how many tokens belong to the answer.
-
-        Args:
-            features: [N, F] at the tree's nodes, or more.
-        """
-        record, path = self.record, verdict.path
-        committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
-        kept = self._keep(committed)
-        record.accept_lengths.append(kept)
-        record.draft_lengths.append(min(kept, len(path) - 1))
-        record.draft_depths.append(tree.shape.draft_depth)
-        rejected = kept == len(path) and bool(tree.children(path[-1]))
-        record.tried += record.draft_lengths[-1] + rejected
-        if kept == len(path) and verdict.next_token not in self._columns:
-            # The round's last token could not have been drafted.
-            record.outside_tokens = (record.outside_tokens or 0) + 1
-            if rejected:
-                record.ended_outside = [*(record.ended_outside or []), record.rounds - 1]
-        if not self.ended:
-            in_order = path[-1] == len(path) - 1
-            features = features[: len(path)] if in_order else features[to_device(path, features.device)]
-            self.method.observe(committed, features)
-        return kept
-
-    def _keep(self, committed: list[int]) -> int:
-        """Add to the answer what belongs to it: how many tokens."""
-        record, matcher = self.record, self._matcher
+    def keep(self, committed: list[int]) -> int:
+        """Add to the answer what belongs to it, and return how many tokens that is."""
+        record, matcher = self._record, self._matcher
         before = len(record.ids)
         for token in committed:
             record.ids.append(token)
             ends = token in self._end_ids or (matcher is not None and matcher.completes(token))
-            self.ended = ends or len(record.ids) >= self._max_new_tokens
-            if self.ended:
+            self.reached = ends or len(record.ids) >= self._max_new_tokens
+            if self.reached:
                 break
         record.text = None if matcher is None else matcher.text_before
         return len(record.ids) - before
-
-
-@dataclass(frozen=True)
-class StopStrings:
-    """Strings that end an answer at the token with which one of them becomes complete, its text just before it.
-
-    As in transformers, vLLM and OpenAI's API. The text is decoded as it grows, without special tokens: a token may hold
-    a piece of a character, a piece of a stop string, or more than one. What is found depends on the tokens alone, one
-    after the other, so that every method cuts where the autoregressive loop does.
-
-    Args:
-        strings: Each non-empty.
-        tokenizer: The target's; only `decode` is used.
-    """
-
-    strings: tuple[str, ...]
-    tokenizer: Any
-
-
-class StopMatcher:
-    """Reads one answer token by token.
-
-    Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,
-    since what a tokenizer makes of a token may depend on the one before it (a leading space).
-    """
-
-    def __init__(self, stop: StopStrings) -> None:
-        self._stop = stop
-        self._text = ""  # complete characters
-        self._context: list[int] = []  # the tokens of the last complete piece
-        self._pending: list[int] = []  # those after it
-        self.text_before: str | None = None
-
-    def completes(self, token: int) -> bool:
-        """Whether a stop string is complete with this token; then `text_before` is the answer's text before it."""
-        self._pending.append(token)
-        known = self._decode(self._context)
-        new = self._decode([*self._context, *self._pending])[len(known) :]
-        settled = not new.endswith(UNFINISHED)
-        text = self._text + new.rstrip(UNFINISHED)
-        found = [text.find(string, max(0, len(self._text) - len(string) + 1)) for string in self._stop.strings]
-        places = [place for place in found if place >= 0]
-        if places:
-            self.text_before = text[: min(places)]
-            return True
-        if new and settled:
-            self._text, self._context, self._pending = text, self._pending, []
-        return False
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._stop.tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
 
 
 class _PhaseClock:

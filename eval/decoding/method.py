@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from draftsmith.eval.trees.tree import DraftTree, root_only
+from draftsmith.eval.trees.verify import DraftTree, root_only
 from draftsmith.models.decoding.decoders import TokenColumns
 
 AUTOREGRESSIVE = "autoregressive"

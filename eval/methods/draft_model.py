@@ -17,13 +17,17 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from draftsmith.eval.decoding.session import cached_logits
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.decoding.loop import TreeCache, cached_logits
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.registry import MethodSetting
-from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
-from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
-from draftsmith.models.decoding.kv_cache import TreeCache, open_mask, to_device
+from draftsmith.models.decoding.decoders import (
+    ALL_TOKENS,
+    LONGEST_TREE_NODES,
+    GrowingTree,
+    open_mask,
+    to_device,
+)
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError

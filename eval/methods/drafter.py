@@ -1,20 +1,43 @@
-"""A drafter, trained or fitted, and the trees that are made of what it drafts.
+"""A drafter, trained or fitted, as a method: from its logits to a draft tree.
 
-Shapes: P prompt, n newly committed tokens, F features.
+`...Builder` is for drafters whose distribution at a depth does not depend on the path to it (ParallelSpec, Medusa): one
+forward gives all depths. `...Grower` is for the others (EAGLE, Hydra, Markov heads): a call for each level. What is
+drafted how, by temperature:
+
+    tree        T = 0                      T > 0
+    chain       most likely token          sampled from q
+    static      ranks of each path         siblings sampled from their parent's q without replacement
+    best_first  the N most likely paths    the same, deterministic: verified as point masses, lossless too
+    adaptive    as many of them as pay     the same; `DrafterMethod` cuts the tree, see `adaptive.py`
+
+Shapes: G drafted depths, R rows, W nodes of a level, V vocabulary, V' columns of the drafter's logits, N tree nodes, P
+prompt, n newly committed tokens, F features.
 """
 
 from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.builders import TreeBuilder, tree_builder
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
-from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.eval.trees.verify import Sampling
-from draftsmith.models.decoding.decoders import ALL_TOKENS, OneForward, ReadsTokens, SequenceDecoder, StepwiseDecoder
-from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, draw, drawn, largest, race
+from draftsmith.models.decoding.decoders import (
+    ALL_TOKENS,
+    DrafterDecoder,
+    OneForward,
+    ReadsTokens,
+    SequenceDecoder,
+    StepwiseDecoder,
+    TokenColumns,
+    to_device,
+)
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
 
@@ -38,7 +61,7 @@ class DrafterMethod:
     Args:
         name: The row of the table.
         decoder: The drafter's.
-        builder: The tree's form, for a decoder of this kind (see `builders.tree_builder`).
+        builder: The tree's form, for a decoder of this kind (see `tree_builder`).
         sampling: the target's, applied to q too.
         generator: for sampled trees.
         lookup_nodes: The places of a best-first tree for which paths that lookups continue compete; 0: no lookups.
@@ -90,3 +113,381 @@ class DrafterMethod:
 
     def _tensor(self, ids: list[int], features: Tensor) -> Tensor:
         return to_device(ids, torch.device("cpu") if self._on_host else features.device)
+
+
+# ---- how a tree is made ----
+
+
+class TreeBuilder(Protocol):
+    """Gets one round's draft from a drafter: a tree under the newest committed token."""
+
+    def propose(
+        self, root_token: int, decoder: Any, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        """`decoder` is of the one kind that the builder works with."""
+
+
+def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
+    """What makes the tree that a recipe's method asks for, with a decoder of this kind.
+
+    Args:
+        adaptive: Of `tree: adaptive`: how deep a tree is grown.
+
+    Raises:
+        UserError: The static paths are no tree.
+    """
+    stepwise = isinstance(decoder, StepwiseDecoder)
+    if method.paths is not None:
+        return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
+    if method.best_first:
+        if not stepwise:
+            return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
+        # Where a level costs no forward, nothing is left out of it.
+        beam = method.nodes if isinstance(decoder, OneForward) else method.branch
+        return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam)
+    return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
+
+
+# ---- chains ----
+
+
+class ChainBuilder:
+    """One token a depth, of one forward."""
+
+    def __init__(self, max_depth: int | None = None) -> None:
+        self._max_depth = max_depth
+
+    def propose(
+        self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        logits_gv, columns = decoder.draft()[: self._max_depth], decoder.columns
+        shape = TreeShape.chain(len(logits_gv))
+        if sampling.greedy:
+            return DraftTree([root_token, *columns.tokens(largest(logits_gv).tolist())], shape)
+        q_gv = sampling.probabilities(logits_gv)
+        tokens = columns.tokens(drawn(q_gv, generator).tolist())
+        return DraftTree([root_token, *tokens], shape, _q_of_children(columns.widened(q_gv, 0.0), shape))
+
+
+class ChainGrower:
+    """One token a depth, each of a forward that reads the one before."""
+
+    def __init__(self, max_depth: int | None = None) -> None:
+        self._max_depth = max_depth
+
+    def propose(
+        self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        num_depths, columns = min(decoder.num_depths, self._max_depth or decoder.num_depths), decoder.columns
+        tokens, q_rows = [root_token], []
+        logits = decoder.begin()
+        for depth in range(num_depths):
+            if depth > 0:
+                logits = decoder.expand([tokens[depth]], [depth - 1])
+            if sampling.greedy:
+                column = int(largest(logits))
+            else:
+                q_rows.append(sampling.probabilities(logits))
+                column = draw(q_rows[-1][0], generator)
+            tokens += columns.tokens([column])
+        # Nobody reads the row of the leaf.
+        q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
+        return DraftTree(tokens, TreeShape.chain(num_depths), q)
+
+
+# ---- trees of a fixed shape ----
+
+
+@dataclass(frozen=True)
+class StaticPaths:
+    """Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3) as a tree, level by level.
+
+    Args:
+        shape: N nodes.
+        ranks: [N], of a node's token among its parent's most likely ones.
+        siblings: [N], the node's place among its parent's children.
+    """
+
+    shape: TreeShape
+    ranks: tuple[int, ...]
+    siblings: tuple[int, ...]
+
+    @staticmethod
+    def of(paths: list[list[int]]) -> StaticPaths:
+        """
+        Raises:
+            UserError: A path is empty, repeated or negative, or the path that it continues is absent.
+        """
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        known: dict[tuple[int, ...], int] = {(): 0}
+        parents = [-1]
+        for path in ordered:
+            if not path or min(path) < 0 or path in known:
+                raise UserError(f"static path {list(path)} must be non-empty, unique and of ranks >= 0: fix `paths`")
+            if path[:-1] not in known:
+                raise UserError(f"static path {list(path)} needs the path {list(path[:-1])} too: add it to `paths`")
+            parents.append(known[path[:-1]])
+            known[path] = len(known)
+        shape = TreeShape.of(tuple(parents))
+        siblings = [0] * len(parents)
+        for children in shape.children:
+            for index, node in enumerate(children):
+                siblings[node] = index
+        return StaticPaths(shape, (0, *(path[-1] for path in ordered)), tuple(siblings))
+
+    def check(self, num_depths: int, vocabulary: int) -> None:
+        """
+        Raises:
+            UserError: The drafter does not draft as deep, or has fewer tokens than there are siblings.
+        """
+        depth, width = self.shape.max_depth, max(self.ranks) + 1
+        if depth > num_depths or width > vocabulary:
+            raise UserError(
+                f"the static tree is {depth} deep and {width} wide, but the drafter drafts {num_depths} tokens "
+                f"of a vocabulary of {vocabulary}: shorten `paths`, or train a drafter of more depths"
+            )
+
+
+class StaticBuilder:
+    """The same shape every round, of one forward."""
+
+    def __init__(self, paths: list[list[int]]) -> None:
+        self._paths = StaticPaths.of(paths)
+
+    def propose(
+        self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        logits_gv, columns, paths = decoder.draft(), decoder.columns, self._paths
+        paths.check(len(logits_gv), columns.vocabulary_of(logits_gv))
+        shape, logits_gv = paths.shape, logits_gv[: paths.shape.max_depth]
+        places, q = paths.ranks, None
+        if sampling.greedy:
+            candidates = ranked(logits_gv, max(places) + 1, columns)
+        else:
+            # All parents at a depth may share the draws: what happens at one of them never depends on the draws of
+            # another depth.
+            places, q_gv = paths.siblings, sampling.probabilities(logits_gv)
+            candidates = draw_without_replacement(q_gv, max(places) + 1, generator, columns)
+            q = _q_of_children(columns.widened(q_gv, 0.0), shape)
+        nodes = zip(shape.depths[1:], places[1:], strict=True)
+        tokens = [root_token, *(candidates[depth - 1][place] for depth, place in nodes)]
+        return without_blanks(DraftTree(tokens, shape, q))
+
+
+class StaticGrower:
+    """The same shape every round, level by level."""
+
+    def __init__(self, paths: list[list[int]]) -> None:
+        self._paths = StaticPaths.of(paths)
+        shape = self._paths.shape
+        # The nodes with children, by depth.
+        self._levels: list[list[int]] = [[] for _ in range(shape.max_depth)]
+        for node, children in enumerate(shape.children):
+            if children:
+                self._levels[shape.depths[node]].append(node)
+
+    def propose(
+        self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        shape, columns = self._paths.shape, decoder.columns
+        places = self._paths.ranks if sampling.greedy else self._paths.siblings
+        tokens = [root_token] + [-1] * (len(shape) - 1)
+        number_of: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
+        q_rows: list[Tensor] = []
+        for depth, level in enumerate(self._levels):
+            # What was not drawn has no children.
+            grown = [node for node in level if tokens[node] >= 0]
+            if not grown:
+                break
+            if depth == 0:
+                logits = decoder.begin()
+                self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
+            else:
+                above = [number_of[shape.parents[node]] for node in grown]
+                logits = decoder.expand([tokens[node] for node in grown], above)
+            width = 1 + max(places[child] for node in grown for child in shape.children[node])
+            if sampling.greedy:
+                candidates = ranked(logits, width, columns)
+            else:
+                q_rows.append(sampling.probabilities(logits))
+                candidates = draw_without_replacement(q_rows[-1], width, generator, columns)
+            for node, row in zip(grown, candidates, strict=True):
+                number_of[node] = len(number_of)
+                for child in shape.children[node]:
+                    tokens[child] = row[places[child]]
+        if sampling.greedy:
+            return without_blanks(DraftTree(tokens, shape))
+        # Nobody reads the rows of leaves.
+        rows = to_device([number_of.get(node, 0) for node in range(len(shape))], q_rows[0].device)
+        q = columns.widened(torch.cat(q_rows), 0.0)
+        return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
+
+
+# ---- the most likely trees ----
+
+
+class BestFirstBuilder:
+    """The `nodes` most likely paths under q: exactly the best tree of that size, found with a heap.
+
+    A path is at most as likely as the path that it continues and as the one with the better rank in its last place,
+    so taking the best candidate, then adding its next sibling and its first child, meets the paths in order.
+    """
+
+    def __init__(self, nodes: int, branch: int, max_depth: int | None = None) -> None:
+        self._nodes, self._branch, self._max_depth = nodes, branch, max_depth
+
+    def propose(
+        self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        logits_gv = decoder.draft()[: self._max_depth].float()
+        candidates, log_q = most_likely(logits_gv, self._branch, sampling, decoder.columns)
+        # The heap's Python takes 25 us for 12 nodes, 60 for 64; topk and logsumexp, which any form needs, 65.
+        depths, width = len(log_q), len(log_q[0])
+        tokens, parents, log_confidence = [root_token], [-1], [0.0]
+        # Entries: (-log probability of the path, order of arrival, parent node, depth from 0, rank).
+        heap = [(-log_q[0][0], 0, 0, 0, 0)]
+        arrivals = 1
+        while heap and len(tokens) <= self._nodes:
+            cost, _, parent, depth, rank = heapq.heappop(heap)
+            tokens.append(candidates[depth][rank])
+            parents.append(parent)
+            log_confidence.append(-cost)
+            # A drafter may leave tokens without any probability.
+            if rank + 1 < width and log_q[depth][rank + 1] > -math.inf:
+                sibling_cost = cost + log_q[depth][rank] - log_q[depth][rank + 1]
+                heapq.heappush(heap, (sibling_cost, arrivals, parent, depth, rank + 1))
+                arrivals += 1
+            if depth + 1 < depths:
+                child = (cost - log_q[depth + 1][0], arrivals, len(tokens) - 1, depth + 1, 0)
+                heapq.heappush(heap, child)
+                arrivals += 1
+        return DraftTree(tokens, TreeShape.of(tuple(parents)), log_confidence=log_confidence)
+
+
+class BestFirstGrower:
+    """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
+
+    1. Expansion: at every depth the `beam` most confident new nodes, `branch` in the paper and by default, get their
+       `branch` most likely children. The confidence of a node is the probability of the path to it under q.
+    2. Reranking: the `nodes` most confident of all candidates stay.
+
+    We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
+    the node; but what cannot stay is not expanded, and a tree that no deeper node can enter is done.
+
+    Args:
+        adaptive: How many nodes are worth verifying, by which the tree is cut after every level, so that what would not
+            stay is not drafted below; and whether a further level is worth its forward. None: all, always.
+        beam: Nodes of a level that are expanded. With `nodes` of them every new node that may stay is, and the tree is
+            the best there is under q with at most `branch` children a node: what a heap finds with a call for each
+            node takes one for each level.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        branch: int,
+        max_depth: int | None = None,
+        adaptive: AdaptiveTree | None = None,
+        beam: int | None = None,
+    ) -> None:
+        self._nodes, self._branch, self._max_depth, self._adaptive = nodes, branch, max_depth, adaptive
+        self._beam = branch if beam is None else beam
+
+    def propose(
+        self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        # Candidates in the order of arrival, the root being 0; cost = -log of the confidence.
+        tokens, parents, costs = [root_token], [-1], [0.0]
+        number_of = {0: 0}  # the decoder's number of a candidate
+        best: list[int] = []
+        frontier = [0]
+        logits = decoder.begin()
+        for depth in range(min(decoder.num_depths, self._max_depth or decoder.num_depths)):
+            if depth > 0:
+                above = [number_of[parents[node]] for node in frontier]
+                logits = decoder.expand([tokens[node] for node in frontier], above)
+                for node in frontier:
+                    number_of[node] = len(number_of)
+            # 1. Expansion.
+            first_new = len(tokens)
+            drafted = most_likely(logits, self._branch, sampling, decoder.columns)
+            for node, row_tokens, row_log_q in zip(frontier, *drafted, strict=True):
+                for token, log_q in zip(row_tokens, row_log_q, strict=True):
+                    # A drafter may leave tokens without any probability.
+                    if log_q > -math.inf:
+                        tokens.append(token)
+                        parents.append(node)
+                        costs.append(costs[node] - log_q)
+            # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
+            best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
+            if self._adaptive is not None:
+                best = best[: self._adaptive.of_level([-costs[node] for node in best])]
+            # Nothing can enter below the last of a full list.
+            frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._beam]
+            if not frontier:
+                break
+            if self._adaptive is not None and not self._adaptive.worth_a_level([-costs[node] for node in frontier]):
+                break
+        # In the order of arrival: level by level, so that shapes recur.
+        kept = [0, *sorted(best)]
+        shape = TreeShape.of_nodes(kept, parents)
+        return DraftTree([tokens[node] for node in kept], shape, log_confidence=[-costs[node] for node in kept])
+
+
+# ---- what a level is filled with: of logits or q of a drafter's columns, the target's tokens ----
+
+
+def most_likely(
+    logits: Tensor, count: int, sampling: Sampling, columns: TokenColumns = ALL_TOKENS
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` most likely tokens of each row of [R, V'], best first, and their log probabilities, none above 0."""
+    if not sampling.greedy:
+        logits = logits / sampling.temperature
+    top = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    log_q = top.values - logits.logsumexp(-1, keepdim=True)
+    # Columns are exact in double precision: one copy for both.
+    chosen, read = torch.stack([top.indices.double(), log_q.double()]).tolist()
+    return [columns.tokens([int(column) for column in row]) for row in chosen], read
+
+
+def ranked(logits: Tensor, count: int, columns: TokenColumns = ALL_TOKENS) -> list[list[int]]:
+    """The `count` most likely tokens of each row of [R, V'], best first; -1 where there are no more columns."""
+    return _padded(logits.topk(min(count, logits.shape[-1]), dim=-1).indices, count, columns)
+
+
+def draw_without_replacement(
+    q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
+) -> list[list[int]]:
+    """`count` different tokens from each row of q [R, V'], in the order drawn; -1 where q has no more tokens."""
+    # The order of q / Exp(1) is the order of draws without replacement.
+    order = race(q, generator).topk(min(count, q.shape[-1]), dim=-1).indices
+    return _padded(order.masked_fill(q.gather(-1, order) <= 0, -1), count, columns)
+
+
+def draw_independently(
+    q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
+) -> list[list[int]]:
+    """`count` tokens from each row of q [R, V'], with replacement."""
+    return _padded(torch.multinomial(q, count, replacement=True, generator=generator), count, columns)
+
+
+def _padded(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]]:
+    missing = [-1] * (count - chosen.shape[-1])
+    return [columns.tokens(row) + missing for row in chosen.tolist()]
+
+
+def without_blanks(tree: DraftTree) -> DraftTree:
+    """The tree without the nodes whose token is -1 (there were fewer tokens than siblings), and all below them."""
+    if -1 not in tree.tokens:
+        return tree
+    kept = {-1}
+    for node, token in enumerate(tree.tokens):
+        if token >= 0 and tree.parents[node] in kept:
+            kept.add(node)
+    return tree.cut_to(sorted(kept - {-1}))
+
+
+def _q_of_children(q_gv: Tensor, shape: TreeShape) -> Tensor:
+    """[G, V] by depth to [N, V] by parent. The rows of the deepest leaves repeat the last depth; nobody reads them."""
+    last = len(q_gv) - 1
+    return q_gv.index_select(0, to_device([min(depth, last) for depth in shape.depths], q_gv.device))

@@ -30,8 +30,7 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.eval.methods.registry import MethodSetting
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import largest
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, largest
 from draftsmith.recipes.schema import Section
 
 

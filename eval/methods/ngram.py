@@ -18,9 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.registry import MethodSetting
-from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section

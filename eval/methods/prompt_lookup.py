@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.eval.methods.registry import MethodSetting
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.recipes.schema import Section
 
 

@@ -25,7 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
-from draftsmith.eval.trees.tree import DraftTree
+from draftsmith.eval.trees.verify import DraftTree
 
 BINS = 8  # the k-th: confidence from 2**-k down to 2**-(k+1), the last one all below
 PER_NAT = 1 / math.log(2)

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling, Verdict, walk
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, walk
 
 V = 4
 # Shapes of sampled trees, and (shape, tokens) of deterministic ones.

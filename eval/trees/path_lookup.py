@@ -14,7 +14,7 @@ import heapq
 import math
 from typing import NamedTuple
 
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
 MAX_NGRAM = 8
 # How often the token after the latest occurrence of the longest known n-gram is right, by the n-gram's length: counted

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.eval.commands.compare import _check_comparable, joint_recipe
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.target.loading import EMBEDDED_TARGET

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftsmith.eval.trees.builders import (
+from draftsmith.eval.methods.drafter import (
     BestFirstBuilder,
     BestFirstGrower,
     ChainBuilder,

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
 V = 11
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
-from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import DraftTree, Sampling
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 
 Path = tuple[int, ...]
@@ -84,7 +83,7 @@ def paths_in(tree: DraftTree) -> list[Path]:
 def draw_rows(
     chooser: Outcomes, q: Tensor, count: int, _: object, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
-    """In place of `builders.draw_without_replacement`: the draws of an outcome."""
+    """In place of `draw_without_replacement`: the draws of an outcome."""
     rows = []
     for row in q:
         left, drawn = row.clone(), []

@@ -17,11 +17,10 @@ from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import StopStrings
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.decoding.stop_strings import StopStrings
+from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, DrafterMethod
 from draftsmith.eval.report.summary import summarize, summarize_timing
-from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.recipes.errors import UserError

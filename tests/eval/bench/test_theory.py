@@ -12,13 +12,10 @@ from draftsmith.eval.bench.theory import (
     OverlapMeter,
     theory_row,
 )
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.lookahead import Lookahead
-from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling, Verdict
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -15,12 +15,10 @@ from draftsmith.eval.commands.prove import (
     prove,
     rosenblatt,
 )
-from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees import verify
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

@@ -14,10 +14,8 @@ from draftsmith.eval.commands.tune import (
     expected_tau,
     traced_path,
 )
-from draftsmith.eval.decoding.loop import Round, generate
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.decoding.loop import Round, TargetSession, generate
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import MethodRecipe
 

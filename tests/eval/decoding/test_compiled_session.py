@@ -15,13 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.eval.bench import measured_methods
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.tree import DraftTree, TreeShape, root_only
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa

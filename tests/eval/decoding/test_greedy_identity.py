@@ -19,16 +19,14 @@ from support.half_right import (
 )
 from transformers import AutoModelForCausalLM
 
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod, TreeBuilder
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.specinfer import SpecInfer
-from draftsmith.eval.trees.builders import TreeBuilder
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 
 

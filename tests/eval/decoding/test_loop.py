@@ -14,26 +14,24 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.eval.decoding import loop as loop_module
-from draftsmith.eval.decoding.loop import TIMELINE_ROUNDS, Round, generate
+from draftsmith.eval.decoding.loop import TIMELINE_ROUNDS, Round, TargetSession, TargetStep, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.session import TargetSession, TargetStep
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees import adaptive as adaptive_module
-from draftsmith.eval.trees import builders as builders_module
-from draftsmith.eval.trees import verify as verify_module
-from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
-from draftsmith.eval.trees.builders import (
+from draftsmith.eval.methods import drafter as builders_module
+from draftsmith.eval.methods.drafter import (
     BestFirstBuilder,
     BestFirstGrower,
     ChainBuilder,
     ChainGrower,
+    DrafterMethod,
     StaticBuilder,
     StaticGrower,
     TreeBuilder,
 )
+from draftsmith.eval.trees import adaptive as adaptive_module
+from draftsmith.eval.trees import verify as verify_module
+from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
 from draftsmith.eval.trees.enumeration import Outcomes
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError

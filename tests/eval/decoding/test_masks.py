@@ -11,13 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.tree import TreeShape
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.trees.verify import Sampling, TreeShape
 from draftsmith.recipes.schema import MethodRecipe
 
 GREEDY = Sampling()

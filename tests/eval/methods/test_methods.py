@@ -11,18 +11,15 @@ from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.registry import MethodSetting, make_method, method_kinds
-from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.tree import DraftTree
-from draftsmith.eval.trees.verify import Sampling, verify_greedy
+from draftsmith.eval.trees.verify import DraftTree, Sampling, verify_greedy
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -9,15 +9,12 @@ from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.bench import costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
-from draftsmith.eval.decoding.loop import AnswerRecord, generate
+from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree, RoundCosts, never_falling, on_curve
-from draftsmith.eval.trees.builders import tree_builder
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.recipes.schema import MethodRecipe
 
 GREEDY = Sampling()

@@ -8,15 +8,12 @@ import torch
 from support.table_decoder import DepthsDecoder
 from support.tiny_models import tiny_drafter_of, tiny_target
 
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.builders import tree_builder
 from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.recipes.schema import MethodRecipe
 
 PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]

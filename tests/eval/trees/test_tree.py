@@ -6,9 +6,8 @@ import pytest
 import torch
 from support.table_decoder import DepthsDecoder
 
-from draftsmith.eval.trees.builders import BestFirstBuilder, ChainBuilder, StaticBuilder
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
-from draftsmith.eval.trees.verify import Sampling, Verdict, verify_greedy
+from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, verify_greedy
 from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()

@@ -16,11 +16,9 @@ from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_o
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter

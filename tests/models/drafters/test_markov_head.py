@@ -9,8 +9,7 @@ from support.table_decoder import paths_in
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions

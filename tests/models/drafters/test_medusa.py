@@ -7,10 +7,8 @@ import torch
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from transformers import PreTrainedModel
 
-from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.builders import tree_builder
+from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.drafters.medusa import MedusaDrafter
 from draftsmith.models.target.features import target_features

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.tiny_models import VOCABULARY, tiny_target
 
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.trees.tree import DraftTree, TreeShape
+from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.cpu_kernels import DTYPES, has_kernels, pack_linears, use_grouped_sdpa
 
 PROMPT = [5, 9, 33, 12, 7]

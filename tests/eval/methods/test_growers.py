@@ -11,14 +11,14 @@ from support.table_decoder import (
 )
 from torch import Tensor
 
-from draftsmith.eval.trees import adaptive
-from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
-from draftsmith.eval.trees.builders import (
+from draftsmith.eval.methods.drafter import (
     BestFirstGrower,
     ChainGrower,
     StaticGrower,
     draw_without_replacement,
 )
+from draftsmith.eval.trees import adaptive
+from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.errors import UserError
 
