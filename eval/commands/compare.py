@@ -181,14 +181,13 @@ def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[di
     ours = [method for method in methods if method[0] == first]
     if not ours:
         return []
-    every = bootstrap.every_question(len(_questions(runs[first])))
-    reference = max(ours, key=lambda method: float(bootstrap.speedup(method[2], every)[0]))
+    reference = max(ours, key=lambda method: bootstrap.figure_of(bootstrap.speedup, method[2]))
     rows = []
     for method in [reference, *(method for method in methods if method is not reference)]:
         folder, key, sums = method
         row: dict[str, Any] = {"run": str(folder), "method": key.rpartition("@")[0], "temperature": temperature}
         for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
-            value, of_reference = (float(figure(each, every)[0]) for each in (sums, reference[2]))
+            value, of_reference = (bootstrap.figure_of(figure, each) for each in (sums, reference[2]))
             row |= {name: value, f"{name}_interval": bootstrap.interval(figure, sums)}
             row[f"{name}_ratio"] = value / of_reference
             row[f"{name}_ratio_interval"] = bootstrap.paired_ratio(figure, sums, reference[2])

@@ -1,4 +1,9 @@
-"""How far a figure may be chance of the questions: percentile bootstrap over them (Efron, 1979).
+"""How far a figure may be chance of the questions: a studentised bootstrap over them (Efron, Tibshirani, 1993, 12.5).
+
+A figure is a ratio of sums over questions. It is taken in the logarithm, where its error by the delta method is known
+for every resample too; the interval is made of the quantiles of (resampled figure - figure) / resampled error. The
+percentile bootstrap, which is narrower, holds the truth in 83 of 100 cases at 5 questions, 90 at 13, and 88 at ten of
+each of six tasks; this one in 93, 94 and 93 (`benchmarks/interval_coverage.py`).
 
 Two methods that answered the same questions are compared with the same draws.
 
@@ -10,9 +15,10 @@ Shapes: Q questions, R resamples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +26,12 @@ from numpy.typing import NDArray
 from draftsmith.eval.bench.records import MethodRecord
 
 RESAMPLES, LEVEL = 4000, 0.95
-FEWEST_QUESTIONS = 2
+# Resamples of fewer are too often of one question only, whose error is 0.
+FEWEST_QUESTIONS = 5
+# An error of the logarithm that is rounding alone.
+NO_ERROR = 1e-12
 
 Floats = NDArray[np.float64]
-Figure = Callable[["QuestionSums", Floats], Floats]
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,13 @@ class QuestionSums:
     seconds: Floats
     baseline_tokens: Floats
     baseline_seconds: Floats
+    # The task of each question, where each task counts alike however long its answers are; None pools all questions.
+    tasks: tuple[str, ...] | None = None
 
     @staticmethod
-    def of(pairs_by_question: Sequence[Sequence[tuple[MethodRecord, MethodRecord]]]) -> QuestionSums:
+    def of(
+        pairs_by_question: Sequence[Sequence[tuple[MethodRecord, MethodRecord]]], tasks: Sequence[str] | None = None
+    ) -> QuestionSums:
         """Sum up, for each question, a method's answers beside the baseline's."""
         rows = []
         for pairs in pairs_by_question:
@@ -54,53 +66,106 @@ class QuestionSums:
                     sum(turn.wall_time_s for turn in baseline),
                 )
             )
-        return QuestionSums(*np.array(rows, dtype=np.float64).T)
+        kept, rounds, tokens, seconds, baseline_tokens, baseline_seconds = np.array(rows, dtype=np.float64).T
+        in_order = None if tasks is None else tuple(tasks)
+        return QuestionSums(kept, rounds, tokens, seconds, baseline_tokens, baseline_seconds, in_order)
+
+    def by_task(self) -> Iterator[tuple[NDArray[np.intp], QuestionSums]]:
+        """Yield the places and the sums of each task's questions; those of all questions where none are told."""
+        tasks = self.tasks or ("",) * len(self.rounds)
+        for task in dict.fromkeys(tasks):
+            places = np.flatnonzero([each == task for each in tasks])
+            sums = {each.name: getattr(self, each.name)[places] for each in fields(self) if each.name != "tasks"}
+            yield places, replace(self, tasks=None, **sums)
 
 
-def tau(sums: QuestionSums, counts_rq: Floats) -> Floats:
-    """tau [R] pooled over rounds; counts_rq: how often each question was drawn."""
-    return (counts_rq @ sums.kept) / np.maximum(counts_rq @ sums.rounds, 1)
+class Figure(NamedTuple):
+    """A product of sums over a product of as many others, by their names in `QuestionSums`."""
+
+    over: tuple[str, ...]
+    under: tuple[str, ...]
 
 
-def speedup(sums: QuestionSums, counts_rq: Floats) -> Floats:
-    """Speedup [R]: all tokens over all seconds, against the baseline's."""
-    mine = (counts_rq @ sums.tokens) / (counts_rq @ sums.seconds)
-    return mine / ((counts_rq @ sums.baseline_tokens) / (counts_rq @ sums.baseline_seconds))
+# Tokens kept a round; tokens a second over the baseline's.
+tau = Figure(("kept",), ("rounds",))
+speedup = Figure(("tokens", "baseline_seconds"), ("seconds", "baseline_tokens"))
+
+
+def figure_of(figure: Figure, sums: QuestionSums) -> float:
+    """Compute the figure of all questions: pooled, or the mean over tasks of each one's."""
+    log_r, _ = _log_and_influence(figure, sums, np.ones((1, len(sums.rounds))))
+    return float(np.exp(log_r[0]))
 
 
 def interval(figure: Figure, sums: QuestionSums) -> list[float] | None:
-    """The interval that holds the figure with `LEVEL`, over questions like these. None: too few of them to say."""
-    counts = resamples(len(sums.rounds))
-    return None if counts is None else _ends(figure(sums, counts))
+    """Return what holds the figure with `LEVEL`, over questions like these. None: too few of them to say."""
+    return _ends([(figure, sums, 1.0)])
 
 
 def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> list[float] | None:
-    """The interval of a method's figure over that of another, which answered the same questions in the same order.
+    """Return the interval of a method's figure over that of another, for the same questions in the same order.
 
     Raises:
         ValueError: They have not as many questions.
     """
     if len(mine.rounds) != len(other.rounds):
         raise ValueError(f"{len(mine.rounds)} questions cannot be paired with {len(other.rounds)}")
-    counts = resamples(len(mine.rounds))
-    return None if counts is None else _ends(figure(mine, counts) / figure(other, counts))
-
-
-def every_question(questions: int) -> Floats:
-    """Counts [1, Q] that draw each question once: the figure itself."""
-    return np.ones((1, questions))
+    return _ends([(figure, mine, 1.0), (figure, other, -1.0)])
 
 
 @lru_cache(maxsize=8)
-def resamples(questions: int) -> Floats | None:
-    """Counts [R, Q] of how often each question is drawn: the same for every method, which pairs them."""
-    if questions < FEWEST_QUESTIONS:
+def resamples(tasks: tuple[str, ...]) -> Floats:
+    """Counts [R, Q] of how often each question is drawn, as many of a task as it has: the same for every method."""
+    chance, counts_rq = np.random.default_rng(0), np.empty((RESAMPLES, len(tasks)))
+    for task in dict.fromkeys(tasks):
+        places = np.flatnonzero([each == task for each in tasks])
+        counts_rq[:, places] = chance.multinomial(len(places), np.full(len(places), 1 / len(places)), size=RESAMPLES)
+    return counts_rq
+
+
+def _log_and_influence(figure: Figure, sums: QuestionSums, counts_rq: Floats) -> tuple[Floats, Floats]:
+    """Return the figure's logarithm [R], and its derivatives [R, Q] by the weight of each question."""
+    figures, influence_rq = [], np.empty_like(counts_rq)
+    tasks = list(sums.by_task())
+    for places, own in tasks:
+        counts, log_r = counts_rq[:, places], np.zeros(len(counts_rq))
+        derivative = np.zeros_like(counts)
+        for names, sign in ((figure.over, 1.0), (figure.under, -1.0)):
+            for values in (getattr(own, name) for name in names):
+                total_r = counts @ values
+                log_r += sign * np.log(total_r)
+                derivative += sign * values / total_r[:, None]
+        figures.append(np.exp(log_r))
+        influence_rq[:, places] = figures[-1][:, None] * derivative
+    mean_r = np.mean(figures, axis=0)
+    return np.log(mean_r), influence_rq / (len(tasks) * mean_r[:, None])
+
+
+def _ends(terms: Sequence[tuple[Figure, QuestionSums, float]]) -> list[float] | None:
+    """Return the interval of the product of figures, each to the power of +1 or -1."""
+    sums = terms[0][1]
+    if len(sums.rounds) < FEWEST_QUESTIONS:
         return None
-    chance = np.random.default_rng(0)
-    return chance.multinomial(questions, np.full(questions, 1 / questions), size=RESAMPLES).astype(np.float64)
+    tasks = sums.tasks or ("",) * len(sums.rounds)
+    # Of a task with n questions the error is too small by n / (n - 1); one question alone says nothing of it.
+    of_task = np.array([tasks.count(task) for task in tasks])
+    if of_task.min() < 2:
+        return None
 
+    def log_and_error(counts_rq: Floats) -> tuple[Floats, Floats]:
+        parts = [(sign, *_log_and_influence(figure, each, counts_rq)) for figure, each, sign in terms]
+        influence_rq = np.sum([sign * influence for sign, _, influence in parts], axis=0)
+        variance_r = (counts_rq * influence_rq**2) @ (of_task / (of_task - 1))
+        return np.sum([sign * log_r for sign, log_r, _ in parts], axis=0), np.sqrt(variance_r)
 
-def _ends(samples_r: Floats) -> list[float]:
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample without a round has no tau, and is left out
+        (log,), (error,) = log_and_error(np.ones((1, len(of_task))))
+        logs_r, errors_r = log_and_error(resamples(tasks))
+    if not np.isfinite(error):
+        return None
+    if error < NO_ERROR:
+        return [float(np.exp(log))] * 2
+    known = errors_r > NO_ERROR  # which no NaN is
     below = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(samples_r, [below, 100 - below])
-    return [float(low), float(high)]
+    low, high = np.percentile((logs_r[known] - log) / errors_r[known], [below, 100 - below])
+    return [float(np.exp(log - high * error)), float(np.exp(log - low * error))]

@@ -125,13 +125,21 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
     }
 
 
-def question_sums(records: list[QuestionRecord], key: str, category: str = OVERALL) -> bootstrap.QuestionSums:
-    """Sum up the answers of `method@temperature` by question, in the order of the first run."""
+def question_sums(
+    records: list[QuestionRecord], key: str, category: str = OVERALL, over_tasks: bool = False
+) -> bootstrap.QuestionSums:
+    """Sum up the answers of `method@temperature` by question, in the order of the first run.
+
+    Args:
+        over_tasks: Each of Spec-Bench's tasks is to count alike, in place of each token.
+    """
     by_question: dict[int | str, list[tuple[MethodRecord, MethodRecord]]] = {}
+    tasks: dict[int | str, str] = {}
     for record in records:
         if _belongs(record, category):
             by_question.setdefault(record.question_id, []).append(record.beside_baseline(key))
-    return bootstrap.QuestionSums.of(list(by_question.values()))
+            tasks[record.question_id] = task_of(record.category)
+    return bootstrap.QuestionSums.of(list(by_question.values()), list(tasks.values()) if over_tasks else None)
 
 
 def _intervals(records: list[QuestionRecord], key: str, category: str) -> dict[str, list[float] | None]:
