@@ -1,5 +1,5 @@
 """The target: loaded once, frozen, tapped for features.
 
-Read `loading`, then `features` (what drafters read of it). `adapter` is about drafters that change their target,
-`gguf_file` about targets in that format. May import `recipes` and the files of `models`.
+Read `loading`, then `features` (what drafters read of it); `gguf_file` and `quantized` are about targets in those
+formats. May import `recipes` and the files of `models`.
 """

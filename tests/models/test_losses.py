@@ -125,7 +125,7 @@ def test_smooth_l1() -> None:
 class Setting:
     """Rows with weights, a head with a bias, a teacher with a larger vocabulary and fewer rows, all fp64."""
 
-    def __init__(self, trained: bool = True, reduced: bool = True) -> None:
+    def __init__(self, trained: bool = True, reduced: bool = True, low_rank: bool = False) -> None:
         generator = torch.Generator().manual_seed(1)
 
         def normal(*shape: int) -> Tensor:
@@ -144,13 +144,13 @@ class Setting:
         self.labels_n = torch.randint(V, (N,), generator=generator)
         self.weights_n: Tensor | None = normal(N).abs()
         self.columns = torch.randperm(T, generator=generator)[:V] if reduced else None
+        factors = (normal(N, 3).requires_grad_(), normal(V, 3).requires_grad_())
+        self.low_rank = LowRankLogits(*factors) if low_rank else None
 
-    def run(self, loss: str, rows: slice = slice(None)) -> through_head.HeadLoss:
-        weights_n = None if self.weights_n is None else self.weights_n[rows]
-        teacher = self.teacher._replace(token_n=self.teacher.token_n[rows])
+    def run(self, loss: str) -> through_head.HeadLoss:
         return head_loss(
-            self.hidden_nd[rows], self.head, self.labels_n[rows], weights_n, loss, teacher, self.teacher_head,
-            self.columns,
+            self.hidden_nd, self.head, self.labels_n, self.weights_n, loss, self.teacher, self.teacher_head,
+            self.columns, self.low_rank,
         )  # fmt: skip
 
     def taught_in(self, dtype: torch.dtype) -> TeacherRows:
@@ -159,33 +159,45 @@ class Setting:
     def reference(self, loss: str) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sum, losses and logits by plain autograd."""
         logits, teacher_logits = self.head(self.hidden_nd), self.teacher_head(self.teacher_nd)
+        if self.low_rank is not None:
+            logits = logits + self.low_rank.rows_nr @ self.low_rank.weight_vr.T
         teacher_logits = teacher_logits if self.columns is None else teacher_logits[:, self.columns]
         losses_n = LOSSES[loss](logits, self.labels_n, teacher_logits)
         return (losses_n * self.weights_n).sum(), losses_n, logits
 
     def grads(self, loss: Tensor) -> list[Tensor | None]:
-        self.hidden_nd.grad = self.head.weight.grad = None
+        factors = [self.hidden_nd, self.head.weight, *(self.low_rank or ())]
+        for factor in factors:
+            factor.grad = None
         loss.backward()
-        return [self.hidden_nd.grad, self.head.weight.grad]
+        return [factor.grad for factor in factors]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-@pytest.mark.parametrize("reduced", [True, False])
-def test_head_loss_equals_plain_autograd(name: str, chunk: int, reduced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trained", "reduced", "low_rank"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_head_loss_equals_plain_autograd(
+    name: str, chunk: int, trained: bool, reduced: bool, low_rank: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of hidden states, head and both factors of a low-rank term; the head's bias is added once."""
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * V)
     assert chunk_rows(V, D) == chunk
-    setting = Setting(reduced=reduced)
+    setting = Setting(trained, reduced, low_rank)
     result = setting.run(name)
     expected, losses_n, logits = setting.reference(name)
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(result.losses_n, losses_n.detach())
-    torch.testing.assert_close(
-        result.cross_entropy_n, F.cross_entropy(logits, setting.labels_n, reduction="none").detach()
-    )
+    cross_entropy_n = F.cross_entropy(logits, setting.labels_n, reduction="none")
+    torch.testing.assert_close(result.cross_entropy_n, cross_entropy_n.detach())
     assert result.correct_n.tolist() == (logits.argmax(-1) == setting.labels_n).tolist()
     torch.testing.assert_close(setting.grads(2.5 * result.loss), setting.grads(2.5 * expected))
     assert [part.requires_grad for part in result] == [True, False, False, False]
+    with torch.no_grad():
+        silent = setting.run(name)
+    assert silent.loss.grad_fn is None
+    torch.testing.assert_close(silent.losses_n, result.losses_n)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -259,56 +271,6 @@ def test_rows_of_one_token_share_its_teacher(
     with chunks_made_for(device_type), FlopCounterMode(display=False) as flops, torch.no_grad():
         head_loss(torch.randn(12, D), head, token_n % V, torch.ones(12), "kl", teacher, teacher_head)
     assert flops.get_total_flops() == 2 * D * V * (12 + teacher_rows)
-
-
-# ---- with a low-rank term ----
-
-
-def low_rank_factors(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Hidden states, the head, and the two factors beside it; then what the teacher reads."""
-    generator = torch.Generator().manual_seed(4)
-    shapes = [(N, D), (V, D), (N, 3), (V, 3), (N, D)]
-    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    return [*(factor.requires_grad_() for factor in made[:4]), made[4]]
-
-
-def head_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    head = nn.Linear(D, V, bias=bias is not None, dtype=weight.dtype).requires_grad_(False)
-    del head.weight
-    head.weight = weight
-    if bias is not None:
-        head.bias.copy_(bias)
-    return head
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_low_rank_term_equals_plain_autograd(
-    name: str, chunk: int, frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of all four factors, or of three beside a frozen head; with a bias of the head, which is added once."""
-    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * V)
-    hidden, weight, rows, columns, teacher = low_rank_factors()
-    labels_n, weights_n = torch.arange(N) % V, torch.linspace(0.1, 2, N, dtype=torch.float64)
-    bias_v = torch.linspace(-1, 1, V, dtype=torch.float64)
-    wanted = [hidden, rows, columns] if frozen else [hidden, weight, rows, columns]
-    if frozen:
-        weight = weight.detach()
-    head, teacher_head = head_of(weight, bias_v), head_of(torch.randn(V, D, dtype=torch.float64))
-    low_rank, taught = LowRankLogits(rows, columns), TeacherRows(teacher, torch.arange(N).flip(0))
-    found = head_loss(hidden, head, labels_n, weights_n, name, taught, teacher_head, low_rank=low_rank)
-
-    logits = hidden @ weight.T + bias_v + rows @ columns.T
-    losses_n = LOSSES[name](logits, labels_n, teacher_head(teacher).flip(0))
-    torch.testing.assert_close(found.losses_n, losses_n.detach())
-    assert found.correct_n.tolist() == (logits.argmax(-1) == labels_n).tolist()
-    expected = torch.autograd.grad((losses_n * weights_n).sum() * 2.5, wanted)
-    torch.testing.assert_close(torch.autograd.grad(2.5 * found.loss, wanted), expected)
-    with torch.no_grad():
-        silent = head_loss(hidden, head, labels_n, weights_n, name, taught, teacher_head, low_rank=low_rank)
-    assert silent.loss.grad_fn is None
-    torch.testing.assert_close(silent.losses_n, found.losses_n)
 
 
 # ---- memory ----

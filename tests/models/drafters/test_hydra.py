@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.models.drafters.hydra import HydraDrafter
 from draftsmith.models.groups.rows import ActiveRows
@@ -20,14 +20,6 @@ def hydra(target: PreTrainedModel, **options: Any) -> HydraDrafter:
     drafter = tiny_drafter_of("hydra", target, **{"num_heads": HEADS, **options})
     assert isinstance(drafter, HydraDrafter)
     return drafter
-
-
-def tiny_gpt2() -> PreTrainedModel:
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(
-        "gpt2", vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2
-    )
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
 def head_by_hand(drafter: HydraDrafter, target: PreTrainedModel, state: Tensor, tokens: list[int]) -> Tensor:
@@ -55,7 +47,7 @@ def head_by_hand(drafter: HydraDrafter, target: PreTrainedModel, state: Tensor, 
     [("llama", {}), ("gpt2", {"num_layers": 3, "lm_heads": "shared"}), ("llama", {"embedding_norm": False})],
 )
 def test_the_heads_are_the_papers(architecture: str, options: dict[str, Any]) -> None:
-    target = (tiny_gpt2() if architecture == "gpt2" else tiny_target()).double()
+    target = tiny_target(architecture).double()
     drafter = hydra(target, **options)
     batch = random_batch(target, 1)
     ids, features = batch["input_ids"][0], batch["features"][0]
@@ -82,7 +74,7 @@ def test_a_new_drafter_says_what_the_target_said() -> None:
 
 def test_prefix_attention_needs_layers_that_are_known() -> None:
     with pytest.raises(UserError, match="`gpt2` is not supported by this drafter"):
-        HydraDrafter.from_target(tiny_gpt2(), {"prefix_attention": True})
+        HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True})
 
 
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])

@@ -1,7 +1,5 @@
 """Medusa-2: the LoRA starts as no change, learns what the formulas say, travels with the drafter, and is reported."""
 
-import html
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
-from support.tiny_runs import make_recipe
 from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.drafters.medusa2 import Medusa2Drafter
+from draftsmith.models.drafters.medusa2 import Medusa2Drafter, adapted_layers, remove
 from draftsmith.models.groups.rows import depth_labels
-from draftsmith.models.target.adapter import adapted_layers, remove
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DrafterRecipe, EvalRecipe, Recipe
-from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 
@@ -138,12 +131,6 @@ def test_in_the_warm_up_only_the_heads_learn() -> None:
 # ---- training ----
 
 
-def medusa2_recipe(folder: Path, name: str, options: dict[str, Any] | None = None, **train: Any) -> Recipe:
-    recipe = make_recipe(folder, name, **train)
-    defaults = {"num_heads": 2, "lora_rank": 2, "lora_alpha": 4, "warmup_steps": 3}
-    return recipe.model_copy(update={"drafter": DrafterRecipe(kind="medusa2", options={**defaults, **(options or {})})})
-
-
 def test_the_lora_learns_at_its_own_rate(tmp_path: Path) -> None:
     target = tiny_target()
     drafter = tiny_medusa2(target, lora_learning_rate=0.125)
@@ -191,40 +178,6 @@ def test_loading_merges_the_change_once_however_often(tmp_path: Path) -> None:
     remove(target)
     assert [name for name, _ in target.named_parameters()] == [name for name, _ in original.named_parameters()]
     torch.testing.assert_close(logits_of(target, ids), logits_of(original, ids), atol=1e-5, rtol=1e-5)
-
-
-# ---- the report ----
-
-
-@pytest.mark.slow
-def test_the_report_says_that_the_target_changed_and_measures_the_changed_one(
-    target_folder: Path, tmp_path: Path
-) -> None:
-    questions = tmp_path / "questions.jsonl"
-    rows = [{"question_id": i, "category": "words", "turns": [f"w{5 + i} w{6 + i} w{7 + i}"]} for i in range(3)]
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"warmup_steps": 0, "lm_loss": "ce", "lora_learning_rate": 1.0}
-    recipe = medusa2_recipe(target_folder, "measured", options, max_steps=30)
-    evaluation = EvalRecipe.model_validate(
-        {
-            "questions": str(questions), "max_new_tokens": 16, "runs": 1, "warmup_questions": 0,
-            "methods": [{"name": "tree", "tree": "best_first", "nodes": 5, "branch": 2}],
-        }
-    )  # fmt: skip
-    recipe = recipe.model_copy(update={"eval": evaluation})
-    train_drafter(recipe)
-    for write in (evaluate, report_again):
-        summary = write(recipe)
-        root = Path(recipe.runs_dir) / recipe.name
-        sentence = "The target itself was changed: a LoRA of rank 2 in 7 of its linear layers"
-        identical = "All 3 greedy answers are the changed target's, token for token."
-        for file, first in (("report.md", "Overall"), ("report.html", "How much faster?")):
-            text = html.unescape((root / file).read_text())
-            assert text.index("NOT THE ORIGINAL TARGET") < text.index(sentence) < text.index(first)
-            assert identical in text
-        assert json.loads((root / "eval" / "summary.json").read_text()) == summary
-        assert all(row["target_change"].startswith(sentence) and row["greedy_identical"] for row in summary)
-        assert json.loads((root / "eval" / "notes.json").read_text())["target_change"].startswith(sentence)
 
 
 # ---- mistakes ----

@@ -176,16 +176,6 @@ def test_eagle3_in_sglangs_counting(tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors
 
 
-def test_a_block_takes_the_heads_rows_of_its_draft_vocabulary_along(tmp_path: Path) -> None:
-    drafter = drafter_of("dspark", "llama", {"markov_rank": 5, "draft_vocab_size": 20})
-    drafter.choose_draft_tokens(torch.arange(VOCABULARY))  # the 20 highest ids
-    config, tensors = exported(drafter, "vllm", tmp_path)
-    assert (config["draft_vocab_size"], config["vocab_size"]) == (20, VOCABULARY)
-    assert torch.equal(tensors["lm_head.weight"], drafter.attached.lm_head.weight[VOCABULARY - 20 :])
-    assert tensors["d2t"].tolist() == [VOCABULARY - 20] * 20
-    assert tensors["markov_head.markov_w2.weight"].shape == (20, 5)
-
-
 def test_a_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> None:
     drafter = drafter_of("parallel", "llama", PARD)
     config, tensors = exported(drafter, "vllm", tmp_path)
