@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.eval.decoding.loop import TreeCache, cached_logits
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.decoders import (
@@ -131,8 +131,7 @@ class DraftModelMethod:
     @classmethod
     def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
         decoder = draft_model_decoder(options.model, options.num_tokens, setting)
-        builder = tree_builder(setting.recipe, decoder)
-        return DrafterMethod(setting.recipe.name, decoder, builder, setting.sampling, setting.generator)
+        return drafter_method(setting.recipe, decoder, setting.sampling, setting.generator)
 
 
 def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) -> DraftModelDecoder:

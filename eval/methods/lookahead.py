@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from typing import Any
 
 from pydantic import Field
 from torch import Tensor
@@ -35,16 +36,7 @@ from draftsmith.recipes.schema import Section
 
 
 class Lookahead:
-    """See the module's docstring.
-
-    Args:
-        name: The row of the table.
-        level: N.
-        window: W.
-        guesses: G, n-grams of one first token: that many are kept, and verified.
-        from_prompt: Whether the prompt's n-grams go into the pool first.
-        accept_window: Whether the window's guesses may be accepted, beside the pool's n-grams.
-    """
+    """See the module's docstring; `options` are those of `Options`."""
 
     sequential = False
 
@@ -57,18 +49,10 @@ class Lookahead:
         from_prompt: bool = Field(False, description="the prompt's n-grams go into the pool first; ours")
         accept_window: bool = Field(False, description="guesses of the window may be accepted too; ours")
 
-    def __init__(
-        self,
-        name: str,
-        level: int = 5,
-        window: int = 7,
-        guesses: int = 7,
-        from_prompt: bool = False,
-        accept_window: bool = False,
-    ) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
         self.name = name
-        self._level, self._window, self._guesses = level, window, guesses
-        self._from_prompt, self._accept_window = from_prompt, accept_window
+        self._options = self.Options(**options)
+        self._level = self._options.level
         self._newest = -1
         # N-1 times W guesses, the first of them in the newest token's place: it is not read.
         self._levels: list[list[int]] = []
@@ -83,9 +67,9 @@ class Lookahead:
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         guess = random.Random(0)
-        self._levels = [[guess.choice(prompt_ids) for _ in range(self._window + self._level - 2)]]
+        self._levels = [[guess.choice(prompt_ids) for _ in range(self._options.window + self._level - 2)]]
         self._pool = {}
-        if self._from_prompt:
+        if self._options.from_prompt:
             for begin in range(len(prompt_ids) - self._level + 1):
                 self._remember(prompt_ids[begin : begin + self._level])
 
@@ -108,7 +92,7 @@ class Lookahead:
             for token in guess:
                 node = add(node, token)
         num_candidates = None
-        if not self._accept_window:
+        if not self._options.accept_window:
             num_candidates = len(tokens)
             children.clear()
         column = 0
@@ -140,7 +124,7 @@ class Lookahead:
         continuation = tuple(ngram[1:])
         known[continuation] = None
         known.move_to_end(continuation)
-        if len(known) > self._guesses:
+        if len(known) > self._options.guesses:
             known.popitem(last=False)
 
 

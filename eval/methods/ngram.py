@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.recipes.errors import UserError
@@ -125,8 +125,7 @@ class Ngram:
         vocab_size = setting.target.config.get_text_config().vocab_size
         model = _fitted(setting.tokens_folder, options.order, vocab_size)
         decoder = NgramDecoder(model, options.num_tokens, setting.target.device)
-        builder = tree_builder(setting.recipe, decoder)
-        return DrafterMethod(setting.recipe.name, decoder, builder, setting.sampling, setting.generator)
+        return drafter_method(setting.recipe, decoder, setting.sampling, setting.generator)
 
 
 @lru_cache(maxsize=4)

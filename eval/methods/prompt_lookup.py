@@ -15,7 +15,7 @@ finds nothing, which we do not. No model at all.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -26,15 +26,7 @@ from draftsmith.recipes.schema import Section
 
 
 class PromptLookup:
-    """See the module's docstring.
-
-    Args:
-        name: The row of the table.
-        max_ngram: The longest n-gram that is looked up; shorter ones follow, down to single tokens.
-        num_tokens: Drafted at most.
-        match: Which occurrence of an n-gram counts.
-        partial: Whether one counts that fewer than `num_tokens` tokens follow.
-    """
+    """See the module's docstring; `options` are those of `Options`."""
 
     sequential = False
 
@@ -46,11 +38,9 @@ class PromptLookup:
         match: Literal["earliest", "latest"] = Field("earliest", description="which occurrence of an n-gram counts")
         partial: bool = Field(False, description="one counts that fewer than `num_tokens` tokens follow")
 
-    def __init__(
-        self, name: str, max_ngram: int = 3, num_tokens: int = 10, match: str = "earliest", partial: bool = False
-    ) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
         self.name = name
-        self._max_ngram, self._num_tokens, self._match, self._partial = max_ngram, num_tokens, match, partial
+        self._options = self.Options(**options)
         self._ids: list[int] = []
         # From an n-gram to the place after its occurrence, the one at the very end excepted.
         self._after: dict[tuple[int, ...], int] = {}
@@ -71,21 +61,22 @@ class PromptLookup:
         return DraftTree([self._ids[-1], *found], TreeShape.chain(len(found)))
 
     def _continuation(self) -> list[int]:
-        for size in range(self._max_ngram, 0, -1):
+        num_tokens = self._options.num_tokens
+        for size in range(self._options.max_ngram, 0, -1):
             place = self._after.get(tuple(self._ids[-size:]))
             # Spec-Bench also asks that more tokens follow than the n-gram has.
-            needed = 1 if self._partial else max(self._num_tokens, size + 1)
+            needed = 1 if self._options.partial else max(num_tokens, size + 1)
             if place is not None and place + needed <= len(self._ids):
-                return self._ids[place : place + self._num_tokens]
+                return self._ids[place : place + num_tokens]
         return []
 
     def _append(self, ids: list[int]) -> None:
         for token in ids:
             # Only now something follows the n-grams that ended here.
             place = len(self._ids)
-            for size in range(1, min(self._max_ngram, place) + 1):
+            for size in range(1, min(self._options.max_ngram, place) + 1):
                 ngram = tuple(self._ids[place - size : place])
-                if self._match == "latest" or ngram not in self._after:
+                if self._options.match == "latest" or ngram not in self._after:
                     self._after[ngram] = place
             self._ids.append(token)
 

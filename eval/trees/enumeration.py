@@ -36,6 +36,8 @@ DETERMINISTIC_TREES = [
 # Which of two drafters draws, one after the other, for trees merged from several.
 MERGED_DRAWS = [(0, 1), (0, 0), (0, 1, 0)]
 
+Trees = Iterator[tuple[float, DraftTree]]  # each with the probability that it is drawn
+
 
 class Outcomes:
     """A `Chooser` that replays one outcome and notes which other outcomes there are."""
@@ -84,48 +86,25 @@ def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
             yield probability, tokens
 
 
-def joint_distribution(
-    parents: tuple[int, ...],
-    target_of: dict[tuple[int, ...], Tensor],
-    q_of_depth: list[Tensor] | None,
-    fixed_tokens: list[int] | None,
-    sampling: Sampling,
-) -> Tensor:
-    """[V, V]: the exact distribution of the first two tokens, later ones being sampled from the target itself."""
+def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> Trees:
+    """Every tree of this shape whose siblings are drawn without replacement from the q of their parent's depth."""
     shape = TreeShape.of(parents)
-    joint = torch.zeros(V, V, dtype=torch.float64)
     families = [node for node in range(len(shape)) if shape.children[node]]
-    if q_of_depth is None:
-        assert fixed_tokens is not None
-        drawn_trees = [(1.0, fixed_tokens)]
-        q_rows = None
-    else:
-        q_rows = torch.stack([q_of_depth[min(depth, len(q_of_depth) - 1)] for depth in shape.depths])
-        drawn_trees = []
-        for combination in itertools.product(*(draws(q_rows[node], len(shape.children[node])) for node in families)):
-            tokens = [0] * len(shape)
-            weight = 1.0
-            for node, (probability, values) in zip(families, combination, strict=True):
-                weight *= probability
-                for child, value in zip(shape.children[node], values, strict=True):
-                    tokens[child] = value
-            drawn_trees.append((weight, tokens))
-    for weight, tokens in drawn_trees:
-        joint += weight * _joint_of(DraftTree(tokens, shape, q_rows), target_of, sampling)
-    return joint
+    q_rows = torch.stack([q_of_depth[min(depth, len(q_of_depth) - 1)] for depth in shape.depths])
+    for combination in itertools.product(*(draws(q_rows[node], len(shape.children[node])) for node in families)):
+        tokens, weight = [0] * len(shape), 1.0
+        for node, (probability, values) in zip(families, combination, strict=True):
+            weight *= probability
+            for child, value in zip(shape.children[node], values, strict=True):
+                tokens[child] = value
+        yield weight, DraftTree(tokens, shape, q_rows)
 
 
-def merged_joint_distribution(
-    target_of: dict[tuple[int, ...], Tensor],
-    q_of_model: list[Tensor],
-    models: tuple[int, ...],
-    sampling: Sampling,
-) -> Tensor:
-    """The same, of first tokens drawn independently from these models in this order, equal ones merged.
+def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
+    """Every tree of first tokens drawn independently from these models in this order, equal ones merged.
 
     Below the first one the last model draws a second token.
     """
-    joint = torch.zeros(V, V, dtype=torch.float64)
     for *firsts, second in itertools.product(range(V), repeat=len(models) + 1):
         weight = float(q_of_model[models[-1]][second])
         for model, token in zip(models, firsts, strict=True):
@@ -136,22 +115,21 @@ def merged_joint_distribution(
         draws_below = [[(1 + children.index(token), model) for model, token in zip(models, firsts, strict=True)]]
         draws_below += [[(len(children) + 1, models[-1])], *([] for _ in children)]
         shape = TreeShape.of((-1, *[0] * len(children), 1))
-        tree = DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
-        joint += weight * _joint_of(tree, target_of, sampling)
-    return joint
+        yield weight, DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
 
 
-def _joint_of(tree: DraftTree, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
-    """[V, V]: of one tree."""
+def joint_distribution(trees: Trees, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
+    """[V, V]: the exact distribution of the first two tokens, later ones being sampled from the target itself."""
     joint = torch.zeros(V, V, dtype=torch.float64)
-    contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
-    logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
-    for probability, verdict in every_verdict(tree, logits, sampling):
-        committed = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
-        if len(committed) == 1:
-            joint[committed[0]] += probability * sampling.probabilities(target_of[committed[0],])
-        else:
-            joint[committed[0], committed[1]] += probability
+    for weight, tree in trees:
+        contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
+        logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
+        for probability, verdict in every_verdict(tree, logits, sampling):
+            committed = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
+            if len(committed) == 1:
+                joint[committed[0]] += weight * probability * sampling.probabilities(target_of[committed[0],])
+            else:
+                joint[committed[0], committed[1]] += weight * probability
     return joint
 
 
@@ -164,32 +142,23 @@ def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Ten
     return target_of, list(torch.randn(2, V, generator=generator, dtype=torch.float64) * 1.5)
 
 
-def wanted_joint(target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
-    second = torch.stack([sampling.probabilities(target_of[token,]) for token in range(V)])
-    return sampling.probabilities(target_of[()])[:, None] * second
-
-
 def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
     """The largest |probability - the target's| of any two first tokens, over all these trees and samplings."""
     target_of, draft_logits = target_and_draft(seed)
     error = 0.0
     for sampling in samplings:
-        wanted = wanted_joint(target_of, sampling)
+        second = torch.stack([sampling.probabilities(target_of[token,]) for token in range(V)])
+        wanted = sampling.probabilities(target_of[()])[:, None] * second
         q_of_depth = [sampling.probabilities(logits) for logits in draft_logits]
-        joints = [
-            joint_distribution(parents, target_of, q_of_depth, None, sampling)
+        # Builders never draw more siblings than q has tokens.
+        support = min(int((q > 0).sum()) for q in q_of_depth)
+        cases: list[Trees] = [
+            sampled_trees(parents, q_of_depth)
             for parents in SAMPLED_TREES.values()
-            if can_be_drawn(parents, q_of_depth)
+            if max(map(len, TreeShape.of(parents).children)) <= support
         ]
-        joints += [
-            joint_distribution(parents, target_of, None, tokens, sampling) for parents, tokens in DETERMINISTIC_TREES
-        ]
-        joints += [merged_joint_distribution(target_of, q_of_depth, models, sampling) for models in MERGED_DRAWS]
-        error = max(error, *(float((joint - wanted).abs().max()) for joint in joints))
+        cases += [iter([(1.0, DraftTree(tokens, TreeShape.of(parents)))]) for parents, tokens in DETERMINISTIC_TREES]
+        cases += [merged_trees(q_of_depth, models) for models in MERGED_DRAWS]
+        for trees in cases:
+            error = max(error, float((joint_distribution(trees, target_of, sampling) - wanted).abs().max()))
     return error
-
-
-def can_be_drawn(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> bool:
-    """Whether every q has as many tokens as the tree has siblings: builders never draw more."""
-    support = min(int((q > 0).sum()) for q in q_of_depth)
-    return max(len(children) for children in TreeShape.of(parents).children) <= support

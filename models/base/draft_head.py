@@ -102,10 +102,6 @@ class DraftHead:
     t2d: Tensor | None
     markov: MarkovHead | None
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """Map [..., D] to logits [..., V'], without the Markov head's part."""
-        return self.linear(normed.to(self.linear.weight.dtype))
-
     def rows_of(self, labels_n: Tensor) -> Tensor:
         """Rows of the head [N] for tokens [N], -100 for those that it does not have."""
         if self.t2d is None:

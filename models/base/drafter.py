@@ -409,12 +409,22 @@ class Drafter(PreTrainedModel):
         """The target's frozen head, or the rows of it that are drafted: a linear layer [V', D]."""
         return self.reduced_head if self._reduced and not self.own_heads else cast(nn.Linear, self.attached.lm_head)
 
+    def head_linear(self, depth: int = 0) -> nn.Linear:
+        """The linear layer [V', D] that gives the logits of this depth, counted from 0."""
+        heads = self.own_heads
+        return heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head
+
+    def head_logits(self, normed: Tensor, depth: int = 0) -> Tensor:
+        """Map [..., D] to logits [..., V'] of this depth, without the Markov head's part."""
+        linear = self.head_linear(depth)
+        return linear(normed.to(linear.weight.dtype))
+
     def draft_head(self, depth: int = 0) -> DraftHead:
-        """Return the head that gives the logits of this depth, counted from 0."""
+        """Return what the rows of this depth, counted from 0, are trained through."""
         heads = self.own_heads
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         return DraftHead(
-            linear=heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head,
+            linear=self.head_linear(depth),
             loss=self.config.loss,
             teacher=cast(nn.Linear, self.attached.lm_head) if heads else self.borrowed_head,
             teacher_columns=self.draft_ids if heads else None,

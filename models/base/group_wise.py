@@ -233,7 +233,7 @@ class GroupWiseDrafter(Drafter):
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Map [..., D] to the logits [..., V'] of `columns`."""
-        return self.draft_head().logits(self.norm(hidden))
+        return self.head_logits(self.norm(hidden))
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""

@@ -192,7 +192,7 @@ class HydraDrafter(HeadsDrafter):
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
         """Logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
-        return self.draft_head(j).logits(self.heads[j](inputs))
+        return self.head_logits(self.heads[j](inputs), j)
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":
         return HydraDecoder(self, max_length_tokens)

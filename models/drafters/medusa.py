@@ -141,7 +141,7 @@ class MedusaDrafter(HeadsDrafter):
         """Map h_{t-1} [..., D] to the logits [G, ..., V'] of all heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
         if not self.own_heads:
-            return self.draft_head().logits(hidden)  # one product
+            return self.head_logits(hidden)  # one product
         return torch.stack([lm_head(part) for lm_head, part in zip(self.own_heads, hidden, strict=True)])
 
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":
