@@ -7,8 +7,9 @@ overrides of these hold for both.
 
 import importlib.resources
 import re
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,7 +18,6 @@ from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 RECIPE_SUFFIXES = (".yaml", ".yml")
-SchemaT = TypeVar("SchemaT", bound=BaseModel)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -30,11 +30,6 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     Raises:
         UserError: A file is missing or no YAML, the recipe no mapping, or a key is unknown or has the wrong type.
     """
-    return load_yaml_as(Recipe, path, overrides)
-
-
-def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] | None = None) -> SchemaT:
-    """Like `load_recipe`, for any pydantic schema."""
     file = find_recipe(path)
     values = _read_yaml(file)
     if not isinstance(values, dict):
@@ -42,9 +37,9 @@ def load_yaml_as(schema: type[SchemaT], path: str | Path, overrides: list[str] |
     for override in overrides or []:
         _apply_override(values, override)
     try:
-        recipe = schema.model_validate(values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{file}: {explain(schema, error)}") from None
+        raise UserError(f"{file}: {explain(Recipe, error)}") from None
     except RecursionError:  # an alias of what it is part of
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
     if unwritable := _unwritable(recipe.model_dump()):
@@ -101,19 +96,13 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section[leaf] = _read_yaml(Path(text[1:]).expanduser())
         return
     try:
-        section[leaf] = _number_or(yaml.safe_load(text))
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"override `{override}`: the value is not valid YAML: {reason(error)}") from None
-
-
-def _number_or(value: Any) -> Any:
-    """YAML 1.1 reads `1e-4` as text; people who type it mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    if isinstance(value, str):  # YAML 1.1 reads `1e-4` as text; people who type it mean the number
+        with suppress(ValueError):
+            value = float(value)
+    section[leaf] = value
 
 
 def explain(schema: type[BaseModel], error: ValidationError, section: str = "") -> str:
@@ -123,10 +112,17 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
         section: Where in the recipe the schema's keys are.
     """
     first = error.errors()[0]
-    key = ".".join(str(part) for part in ([section] if section else []) + list(first["loc"]))
+    location = first["loc"]
+    key = ".".join(str(part) for part in ([section] if section else []) + list(location))
     if first["type"] == "extra_forbidden":
-        valid = _keys_at(schema, first["loc"][:-1])
-        hint = did_you_mean(str(first["loc"][-1]), valid, f"valid keys there are {', '.join(sorted(valid))}")
+        model: Any = schema  # the part of it that the key is in
+        for part in location[:-1]:
+            if not isinstance(part, int):
+                annotation = model.model_fields[part].annotation
+                inner = [each for each in getattr(annotation, "__args__", ()) if isinstance(each, type)]
+                model = inner[0] if inner else annotation
+        valid = list(model.model_fields)
+        hint = did_you_mean(str(location[-1]), valid, f"valid keys there are {', '.join(sorted(valid))}")
         return f"unknown key `{key}`: {hint}"
     if first["type"] == "missing":
         return f"key `{key}` is missing: add it"
@@ -136,37 +132,25 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
     return f"key `{key}`: {message[0].lower()}{message[1:]}{shown if len(shown) <= 100 else shown[:100] + '...'}"
 
 
-def _keys_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """List the keys that the schema knows at a location of the recipe."""
-    model: Any = schema
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        inner = [candidate for candidate in getattr(annotation, "__args__", ()) if isinstance(candidate, type)]
-        model = inner[0] if inner else annotation
-    return list(model.model_fields)
-
-
 def _kind(value: Any) -> str:
     return {type(None): "empty", list: "a list", dict: "a mapping", str: "text"}.get(type(value), f"`{value!r}`")
 
 
-def first_stage(recipe: Recipe) -> Recipe | None:
+def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
     """The recipe to be trained first; None if `drafter.init` is absent, a folder or a Hub id.
 
     A `train.seed` holds for both stages; where it is not the recipe's `seed`, as in a comparison over seeds, the first
     stage's name says so in the way that the comparison's do, and is shared with it.
 
+    Args:
+        names: Of the recipes that start from this one.
+
     Raises:
         UserError: There is no such recipe, or recipes start from each other in a circle.
     """
-    return _first_stage(recipe, (recipe.name,))
-
-
-def _first_stage(recipe: Recipe, names: tuple[str, ...]) -> Recipe | None:
-    init = recipe.drafter.init
-    if init is None or not _names_recipe(init):
+    init, names = recipe.drafter.init, (*names, recipe.name)
+    # A folder goes before a shipped recipe of its name; a bare name cannot be anything else.
+    if init is None or Path(init).is_dir() or ("/" in init and not init.endswith(RECIPE_SUFFIXES)):
         return None
     try:
         first = load_recipe(init)
@@ -181,12 +165,5 @@ def _first_stage(recipe: Recipe, names: tuple[str, ...]) -> Recipe | None:
     first = first.model_copy(update={**same, "train": train, "name": name})
     if name in names:
         raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: give one a start of its own")
-    _first_stage(first, (*names, name))  # to find a circle before any training
+    first_stage(first, names)  # to find a circle before any training
     return first
-
-
-def _names_recipe(init: str) -> bool:
-    """A folder goes before a shipped recipe of its name; a bare name cannot be anything else."""
-    if Path(init).is_dir():
-        return False
-    return init.endswith(RECIPE_SUFFIXES) or "/" not in init

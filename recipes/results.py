@@ -60,14 +60,10 @@ def folded_json(value: Any, depth: int = 0) -> str:
 def portable(value: Any) -> Any:
     """Write `.../name` for `/folders/of/this/machine/name` in a text, or in a tree of mappings and lists."""
     if isinstance(value, dict):
-        return {_shortened(key) if isinstance(key, str) else key: portable(inner) for key, inner in value.items()}
+        return {portable(key): portable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [portable(inner) for inner in value]
-    return _shortened(value) if isinstance(value, str) else value
-
-
-def _shortened(text: str) -> str:
-    return _ABSOLUTE_PATH.sub(".../", text)
+    return _ABSOLUTE_PATH.sub(".../", value) if isinstance(value, str) else value
 
 
 def _own_command() -> str:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -112,29 +112,17 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
-        return Machine(
-            platform.platform(),
-            _processor_model() or platform.processor() or platform.machine(),
-            os.cpu_count(),
-            os.environ.get("OMP_NUM_THREADS"),
-            _memory_bytes(),
-        )
-
-
-def _processor_model() -> str | None:
-    """Linux's own word for it; Python's says only the architecture there."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not every system counts its pages
-        return None
+        """The machine that this process runs on."""
+        processor = platform.processor() or platform.machine()  # which on Linux says the architecture alone
+        with suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+            models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            processor = next(models, "") or processor
+        memory_bytes = None
+        with suppress(AttributeError, OSError, ValueError):  # not every system counts its pages
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        threads = os.environ.get("OMP_NUM_THREADS")
+        return Machine(platform.platform(), processor, os.cpu_count(), threads, memory_bytes)
 
 
 @dataclass
@@ -217,27 +205,23 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
+        owner = "another draftsmith process"  # that has just begun
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads((root / OWNER_FILE).read_text(encoding="utf-8"))
+            owner = f"`draftsmith {found['stage']}` (process {found['process']} on {found['host']})"
         raise UserError(
-            f"{root} is in use by {_owner(root)}: wait for it, stop it, or give this recipe another `name`"
+            f"{root} is in use by {owner}: wait for it, stop it, or give this recipe another `name`"
         ) from None
     except NotImplementedError:  # a file system without locks
         yield
         return
-    owner = {"stage": stage, "process": os.getpid(), "host": socket.gethostname()}
+    ours = {"stage": stage, "process": os.getpid(), "host": socket.gethostname()}
     try:
-        (root / OWNER_FILE).write_text(json.dumps(owner) + "\n", encoding="utf-8")
+        (root / OWNER_FILE).write_text(json.dumps(ours) + "\n", encoding="utf-8")
         yield
     finally:
         (root / OWNER_FILE).unlink(missing_ok=True)
         lock.release()
-
-
-def _owner(root: Path) -> str:
-    try:
-        owner = json.loads((root / OWNER_FILE).read_text(encoding="utf-8"))
-        return f"`draftsmith {owner['stage']}` (process {owner['process']} on {owner['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another draftsmith process"  # that has just begun
 
 
 # ---- what it was begun with ----

@@ -227,12 +227,12 @@ class _Distillation:
         """Start as many conversations as there is room for."""
         room = self.engine.concurrency - len(self.in_flight)
         wanted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-        claim = self.ledger.claim(wanted)
-        self.held.extend(claim.held)
-        settled_elsewhere = len(wanted) - len(claim.taken) - len(claim.held)
+        taken, held = self.ledger.claim(wanted)
+        self.held.extend(held)
+        settled_elsewhere = len(wanted) - len(taken) - len(held)
         self.report.already_done += settled_elsewhere
         self.bar.update(settled_elsewhere)
-        for key, answers in claim.taken.items():
+        for key, answers in taken.items():
             self._go_on(key, self._rewrite(self.conversations[key], answers), None)
 
     def _go_on(self, key: str, rewriting: Rewriting, outcome: Outcome | None) -> None:
@@ -270,7 +270,9 @@ class _Distillation:
                     reason = prompt_ids
                     break
                 messages = Conversation(source.id, tuple(turns)).messages
-                seed = answer_seed(self.recipe.seed, source.id, number)
+                # Of the answer alone, so that it depends on neither its neighbours nor interruptions; 63 bits.
+                digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
+                seed = int.from_bytes(digest[:8], "big") >> 1
                 outcome = yield Request(source.id, prompt_ids, messages, self.settings, seed)
                 assert outcome is not None
                 if isinstance(outcome, Failure):  # the answers so far stay in the ledger, for another try
@@ -350,12 +352,6 @@ class _Distillation:
         self.answers, self.finished = [], []
         rate = self.report.tokens_generated / max(time.perf_counter() - self.began_s, 1e-9)
         self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
-
-
-def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
-    """Seed an answer by 63 bits of a hash, so that it depends on neither its neighbours nor interruptions."""
-    digest = hashlib.sha256(f"{seed}:{conversation_id}:{turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _pass_through(

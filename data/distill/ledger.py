@@ -20,11 +20,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NamedTuple, NotRequired
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -88,22 +88,31 @@ class Finished:
     record: dict[str, Any] | None = None
 
 
-@dataclass
-class Claim:
+class Claim(NamedTuple):
     """Conversations to work on, each with the answers that it has already, and those that another process works on."""
 
-    taken: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    held: list[str] = field(default_factory=list)
+    taken: dict[str, list[dict[str, Any]]]
+    held: list[str]
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A kept conversation: where its line is, and how it ended."""
+class _Line(NamedTuple):
+    """Where the line of a kept conversation is, and how the conversation ended."""
 
     file: Path
     offset_bytes: int
     state: str
     reason: str | None
+
+
+class Distilled(NamedTuple):
+    """A conversation with the target's answers; for each its token ids (end token included), where they are known.
+
+    `shortened` says why it lost its later turns, if it did.
+    """
+
+    conversation: Conversation
+    answer_ids: list[list[int] | None]
+    shortened: str | None = None
 
 
 class LedgerView:
@@ -235,7 +244,7 @@ class Ledger(LedgerView):
         Raises:
             UserError: The file system has no locks.
         """
-        claim = Claim()
+        claim = Claim({}, [])
         locked: list[str] = []
         for key in ids:
             (locked if self._lock(key) else claim.held).append(key)
@@ -254,18 +263,13 @@ class Ledger(LedgerView):
         Raises:
             OSError: The disk is full; of each file the lines that were on disk before are left.
         """
-        kept = {conversation.id for conversation in finished if conversation.record is not None}
+        kept = [each for each in finished if each.record is not None]
+        kept_ids = {each.id for each in kept}
         failed = [{"id": each.id, "failed": each.reason or ""} for each in finished if each.record is None]
-        said = [{"id": key, "turn": turn, "answer": answer} for key, turn, answer in answers if key not in kept]
+        said = [{"id": key, "turn": turn, "answer": answer} for key, turn, answer in answers if key not in kept_ids]
         self._append(UNFINISHED, [*said, *failed])
-        self._append(
-            SHARDS,
-            [
-                {"id": each.id, "state": each.state, "reason": each.reason, **each.record}
-                for each in finished
-                if each.record is not None
-            ],
-        )
+        ended = [{"id": each.id, "state": each.state, "reason": each.reason} for each in kept]
+        self._append(SHARDS, [{**end, **(each.record or {})} for end, each in zip(ended, kept, strict=True)])
         for conversation in finished:
             self._unlock(conversation.id)
         self._refresh()
@@ -282,7 +286,13 @@ class Ledger(LedgerView):
         if not records:
             return
         if kind not in self._files:
-            self._files[kind] = _new_file(self._folder / kind)
+            folder = self._folder / kind
+            folder.mkdir(exist_ok=True)
+            for number in count(1):  # the first that nobody else writes to: `00001.jsonl`, `00002.jsonl`, ...
+                self._files[kind] = folder / f"{number:05d}.jsonl"
+                with suppress(FileExistsError):
+                    self._files[kind].open("xb").close()
+                    break
         lines = memoryview(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
         with self._files[kind].open("ab", buffering=0) as stream:
             begin = stream.tell()
@@ -310,31 +320,6 @@ class Ledger(LedgerView):
 
     def _unlock(self, key: str) -> None:
         fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _byte_of(key))
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """A conversation with the target's answers; for each its token ids (end token included), where they are known.
-
-    `shortened` says why it lost its later turns, if it did.
-    """
-
-    conversation: Conversation
-    answer_ids: list[list[int] | None]
-    shortened: str | None = None
-
-
-def _new_file(folder: Path) -> Path:
-    """A file that nobody else writes to: `00001.jsonl`, `00002.jsonl`, ..."""
-    folder.mkdir(exist_ok=True)
-    for number in count(1):
-        file = folder / f"{number:05d}.jsonl"
-        try:
-            file.open("xb").close()
-            return file
-        except FileExistsError:
-            continue
-    raise AssertionError
 
 
 def _byte_of(key: str) -> int:

@@ -12,9 +12,9 @@ import os
 import shutil
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from draftsmith.data.tokens.chat_tokens import (
     tokenize_shortened,
     up_to_turn,
 )
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
@@ -52,6 +52,7 @@ FEATURES = datasets.Features(
 )
 
 Answered = tuple[Conversation, AnswerIds | None]
+Work = tuple[Any, int, bool]  # the tokenizer, the length, and whether first answers are cut to it
 Chunk = tuple[Counter[str], list[dict[str, Any]]]
 
 
@@ -103,7 +104,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
     # Two distillations that share a folder end at the same time.
     with FileLock(folder.data / "tokens.lock"):
         fingerprint = _fingerprint(view, tokenizer, max_length_tokens, cut_answers)
-        recorded = read_token_report(final)
+        recorded = _recorded(final)
         if recorded is not None and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
         shutil.rmtree(building, ignore_errors=True)
@@ -126,7 +127,16 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
                 "raise data.max_length_tokens"
             )
         report = replace(report, path=str(final), fingerprint=fingerprint)
-        _save_atomically(building / "rows.arrow", final, report)
+        # Saved beside the final place, then renamed; an older dataset goes only once the new one is whole.
+        whole, old = building / "whole", final.with_name(final.name + ".old.partial")
+        shutil.rmtree(old, ignore_errors=True)
+        save_rows(building / "rows.arrow", whole)
+        (whole / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        if final.exists():
+            final.rename(old)
+        whole.rename(final)
+        for leftover in (building, old):
+            shutil.rmtree(leftover, ignore_errors=True)
         return report
 
 
@@ -165,19 +175,18 @@ def write_token_rows(
     return TokenReport(**totals)
 
 
-def _chunks(conversations: Iterator[Answered], work: tuple[Any, int, bool], processes: int) -> Iterator[Chunk]:
-    _begin(*work)
+def _chunks(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
     chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
     # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
     ahead = list(islice(chunks, processes * CHUNKS_PER_PROCESS))
     if processes == 1 or len(ahead) < processes * CHUNKS_PER_PROCESS:
-        yield from map(_tokenize, ahead)
-        yield from map(_tokenize, chunks)
+        yield from (_tokenize(chunk, work) for chunk in chain(ahead, chunks))
         return
-    # Spawned, not forked as by `datasets.map`: this process may have threads and a GPU.
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, work)
+    # Spawned, not forked as by `datasets.map`: this process may have threads and a GPU. The tokenizer is too large to
+    # go with every chunk.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (work,))
     try:
-        under_way: deque[Future[Chunk]] = deque(pool.submit(_tokenize, chunk) for chunk in ahead)
+        under_way = deque(pool.submit(_tokenize, chunk) for chunk in ahead)
         del ahead
         while under_way:
             yield under_way.popleft().result()
@@ -186,16 +195,15 @@ def _chunks(conversations: Iterator[Answered], work: tuple[Any, int, bool], proc
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_work: list[tuple[Any, int, bool]] = []  # of this process
+_work: list[Work] = []  # of a process of the pool
 
 
-def _begin(*work: Any) -> None:
-    """Set the tokenizer, the length and `cut_answers` of this process, once: they are too large for every chunk."""
-    _work[:] = [work]
+def _begin(work: Work) -> None:
+    _work.append(work)
 
 
-def _tokenize(conversations: list[Answered]) -> Chunk:
-    ((tokenizer, max_length_tokens, cut_answers),) = _work
+def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
+    tokenizer, max_length_tokens, cut_answers = work or _work[0]
     counts: Counter[str] = Counter(conversations=len(conversations))
     found: list[TokenizedConversation] = []
     for conversation, answer_ids in conversations:
@@ -204,8 +212,12 @@ def _tokenize(conversations: list[Answered]) -> Chunk:
         except TemplateProblem:
             counts["refused"] += 1
             continue
-        if not rows and cut_answers:
-            rows = cut_first_answer(tokenizer, conversation, max_length_tokens, answer_ids)
+        if not rows and cut_answers and answer_ids and answer_ids[0] is not None:
+            # Of the first exchange what fits, if that is within its answer.
+            end = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
+            first = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
+            cut = first.cut_to(max_length_tokens)
+            rows = [cut] if any(cut.loss_mask) else []
             counts["answers_cut"] += len(rows)
         counts["too_long"] += not rows
         counts["shortened"] += shortened
@@ -244,54 +256,23 @@ def tokenize_rows(
     return rows, dropped > 0
 
 
-def cut_first_answer(
-    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
-) -> list[TokenizedConversation]:
-    """Cut the first exchange to the length, if that is within its answer and its ids are known: one row or none."""
-    if not answer_ids or answer_ids[0] is None:
-        return []
-    end = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
-    cut = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids)).cut_to(max_length_tokens)
-    return [cut] if any(cut.loss_mask) else []
-
-
 def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int, cut_answers: bool) -> str:
-    digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    for part in (
-        str(FORMAT_VERSION),
-        view.fingerprint(),
-        vocabulary,
-        str(tokenizer.chat_template),
-        str(max_length_tokens),
-        *(["cut answers"] if cut_answers else []),
-    ):
-        digest.update(hashlib.sha256(part.encode()).digest())
-    return digest.hexdigest()
+    template = str(tokenizer.chat_template)
+    parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(max_length_tokens)]
+    parts += ["cut answers"] if cut_answers else []
+    return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 
 
-def read_token_report(tokens: Path) -> TokenReport | None:
-    """Read the report of the dataset in this folder; None if it cannot be read."""
+def _recorded(tokens: Path) -> TokenReport | None:
+    """The report of the dataset in this folder; None if it cannot be read."""
     try:
         values = read_json(tokens / REPORT_NAME, dict[str, Any], "")
         # In earlier versions `shortened` was called `cut`.
         return TypeAdapter(TokenReport).validate_python({"shortened": values.get("cut", 0), **values})
     except (UserError, ValidationError):
         return None
-
-
-def _save_atomically(rows_file: Path, final: Path, report: TokenReport) -> None:
-    """Save beside the final place, then rename; an older dataset goes only once the new one is whole."""
-    whole, old = rows_file.parent / "whole", final.with_name(final.name + ".old.partial")
-    shutil.rmtree(old, ignore_errors=True)
-    save_rows(rows_file, whole)
-    (whole / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    if final.exists():
-        final.rename(old)
-    whole.rename(final)
-    for leftover in (rows_file.parent, old):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def save_rows(rows_file: Path, folder: Path) -> None:
@@ -318,8 +299,8 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
         tokens = datasets.load_from_disk(str(folder))
         lists = {field.name for field in tokens.data.schema if str(field.type).startswith("list<")}
     except Exception as error:  # of any kind: it is whatever the damage leads to in datasets and Arrow
-        reason = " ".join(str(error).split())
-        raise UserError(f"{folder} cannot be read ({reason}): delete it and run `draftsmith distill` again") from None
+        said = reason(error)
+        raise UserError(f"{folder} cannot be read ({said}): delete it and run `draftsmith distill` again") from None
     missing = {"input_ids", "loss_mask"} - lists
     if missing or len(tokens) == 0:
         what = f"has no column {', '.join(sorted(missing))}" if missing else "is empty"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
@@ -131,14 +131,6 @@ class EngineSetting:
     load_target: Callable[[], LocalTarget] | None = None
 
 
-class EngineClass(Protocol):
-    """What a file's `ENGINE` is."""
-
-    Options: type[BaseModel]
-
-    def make(self, options: Any, setting: EngineSetting) -> Engine: ...
-
-
 @contextmanager
 def open_engine(setting: EngineSetting) -> Iterator[Engine]:
     """The engine that `data.distill.engine` names, closed at the end.
@@ -148,7 +140,7 @@ def open_engine(setting: EngineSetting) -> Iterator[Engine]:
     """
     recipe = setting.recipe
     name = recipe.data.distill.engine
-    engine_class: EngineClass = importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
+    engine_class = importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
     try:
         options = engine_class.Options.model_validate(recipe.data.distill.options)
     except ValidationError as error:

@@ -84,6 +84,10 @@ class ServerFails(Exception):
         self.is_gone, self.is_throttled = is_gone, is_throttled
 
 
+class Refused(Exception):
+    """The server will never answer this request."""
+
+
 class Server:
     """One base URL with its client. `usable` is cleared while the server is left out."""
 
@@ -135,7 +139,13 @@ class OpenAIEngine:
         self._model = options.model
         self._end_ids = setting.end_ids
         self._vocabulary_size = max(setting.tokenizer.get_vocab().values()) + 1
-        self._api_key = None if options.api_key_env is None else self._read_api_key(options.api_key_env)
+        variable = options.api_key_env
+        self._api_key = None if variable is None else self._from_environment(variable, "api_key_env").strip()
+        if self._api_key is not None and not (self._api_key.isascii() and self._api_key.isprintable()):
+            raise UserError(
+                f"{self.option('api_key_env')}: {variable} holds line breaks or other characters that no HTTP header "
+                "takes: set it to the key alone"
+            )
         self._waiting: asyncio.Queue[tuple[Request, int]] = asyncio.Queue()  # with the attempts so far
         self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
         self._in_flight = 0
@@ -200,20 +210,19 @@ class OpenAIEngine:
     async def _start(self) -> None:
         """Check every server, then start the workers."""
         problems = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
-        for problem in problems:
+        for server, problem in zip(self._servers, problems, strict=True):
             if problem is not None and not isinstance(problem, ServerFails):
                 raise problem
+            server.problem = str(problem or "")
+            server.usable.set()
         if all(problems):
-            reasons = ", ".join(f"{server.url}: {p}" for server, p in zip(self._servers, problems, strict=True))
             raise UserError(
-                f"no server answers ({reasons}): start one, or correct {self.option('base_urls')}; "
+                f"no server answers ({self._problems()}): start one, or correct {self.option('base_urls')}; "
                 "`python -m vllm.entrypoints.openai.api_server --model ...` is one"
             )
         for server in self._servers:
-            server.usable.set()
-        for server, problem in zip(self._servers, problems, strict=True):
-            if problem:
-                self._leave_out(server, str(problem))
+            if server.problem:
+                self._leave_out(server, server.problem)
             workers = range(self.options.concurrency_per_server)
             self._tasks += [self._loop.create_task(self._work(server)) for _ in workers]
 
@@ -252,7 +261,7 @@ class OpenAIEngine:
             return
         pause_s = self.options.give_up_after_s
         warn(f"no server answers ({self._problems()}): waiting up to {pause_s:g} s for one to come back")
-        self._giving_up = self._loop.call_later(pause_s, self._give_up)
+        self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._nobody_answers())))
 
     async def _bring_back(self, server: Server) -> None:
         while server.problem:
@@ -268,12 +277,10 @@ class OpenAIEngine:
         server.failures = FAILURES_IN_A_ROW - 1  # the next failure takes it out again
         server.usable.set()
 
-    def _give_up(self) -> None:
-        self._finished.put(
-            UserError(
-                f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again "
-                "and run the same command; nothing that was written is lost"
-            )
+    def _nobody_answers(self) -> str:
+        return (
+            f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again and "
+            "run the same command; nothing that was written is lost"
         )
 
     def _problems(self) -> str:
@@ -373,15 +380,6 @@ class OpenAIEngine:
                 f"{self.option('model')} and {self.option('api_key_env')}"
             ) from None
 
-    def _read_api_key(self, variable: str) -> str:
-        key = self._from_environment(variable, "api_key_env").strip()
-        if key.isascii() and key.isprintable():
-            return key
-        raise UserError(
-            f"{self.option('api_key_env')}: {variable} holds line breaks or other characters that no HTTP header "
-            "takes: set it to the key alone"
-        )
-
     def _from_environment(self, name: str, option: str) -> str:
         """The variable's value. A name that is none is taken for the secret itself, and not shown."""
         if not os.environ.get(name):
@@ -405,10 +403,6 @@ class OpenAIEngine:
             for part in parts
         )
         return str(address.copy_with(userinfo=b"")), "Basic " + base64.b64encode(login.encode()).decode()
-
-
-class Refused(Exception):
-    """The server will never answer this request."""
 
 
 class _Message(BaseModel):

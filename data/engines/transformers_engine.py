@@ -51,7 +51,14 @@ class TransformersEngine:
         self.concurrency = batch_size
         self.max_length_tokens = min(longest_tokens, local.most_tokens or longest_tokens)
         config = local.model.config.get_text_config()
-        _check_rotation(config, self.max_length_tokens)
+        rope = getattr(config, "rope_parameters", None) or {}
+        kind, unchanged = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
+        if kind in CHANGING_ROPE_TYPES and unchanged and self.max_length_tokens > unchanged:
+            raise UserError(
+                f"the target's RoPE ({kind}) changes beyond {unchanged} tokens, for all rows of a batch when one of "
+                f"them gets there: keep data.max_length_tokens and data.distill.max_new_tokens within {unchanged} "
+                "tokens together, or take data.distill.engine: vllm"
+            )
         takes_count = "logits_to_keep" in inspect.signature(local.model.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if takes_count else {}
         self._cache = RowCache(config.num_hidden_layers, batch_size, self.max_length_tokens)
@@ -65,7 +72,7 @@ class TransformersEngine:
         assert setting.load_target is not None
         data = setting.recipe.data
         longest_tokens = data.max_length_tokens + data.distill.max_new_tokens
-        with _memory_told(options.batch_size):
+        with _on_the_gpu(options.batch_size):
             return cls(setting.load_target(), options.batch_size, longest_tokens, setting.end_ids)
 
     def submit(self, request: Request) -> None:
@@ -79,7 +86,7 @@ class TransformersEngine:
     def collect(self) -> list[tuple[str, Outcome]]:
         """Run forwards of all rows until an answer has ended."""
         outcomes, self._refused = self._refused, []
-        with _memory_told(self.concurrency), _without_cudnn_attention():
+        with _on_the_gpu(self.concurrency):
             while self._waiting and (self._told or len(self._rows) < self.concurrency):
                 self._begin(self._waiting.popleft())
             while not outcomes:
@@ -248,34 +255,14 @@ class _RowCacheLayer(CacheLayerMixin):
         return self._cache.capacity_tokens
 
 
-def _check_rotation(config: Any, longest_tokens: int) -> None:
-    """
-    Raises:
-        UserError: Its angles change for all rows of a batch when one of them grows long.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind, unchanged = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings") or longest_tokens
-    if kind in CHANGING_ROPE_TYPES and longest_tokens > unchanged:
-        raise UserError(
-            f"the target's RoPE ({kind}) changes beyond {unchanged} tokens, for all rows of a batch when one of them "
-            f"gets there: keep data.max_length_tokens and data.distill.max_new_tokens within {unchanged} tokens "
-            "together, or take data.distill.engine: vllm"
-        )
-
-
 @contextmanager
-def _without_cudnn_attention() -> Iterator[None]:
-    """On Hopper torch prefers it, and it plans anew for every length, which is every step."""
+def _on_the_gpu(batch_size: int) -> Iterator[None]:
+    """Tell of memory that is short in one sentence, and keep torch from cuDNN's attention, its choice on Hopper.
+
+    That plans anew for every length, which is every step.
+    """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-@contextmanager
-def _memory_told(batch_size: int) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError:
@@ -283,6 +270,8 @@ def _memory_told(batch_size: int) -> Iterator[None]:
             f"the GPU's memory does not hold {batch_size} answers at once: lower data.distill.options.batch_size (now "
             f"{batch_size}) and run the same command again"
         ) from None
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 ENGINE = TransformersEngine

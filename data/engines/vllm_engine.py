@@ -150,11 +150,10 @@ class VllmEngine(OpenAIEngine):
         """
         require_vllm("data.distill.engine: vllm")
         server = VllmServer(server_arguments(options, setting), "data.distill.options")
-        concurrency = int(BACKLOG * options.concurrency * options.data_parallel_size)
         asked = OpenAIOptions(
             base_urls=[server.url],
             model=SERVED_NAME,
-            concurrency_per_server=concurrency,
+            concurrency_per_server=int(BACKLOG * options.concurrency * options.data_parallel_size),
             give_up_after_s=GIVE_UP_AFTER_S,
         )
         return cls(asked, setting, server)
@@ -167,13 +166,10 @@ class VllmEngine(OpenAIEngine):
         super().close()
         self.server.close()
 
-    def _give_up(self) -> None:
-        self._finished.put(
-            UserError(
-                f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower "
-                "concurrency, max_model_len or gpu_memory_utilization in data.distill.options; run the same command to "
-                "continue"
-            )
+    def _nobody_answers(self) -> str:
+        return (
+            f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower concurrency, "
+            "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"
         )
 
 

@@ -57,15 +57,11 @@ class Tally:
     def sentence(self) -> str:
         """Say it in one line, for the console."""
         parts = [f"{self.kept} of {self.read} records kept"]
-        for name, count in (
-            ("invalid", counted_reasons(self.invalid) if self.invalid else 0),
-            ("duplicates", self.duplicates),
-            ("of the other split", self.other_split),
-            ("contaminated", counted_reasons(self.contaminated) if self.contaminated else 0),
-            ("filtered", counted_reasons(self.filtered) if self.filtered else 0),
-        ):
-            if count:
-                parts.append(f"{name}: {count}")
+        parts += [f"invalid: {counted_reasons(self.invalid)}"] if self.invalid else []
+        parts += [f"duplicates: {self.duplicates}"] if self.duplicates else []
+        parts += [f"of the other split: {self.other_split}"] if self.other_split else []
+        parts += [f"contaminated: {counted_reasons(self.contaminated)}"] if self.contaminated else []
+        parts += [f"filtered: {counted_reasons(self.filtered)}"] if self.filtered else []
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
@@ -120,19 +116,13 @@ def load_conversations(
         yield conversation
     if empty:
         names = ", ".join(source.source for source in conversations.sources)
-        key = "mixture" if conversations.mixture else "source"
-        total = counts.total
+        key, total = "mixture" if conversations.mixture else "source", counts.total
         skipped = f": {counted_reasons(total.invalid)} skipped as invalid" if total.invalid else ""
-        left_out = (
-            (total.other_split, "of the other split"),
-            (total.contaminated.total(), "contaminated"),
-            (total.filtered.total(), "filtered out"),
-        )
-        unwanted = ", ".join(f"{count} {what}" for count, what in left_out if count)
-        raise UserError(
-            f"{names} holds no valid conversation{skipped}{f' ({unwanted})' if unwanted else ''}; "
-            f"set data.conversations.{key} to another"
-        )
+        unwanted = [f"{total.other_split} of the other split"] if total.other_split else []
+        unwanted += [f"{total.contaminated.total()} contaminated"] if total.contaminated else []
+        unwanted += [f"{total.filtered.total()} filtered out"] if total.filtered else []
+        more = f" ({', '.join(unwanted)})" if unwanted else ""
+        raise UserError(f"{names} holds no valid conversation{skipped}{more}; set data.conversations.{key} to another")
 
 
 def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
@@ -158,58 +148,22 @@ def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
 class Filters:
     """What `data.conversations.filters` leaves out.
 
+    Languages are told by py3langid (a naive Bayes model of byte n-grams, 4 MB, part of the package), whose confidence
+    is calibrated. A conversation stays where it is low (a name, a formula, code, two words) and where a wanted language
+    is not out of the question (short English is easily taken for Nigerian Pidgin).
+
     Args:
         recipe: What is wanted.
         tokenizer: The target's; without it `max_tokens` is not applied.
 
     Raises:
-        UserError: `languages` needs a package that is not installed, or names a language that it does not know.
+        UserError: `languages` needs py3langid, which is not installed, or names a language that it does not know.
     """
 
     def __init__(self, recipe: FiltersRecipe, tokenizer: Any) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
-        self._languages = LanguageFilter(recipe.languages) if recipe.languages else None
-
-    def find(self, conversation: Conversation) -> str | None:
-        """Return the first reason to leave the conversation out, if there is any."""
-        recipe = self._recipe
-        user_turns = sum(turn.role == "user" for turn in conversation.turns)
-        # An answer that the target is yet to write has no length.
-        chars = [len(turn.content) for turn in conversation.turns if turn.role != "system" and turn.content]
-        if user_turns < recipe.min_turns:
-            return f"fewer than {recipe.min_turns} user turns"
-        if recipe.max_turns is not None and user_turns > recipe.max_turns:
-            return f"more than {recipe.max_turns} user turns"
-        if min(chars) < recipe.min_turn_chars:
-            return f"a turn of fewer than {recipe.min_turn_chars} characters"
-        if recipe.max_turn_chars is not None and max(chars) > recipe.max_turn_chars:
-            return f"a turn of more than {recipe.max_turn_chars} characters"
-        if recipe.max_tokens is not None and self._tokens(conversation) > recipe.max_tokens:
-            return f"more than {recipe.max_tokens} tokens"
-        return None if self._languages is None else self._languages.find(conversation)
-
-    def _tokens(self, conversation: Conversation) -> int:
-        if self._tokenizer is None:
-            return 0
-        texts = [turn.content for turn in conversation.turns]
-        return sum(map(len, self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
-
-
-class LanguageFilter:
-    """Find conversations whose user turns are in other languages than those wanted.
-
-    By py3langid (a naive Bayes model of byte n-grams, 4 MB, part of the package), whose confidence is calibrated. A
-    conversation stays where it is low (a name, a formula, code, two words) and where a wanted language is not out of
-    the question (short English is easily taken for Nigerian Pidgin).
-
-    Args:
-        languages: ISO 639-1 codes.
-
-    Raises:
-        UserError: py3langid is not installed, or does not know a code.
-    """
-
-    def __init__(self, languages: list[str]) -> None:
+        if not recipe.languages:
+            return
         try:
             langid: Any = importlib.import_module("py3langid.langid")
         except ImportError:
@@ -218,18 +172,39 @@ class LanguageFilter:
             ) from None
         self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
         known = [label for label in self._identifier.labels if label != NO_LANGUAGE]
-        for language in languages:
+        for language in recipe.languages:
             if language not in known:
                 hint = did_you_mean(language[:2], known, f"known are {', '.join(known)}", cutoff=0.6)
                 raise UserError(f"data.conversations.filters.languages: unknown language code `{language}`: {hint}")
-        self._wanted = {*languages, NO_LANGUAGE}
 
     def find(self, conversation: Conversation) -> str | None:
-        """The reason, `language de`, if that is not wanted and there is little doubt."""
+        """Return the first reason to leave the conversation out, if there is any."""
+        recipe, turns = self._recipe, conversation.turns
+        user_turns = sum(turn.role == "user" for turn in turns)
+        # An answer that the target is yet to write has no length.
+        chars = [len(turn.content) for turn in turns if turn.role != "system" and turn.content]
+        if user_turns < recipe.min_turns:
+            return f"fewer than {recipe.min_turns} user turns"
+        if recipe.max_turns is not None and user_turns > recipe.max_turns:
+            return f"more than {recipe.max_turns} user turns"
+        if min(chars) < recipe.min_turn_chars:
+            return f"a turn of fewer than {recipe.min_turn_chars} characters"
+        if recipe.max_turn_chars is not None and max(chars) > recipe.max_turn_chars:
+            return f"a turn of more than {recipe.max_turn_chars} characters"
+        if recipe.max_tokens is not None and self._tokenizer is not None:
+            texts = [turn.content for turn in turns]
+            ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            if sum(map(len, ids)) > recipe.max_tokens:
+                return f"more than {recipe.max_tokens} tokens"
+        return self._other_language(conversation) if recipe.languages else None
+
+    def _other_language(self, conversation: Conversation) -> str | None:
+        """Return `language de` if that is not wanted and there is little doubt."""
         text = "\n".join(turn.content for turn in conversation.turns if turn.role == "user")
         ranked = self._identifier.rank(text[:READ_CHARS])  # (language, probability), the likeliest first
         language, probability = ranked[0]
-        doubt = sum(other for name, other in ranked if name in self._wanted)
+        wanted = {*self._recipe.languages, NO_LANGUAGE}
+        doubt = sum(other for name, other in ranked if name in wanted)
         return f"language {language}" if probability >= SURE_FRAC and doubt < DOUBT_FRAC else None
 
 
@@ -250,7 +225,15 @@ class _Selection:
         for where, record in open_records(source, conversations.split):
             tally.read += 1
             try:
-                conversation = self._parse(record, where, source)
+                if isinstance(record, InvalidConversation):
+                    raise record
+                conversation = parse_conversation(record, where, source.columns)
+                if self._recipe.data.distill.engine == "none" and not conversation.is_answered:
+                    sentence = (
+                        "a question has no answer, and with data.distill.engine: none nobody gives one "
+                        "(with another engine the target does)"
+                    )
+                    raise InvalidConversation(where, "no answer", sentence)
             except InvalidConversation as error:
                 if not conversations.skip_invalid:
                     raise
@@ -263,52 +246,30 @@ class _Selection:
             if tally.kept == source.limit:
                 return
 
-    def _parse(self, record: Any, where: str, source: MixedSourceRecipe) -> Conversation:
-        if isinstance(record, InvalidConversation):
-            raise record
-        conversation = parse_conversation(record, where, source.columns)
-        if self._recipe.data.distill.engine == "none" and not conversation.is_answered:
-            sentence = (
-                "a question has no answer, and with data.distill.engine: none nobody gives one "
-                "(with another engine the target does)"
-            )
-            raise InvalidConversation(where, "no answer", sentence)
-        return conversation
-
     def _is_left_out(self, conversation: Conversation, source: MixedSourceRecipe, tally: Tally) -> bool:
-        recipe = self._recipe.data.conversations
-        key = near_duplicate_key(conversation)
+        """Count the first reason to leave a valid conversation out, if there is any."""
+        recipe, turns = self._recipe.data.conversations, conversation.turns
+        prompts = [[turn.role, " ".join(turn.content.casefold().split())] for turn in turns if turn.role != "assistant"]
+        key = hashlib.sha256(json.dumps(prompts).encode()).digest()[:KEY_BYTES]
         if key in self._seen:
             tally.duplicates += 1
             return True
         self._seen.add(key)
         if recipe.split != "all" and source.source != STDLIB:
-            belongs_to = "heldout" if is_heldout(conversation.id, recipe.heldout_frac) else "train"
-            if belongs_to != recipe.split:
+            # By its id alone, whatever else there is.
+            digest = hashlib.sha256(f"heldout {conversation.id}".encode()).digest()
+            is_heldout = int.from_bytes(digest[:8], "big") / 2**64 < recipe.heldout_frac
+            if is_heldout != (recipe.split == "heldout"):
                 tally.other_split += 1
                 return True
-        match = self._contamination.find(conversation)
-        if match is not None:
+        if match := self._contamination.find(conversation):
             tally.contaminated[match.reason] += 1
             self._counts.contaminated_ids[conversation.id] = match.question
             return True
-        reason = self._filters.find(conversation)
-        if reason is not None:
+        if reason := self._filters.find(conversation):
             tally.filtered[reason] += 1
             return True
         return False
-
-
-def is_heldout(identity: str, heldout_frac: float) -> bool:
-    """Whether a conversation belongs to the held-out split: by its id alone, whatever else there is."""
-    digest = hashlib.sha256(f"heldout {identity}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < heldout_frac
-
-
-def near_duplicate_key(conversation: Conversation) -> bytes:
-    """A hash of the prompt side that case and white space do not change."""
-    prompts = [[t.role, " ".join(t.content.casefold().split())] for t in conversation.turns if t.role != "assistant"]
-    return hashlib.sha256(json.dumps(prompts).encode()).digest()[:KEY_BYTES]
 
 
 def question_sources(recipe: Recipe) -> list[str]:

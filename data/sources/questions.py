@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, InvalidConversation, json_kind, json_of, text_of
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.run_folder import CACHE_VARIABLE, cache_root, write_atomically
 
 EMBEDDED, SPEC_BENCH = "embedded", "spec_bench"
@@ -56,19 +56,10 @@ def questions_file(source: str) -> Path:
     """The file that the recipe's `eval.questions` names.
 
     Raises:
-        UserError: It is to be fetched, and cannot be.
+        UserError: It is Spec-Bench's own, which is fetched the first time, and cannot be or is another file.
     """
-    if source == SPEC_BENCH:
-        return spec_bench_file()
-    return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
-
-
-def spec_bench_file() -> Path:
-    """The file of Spec-Bench's questions in draftsmith's cache; fetched the first time.
-
-    Raises:
-        UserError: It cannot be fetched, or what came is another file.
-    """
+    if source != SPEC_BENCH:
+        return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
     file = cache_root() / "spec_bench" / "question.jsonl"
     if file.is_file():
         return file
@@ -79,8 +70,7 @@ def spec_bench_file() -> Path:
         with urllib.request.urlopen(URL, timeout=TIMEOUT_S) as answer:
             content: bytes = answer.read()
     except OSError as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"Spec-Bench's questions cannot be fetched from {URL} ({reason}): {way_out}") from None
+        raise UserError(f"Spec-Bench's questions cannot be fetched from {URL} ({reason(error)}): {way_out}") from None
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise UserError(f"what {URL} gave is not Spec-Bench's question file (another SHA-256): {way_out}")
     write_atomically(file, content.decode("utf-8"))
@@ -115,21 +105,17 @@ def load_questions(
         questions.append(question)
     if not questions:
         raise UserError(f"questions file {file} holds no question: {FORMAT}")
-    return _limited(questions, limit_per_category or len(questions), limit_per_task or len(questions))
-
-
-def _limited(questions: list[Question], per_category: int, per_task: int) -> list[Question]:
-    """The first questions of each category and task, in the order of the file."""
+    # The first ones of each category and task, in the order of the file.
     of_category: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         of_category.setdefault(question.category, []).append(index)
-    ranked = [(rank, index) for indices in of_category.values() for rank, index in enumerate(indices[:per_category])]
+    ranked = [(rank, i) for indices in of_category.values() for rank, i in enumerate(indices[:limit_per_category])]
     kept: list[int] = []
     taken: Counter[str] = Counter()
     for _, index in sorted(ranked):
         task = task_of(questions[index].category)
         taken[task] += 1
-        if taken[task] <= per_task:
+        if limit_per_task is None or taken[task] <= limit_per_task:
             kept.append(index)
     return [questions[index] for index in sorted(kept)]
 
@@ -214,9 +200,9 @@ class Contamination:
             words = words_of(turn.content)
             if turn.role == "user" and (question := self._first_turns.get(words)):
                 return Match(SAME, question)
-            for reason, runs in ((SHARED, self._shared), (CONTAINED, self._contained)):
+            for how, runs in ((SHARED, self._shared), (CONTAINED, self._contained)):
                 if question := runs.find_in(words):
-                    return Match(reason, question)
+                    return Match(how, question)
         return None
 
 

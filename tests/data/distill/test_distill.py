@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 from support import tiny_tokenizers as templates
-from support.tiny_models import tiny_chat_llama
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
 from draftsmith.data.distill.ledger import Distilled, LedgerView
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
-from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.eval.commands.stages import local_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_settings
@@ -183,14 +180,6 @@ def test_failures_are_recorded_and_tried_again_on_demand(source: Path, tmp_path:
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
 
 
-def test_engines_that_give_text_alone(source: Path, tmp_path: Path) -> None:
-    engine = HashEngine(tiny_tokenizer(templates.CHATML))
-    engine.complete = lambda prompt: Completion(None, "stop", "Hello")  # type: ignore[method-assign]
-    report = run(make_recipe(source), tmp_path / "out", engine)
-    assert report.tokens_generated == 11 * len(engine.tokenizer("Hello")["input_ids"])
-    assert next(read_distilled(tmp_path / "out")).answer_ids == [None]
-
-
 def test_seeds_differ_by_turn_and_conversation(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML), concurrency=7)
     seeds: list[int] = []
@@ -269,24 +258,6 @@ def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_pat
     assert kept(tmp_path / "out")["alone"].turns[1].content == "hi "
 
 
-def test_a_single_answer_is_not_tokenised_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its row is the prompt that asked for it and its ids; of a conversation of several the template has a say."""
-    looked_at: list[Conversation] = []
-    name = "draftsmith.data.distill.distill.tokenize_conversation"
-    monkeypatch.setattr(name, lambda tokenizer, conversation, ids: looked_at.append(conversation))
-    tokenizer = tiny_tokenizer(templates.CHATML)
-    engine = HashEngine(tokenizer)
-    run(make_recipe(source), tmp_path / "out", engine)
-    several = {asked[0] for asked in QUESTIONS if len(asked) > 1}
-    assert {conversation.turns[0].content for conversation in looked_at} == several
-    for found in read_distilled(tmp_path / "out"):
-        if found.conversation.turns[0].content not in several:
-            (ids,) = found.answer_ids
-            assert ids is not None
-            row = tokenize_conversation(tokenizer, found.conversation, found.answer_ids)
-            assert row.input_ids == prompt_token_ids(tokenizer, found.conversation.turns[:1]) + ids
-
-
 def test_engine_none_passes_through(tmp_path: Path) -> None:
     messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
@@ -336,6 +307,9 @@ def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_bytes(questions + b'{"question_id": 0, "category": "x", "turns": ["one"]}\n')
     with pytest.raises(UserError, match=r"decontaminate \(hashes of the question files\)"):
         run(recipe, tmp_path / "out", engine)
+    recipe.data.conversations.decontaminate = None
+    with pytest.raises(UserError, match="begun with the target's weights"):
+        run(recipe, tmp_path / "out", engine, weights="b")
 
 
 def test_refusals(source: Path, tmp_path: Path) -> None:
@@ -361,20 +335,3 @@ def test_template_that_refuses_system_turns(tmp_path: Path) -> None:
     report = run(recipe, tmp_path / "out", engine)
     assert dict(report.failed) == {"refused by the chat template": 1}
     assert report.kept == 1
-
-
-def test_distils_end_to_end(source: Path, tmp_path: Path) -> None:
-    """With a real model; then its weights change under the same name, which is refused."""
-    tokenizer = tiny_tokenizer(templates.CHATML)
-    recipe = make_recipe(source, max_new_tokens=24, options={"batch_size": 4})
-    end_ids = tuple(range(0, 340, 8))  # a random model seldom says <|im_end|>
-    engine = TransformersEngine(local_target(tiny_chat_llama()), 4, 224, end_ids)
-    engine.tokenizer = tokenizer  # type: ignore[attr-defined]
-    report = run(recipe, tmp_path / "out", engine, weights="a")
-    assert report.kept > 0
-    assert report.kept + report.failed.total() == len(QUESTIONS)
-    for conversation in kept(tmp_path / "out").values():
-        assert any(tokenize_conversation(tokenizer, conversation).loss_mask)
-    assert run(recipe, tmp_path / "out", engine, weights="a").kept == 0
-    with pytest.raises(UserError, match="begun with the target's weights"):
-        run(recipe, tmp_path / "out", engine, weights="b")

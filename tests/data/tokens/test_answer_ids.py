@@ -60,15 +60,6 @@ def test_the_runs_are_the_ids(family: str) -> None:
     assert len(texts) == 1  # but for the space that Llama 2's template puts after an answer
 
 
-def test_only_some_turns_have_ids() -> None:
-    tokenizer = FAMILIES["ChatML"].tokenizer()
-    plain = tokenize_conversation(tokenizer, TALK)
-    ids = said(tokenizer, "ChatML", "Say hi.")
-    tokenized = tokenize_conversation(tokenizer, TALK, [None, ids, None])
-    assert tokenized.answers() == [plain.answers()[0], ids, plain.answers()[2]]
-    assert tokenizer.decode(tokenized.input_ids) == tokenizer.decode(plain.input_ids)
-
-
 @pytest.mark.parametrize("family", ["ChatML", "Llama 2", "Gemma 2", "Mistral v0.1"])
 def test_an_answer_that_was_cut_short_has_no_end_token(family: str) -> None:
     tokenizer = FAMILIES[family].tokenizer()

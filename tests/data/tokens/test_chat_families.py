@@ -12,8 +12,6 @@ from draftsmith.data.tokens.chat_tokens import (
     TemplateRefusal,
     answer_end_ids,
     prompt_token_ids,
-    template_answer_lead,
-    template_end_token,
     tokenize_conversation,
 )
 from draftsmith.recipes.errors import UserError
@@ -132,26 +130,6 @@ def test_the_answer_follows_the_prompt_that_asked_for_it(family: str) -> None:
         prompt = prompt[: -len(tokenizer.encode("<think>\n", add_special_tokens=False))]
     assert tokenized.input_ids[: len(prompt)] == prompt
     assert tokenized.loss_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_answer_ends_with_the_familys_end_token(family: str) -> None:
-    tokenizer = FAMILIES[family].tokenizer()
-    end = tokenizer.convert_tokens_to_ids(FAMILIES[family].end)
-    assert template_end_token(tokenizer) == end
-    answers = tokenize_conversation(tokenizer, Conversation("golden", TALK)).answers()
-    assert [answer.index(end) for answer in answers] == [len(answer) - 1 for answer in answers]
-
-
-@pytest.mark.parametrize(
-    ("family", "lead"),
-    [
-        *[("ChatML", ""), ("Llama 2", " "), ("Vicuna", " "), ("Mistral v0.1", ""), ("Mistral v0.3", " ")],
-        ("Qwen3", "<think>\n\n</think>\n\n"),
-    ],
-)
-def test_what_stands_before_an_answer(family: str, lead: str) -> None:
-    assert template_answer_lead(FAMILIES[family].tokenizer()) == lead
 
 
 def test_thoughts_of_qwen3() -> None:

@@ -20,8 +20,6 @@ TWO_ROUNDS = Conversation(
 
 # Written by hand: the text of each run of ones.
 GOLDEN = {
-    "CHATML": ["Hello there, ünï 👋<|im_end|>", "Bye<|im_end|>"],
-    "LLAMA3": ["Hello there, ünï 👋<|eot_id|>", "Bye<|eot_id|>"],
     "ZEPHYR": ["Hello there, ünï 👋</s>", "Bye</s>"],
     "GENERATION": ["Hello there, ünï 👋<|im_end|>", "Bye<|im_end|>"],
     "HARMONY": [
