@@ -1,5 +1,4 @@
 """Drafters in decoding: queues, KV caches, trees that grow.
 
-Read `decoders` (what one is, and the kinds made of layers), `blocks` (those before a context). May import
-`models.groups` and the files of `models`.
+Read `decoders`: what one is, and the kinds made of layers. May import `models.groups` and the files of `models`.
 """

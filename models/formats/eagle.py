@@ -1,31 +1,251 @@
-"""EAGLE-1's layout, which ours is: `fc` and one decoder layer without input norm; embedding and head are the target's.
+"""EAGLE's layouts, and those of EAGLE-3 and P-EAGLE with its mask: engines', the authors', the speculators library's.
 
-The bias of `fc` is where readers differ: vLLM drops it without a word, SGLang always has one, the authors' code has one
+**EAGLE.** Ours is this layout: `fc` and one decoder layer without input norm; embedding and head are the target's. The
+bias of `fc` is where readers differ: vLLM drops it without a word, SGLang always has one, the authors' code has one
 unless the config says `bias: false`. vLLM reads the same key as the attention's bias, so it is not written for it.
+
+**EAGLE-3.** Ours is this layout but for one name: the first layer is `midlayer` there, `layers.0` here and in
+speculators. `d2t` are offsets in all, `t2d` is written for the authors' code and ignored by engines. Engines count the
+fused layers each in their own way: vLLM's ids are ours (0 the embeddings), SGLang's are one less and in `eagle_config`.
+
+vLLM reads the speculators library's config too, the layers' keys from `transformer_layer_config`, where the number of
+fused layers must be given for it; SGLang does not. `norm_before_residual` is always written: its default differs
+between the shapes and the readers. The norms of EAGLE-3.1 are in both places: vLLM takes P-EAGLE's `fc_norm` from the
+layers' keys alone.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
-from draftsmith.models.base.drafter import Drafter
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.formats.layout import (
     LLAMA_LIKE,
     NO_ATTENTION_BIAS,
     Checkpoint,
     Exporter,
     Parameters,
+    Refusal,
+    always,
+    drafted_of_all,
+    drafted_tokens,
     dtype_name,
     llama_config,
     no_target,
     no_target_but,
     only,
     refuse_other_layers,
+    renamed,
     take_borrowed,
     with_output_biases,
     without_zero_biases,
 )
+from draftsmith.recipes.errors import UserError
+
+NAMES = {"layers.0.": "midlayer."}
+# EAGLE-3.1's and their relatives: keys of the options, and of engines' configs.
+NORMS = ("fc_norm", "norm_before_fc", "norm_output")
+# Where a P-EAGLE or PARD config may keep its mask token: vLLM 0.32, v1/spec_decode/llm_base_proposer.py:361-373.
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+
+
+# ---- what can be expressed ----
 
 REFUSALS = (
+    no_target_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.target_config[model_type]}'s layers"),
+)
+OF_PEAGLE = (*REFUSALS, only("markov_rank", 0, "P-EAGLE has no Markov head"))
+# SGLang and the authors' code run Llama's layer alone.
+LLAMA_ALONE = (
+    *REFUSALS,
+    no_target("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
+    NO_ATTENTION_BIAS,
+    only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
+    Refusal(
+        "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,
+        "its EAGLE-3 class fuses three layers of the target, not {config.feature_layers}",
+        "three layers in drafter.options.feature_layers",
+    ),
+)  # fmt: skip
+EMBEDDINGS_LAYER = Refusal(
+    "the embeddings among its layers",
+    lambda config: 0 in config.feature_layers,
+    "SGLang adds 1 to the layers it reads, so that the embeddings (0) have no number there",
+    "drafter.options.feature_layers without 0",
+)
+NO_NORMS = tuple(only(key, False, f"its EAGLE-3 class knows no {key}") for key in NORMS)
+
+
+# ---- ours to theirs ----
+
+
+def to_vllm(drafter: Drafter) -> Checkpoint:
+    config = _config(drafter)
+    config["eagle_aux_hidden_state_layer_ids"] = list(drafter.config.feature_layers)
+    config["num_aux_hidden_states"] = len(drafter.config.feature_layers)
+    config["norm_before_residual"] = drafter.config.norm_before_residual
+    config |= _norms(drafter.config)
+    if config["model_type"] == "qwen3":
+        config["architectures"] = ["Eagle3Qwen3ForCausalLM"]
+    if "mask_hidden" in drafter.state_dict():
+        config["mask_token_id"] = config["pard_token"] = drafter.config.mask_token_id
+    return Checkpoint(config, _tensors(drafter, config))
+
+
+def to_sglang(drafter: Drafter) -> Checkpoint:
+    config = _config(drafter)
+    ids = [layer - 1 for layer in drafter.config.feature_layers]
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    config["draft_vocab_size"] = drafter.config.draft_vocab_size  # null: the target's head
+    config |= _norms(drafter.config)
+    return Checkpoint(config, _tensors(drafter, config))
+
+
+def to_authors(drafter: Drafter) -> Checkpoint:
+    """Write it for code that always has a head of its own, and gives `fc` a bias unless the config says no."""
+    config = {**_config(drafter), "bias": False}
+    config["eagle_config"] = {  # theirs has no key for it; importers of this layout look here
+        "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in drafter.config.feature_layers]
+    }
+    return Checkpoint(config, _with_head(_tensors(drafter, config), drafter))
+
+
+def to_speculators(drafter: Drafter) -> Checkpoint:
+    """Write it with the target's LM head where the drafter has none: the library's class always has one."""
+    written = to_vllm(drafter)
+    layers, kind = written.config, "peagle" if "mask_hidden" in written.tensors else "eagle3"
+    layers["architectures"] = ["LlamaForCausalLM" if layers["model_type"] == "llama" else "Qwen3ForCausalLM"]
+    top = {key: layers.pop(key) for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
+    if kind == "peagle":
+        top["mask_token_id"] = layers.pop("mask_token_id")
+        del layers["pard_token"]
+    config: dict[str, Any] = {
+        "architectures": ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted_tokens(drafter.config)}],
+            "verifier": {
+                "name_or_path": drafter.config.target_name_or_path,
+                "architectures": drafter.config.target_config.get("architectures") or [],
+            },
+        },
+        "transformer_layer_config": layers,
+        "norm_before_residual": layers.pop("norm_before_residual"),
+        **{key: layers[key] for key in NORMS},
+        "tie_word_embeddings": False,
+        "dtype": layers["dtype"],
+        **top,
+    }
+    tensors = _with_head(renamed(written.tensors, NAMES, back=True), drafter)
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].unsqueeze(0)
+    return Checkpoint(config, tensors)
+
+
+def _with_head(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, Tensor]:
+    """Add the target's head, in the drafter's dtype, if there is none."""
+    if "lm_head.weight" not in tensors:
+        head = cast(nn.Linear, drafter.attached.lm_head).weight.detach()
+        tensors["lm_head.weight"] = head.to(drafter.dtype)
+    return tensors
+
+
+def _config(drafter: Drafter) -> dict[str, Any]:
+    config = llama_config(drafter.config, len(drafter.layers), dtype_name(drafter))
+    drafted = drafter.config.draft_vocab_size or config["vocab_size"]
+    return {**config, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": drafted}
+
+
+def _norms(config: DrafterConfig) -> dict[str, bool]:
+    """Keys as engines name them; all are off where a reader does not find them."""
+    return {key: bool(getattr(config, key, False)) for key in NORMS}
+
+
+def _tensors(drafter: Drafter, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = renamed(drafter.state_dict(), NAMES)
+    if drafter.config.draft_vocab_size == config["vocab_size"]:  # a head of its own for all tokens: no map
+        tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    return with_output_biases(tensors, config)
+
+
+# ---- theirs to ours ----
+
+
+def flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """Turn a config of the speculators library into one like EAGLE-3's; return others as they are."""
+    if "speculators_model_type" not in config:
+        return config
+    layers = config["transformer_layer_config"]
+    # The two readers agree on EAGLE-3's default and on P-EAGLE's.
+    default = config["speculators_model_type"] == "eagle3"
+    return {"norm_before_residual": default, **config, **layers}
+
+
+def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Read any of these layouts.
+
+    Raises:
+        UserError: It was made for another target, or does not say which layers of the target it reads.
+    """
+    config = checkpoint.config
+    refuse_other_layers(config, target_config)
+    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), target_config)
+    options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl"}
+    options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
+    nested = config.get("eagle_config") or {}
+    options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
+    drafted, vocabulary = config.get("draft_vocab_size"), target_config["vocab_size"]
+    if drafted is not None and drafted != vocabulary:
+        options["draft_vocab_size"] = drafted
+        head = state.pop("lm_head.weight")
+        borrowed = take_borrowed(state)
+        state |= {"t2d": drafted_of_all(state["d2t"], vocabulary), "lm_head.weight": head}
+    else:
+        borrowed = take_borrowed(state)
+        state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
+    if "mask_hidden" not in state:
+        return Parameters("eagle3", options, state, borrowed)
+    options.pop("norm_output", None)  # nothing is fed back
+    options["mask_token_id"] = next((config[key] for key in MASK_TOKEN_KEYS if config.get(key) is not None), None)
+    options["num_layers"] = config["num_hidden_layers"]
+    state["mask_hidden"] = state["mask_hidden"].reshape(1, -1)
+    return Parameters("peagle", options, state, borrowed)
+
+
+def with_own_head(found: Parameters) -> Parameters:
+    """Read a head that has all tokens and is not the target's as that of a draft vocabulary of all tokens."""
+    head = found.borrowed["lm_head"]
+    all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
+    others = {name: value for name, value in found.borrowed.items() if name != "lm_head"}
+    options = {**found.options, "draft_vocab_size": len(head)}
+    return replace(found, options=options, state={**found.state, **all_tokens, "lm_head.weight": head}, borrowed=others)
+
+
+def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> list[int]:
+    """Return the layers that are read: by default 2, L/2 and L-3, as all readers have it, where these are three."""
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None:
+        return list(ids)
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if nested is not None:
+        return [layer + 1 for layer in nested]
+    num_layers = target_config["num_hidden_layers"]
+    if 2 < num_layers // 2 < num_layers - 3:
+        return [2, num_layers // 2, num_layers - 3]
+    raise UserError(
+        "the checkpoint's config names no eagle_aux_hidden_state_layer_ids, and the usual ones are not in a target of "
+        f"{num_layers} layers: add those that it was trained on to its config.json (k = after k layers of the target)"
+    )
+
+
+# ---- EAGLE ----
+
+OF_EAGLE = (
     no_target("qwen3", "its Llama layer has no q/k norms, which this target's layers have", "eagle3"),
     no_target_but(LLAMA_LIKE, "its Llama layer does not run {config.target_config[model_type]}'s layers"),
     only("draft_vocab_size", None, "EAGLE's layout has no draft vocabulary", "drafter.kind=eagle3"),
@@ -33,29 +253,29 @@ REFUSALS = (
 FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
 
 
-def to_vllm(drafter: Drafter) -> Checkpoint:
-    written = _written(drafter, architectures=["LlamaForCausalLM"])
+def eagle_to_vllm(drafter: Drafter) -> Checkpoint:
+    written = _eagle(drafter, architectures=["LlamaForCausalLM"])
     return Checkpoint(written.config, with_output_biases(written.tensors, written.config))
 
 
-def to_sglang(drafter: Drafter) -> Checkpoint:
-    written = _written(drafter, architectures=["LlamaForCausalLMEagle"])
+def eagle_to_sglang(drafter: Drafter) -> Checkpoint:
+    written = _eagle(drafter, architectures=["LlamaForCausalLMEagle"])
     fc = written.tensors["fc.weight"]
     written.tensors.setdefault("fc.bias", fc.new_zeros(len(fc)))
     return written
 
 
-def to_authors(drafter: Drafter) -> Checkpoint:
-    return _written(drafter, architectures=["LlamaForCausalLM"], bias=bool(drafter.config.fc_bias))
+def eagle_to_authors(drafter: Drafter) -> Checkpoint:
+    return _eagle(drafter, architectures=["LlamaForCausalLM"], bias=bool(drafter.config.fc_bias))
 
 
-def _written(drafter: Drafter, **keys: Any) -> Checkpoint:
+def _eagle(drafter: Drafter, **keys: Any) -> Checkpoint:
     config = llama_config(drafter.config, 1, dtype_name(drafter))
     return Checkpoint({**config, **keys}, dict(drafter.state_dict()))
 
 
-def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read any of these layouts.
+def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Read any of EAGLE's layouts.
 
     Raises:
         UserError: It was made for a target of another shape.
@@ -70,7 +290,15 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 EXPORTERS = {
-    ("eagle", "vllm"): Exporter(to_vllm, parameters, (*REFUSALS, FC_BIAS), "eagle"),
-    ("eagle", "sglang"): Exporter(to_sglang, parameters, (*REFUSALS, NO_ATTENTION_BIAS), "EAGLE"),
-    ("eagle", "eagle"): Exporter(to_authors, parameters, (*REFUSALS, NO_ATTENTION_BIAS)),
+    ("eagle", "vllm"): Exporter(eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle"),
+    ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS), "EAGLE"),
+    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS)),
+    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3"),
+    ("peagle", "vllm"): Exporter(to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True),
+    ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
+    ("eagle3", "speculators"): Exporter(to_speculators, parameters, REFUSALS, "eagle3", needs_target=always),
+    ("peagle", "speculators"): Exporter(
+        to_speculators, parameters, OF_PEAGLE, "eagle3", parallel=True, needs_target=always
+    ),
+    ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
 }

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
-from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, heads
+from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.formats.layout import Checkpoint, Exporter, Parameters, config_differences, drafted_tokens
 from draftsmith.models.target.loading import load_target, target_location
@@ -38,7 +38,7 @@ FORMATS = {
     "hydra": "zankner/Hydra",
 }
 EXPORTERS: dict[tuple[str, str], Exporter] = {
-    **eagle3.EXPORTERS, **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS,
+    **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS,
 }  # fmt: skip
 # Why no format has a place for a kind, where more can be said than which kinds have one.
 NO_PLACE = {
@@ -292,7 +292,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter) -> None:
 def _read_back_wrong(back: Parameters, drafter: Drafter) -> list[str]:
     """List where what is read back is not the drafter."""
     if getattr(drafter.config, "draft_vocab_size", None) == drafter.config.target_config["vocab_size"]:
-        back = eagle3.with_own_head(back)
+        back = eagle.with_own_head(back)
     wrong = [] if back.kind == kind_of(drafter.config) else [f"it would be read as {back.kind}"]
     wrong += [
         f"option {key} would be read as {value!r}"

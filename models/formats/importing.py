@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
-from draftsmith.models.formats import causal_lm, dflash, eagle, eagle3, heads
+from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import some_of, tensors_said, weights_sha256
@@ -116,7 +116,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
     found = read(checkpoint, target.config.to_dict())
     head = found.borrowed.get("lm_head")
     if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
-        found = eagle3.with_own_head(found)
+        found = eagle.with_own_head(found)
     _refuse_other_borrowed(found, target)
     options = dict(found.options)
     if found.kind in WITHOUT_FIRST_TOKEN:
@@ -157,7 +157,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             tensors |= load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
         except Exception as error:
             raise UserError(f"{file} cannot be read ({reason(error)}): fetch it again") from None
-    return Checkpoint(eagle3.flattened(read_json(config, dict[str, Any], "fetch it again")), tensors)
+    return Checkpoint(eagle.flattened(read_json(config, dict[str, Any], "fetch it again")), tensors)
 
 
 def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
@@ -175,9 +175,9 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     if fused is not None and "hidden_norm.weight" in names and "layers.0.self_attn.q_norm.weight" in names:
         return "DFlash", dflash.parameters
     if fused is not None and ("midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names):
-        return "EAGLE-3", eagle3.parameters
+        return "EAGLE-3", eagle.parameters
     if fused is not None and fused.shape[1] == 2 * fused.shape[0]:
-        return "EAGLE", eagle.parameters
+        return "EAGLE", eagle.eagle_parameters
     if "model.norm.weight" in names and "num_hidden_layers" in config:
         return "transformers", causal_lm.parameters
     raise UserError(

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.formats import eagle3
+from draftsmith.models.formats import eagle
 from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter, read_checkpoint
 from draftsmith.models.formats.layout import Checkpoint
@@ -357,4 +357,4 @@ def test_layers_that_no_config_names(num_layers: int, expected: list[int]) -> No
     config = {key: value for key, value in VLLM.items() if key != "eagle_aux_hidden_state_layer_ids"}
     checkpoint = Checkpoint(config, random_tensors("eagle3", "vllm", VLLM))
     target_config = {**TARGET.config.to_dict(), "num_hidden_layers": num_layers}
-    assert eagle3.parameters(checkpoint, target_config).options["feature_layers"] == expected
+    assert eagle.parameters(checkpoint, target_config).options["feature_layers"] == expected
