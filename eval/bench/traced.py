@@ -21,6 +21,7 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 TRACED_NEW_TOKENS = 96
 TRACED_QUESTIONS = 2
 MOST_METHODS = 4
+SHOWN_PROMPT_CHARS = 600
 UNFINISHED = "\ufffd"  # how tokenizers show the first bytes of a character
 
 
@@ -36,6 +37,35 @@ class TracedRound:
     path: list[int]
     own: str | None
 
+    @property
+    def kept(self) -> int:
+        """The number of drafted tokens that were accepted."""
+        return len(self.path) - 1
+
+    @property
+    def drafted(self) -> str:
+        """The accepted drafts."""
+        return "".join(self.texts[node] for node in self.path[1:])
+
+    @property
+    def rejected(self) -> list[str]:
+        """The draft's first choice from where it was left: the first child, its first child, and so on.
+
+        Nothing where the answer ended, as then no draft was rejected.
+        """
+        texts: list[str] = []
+        node = self.path[-1]
+        while self.own is not None and node in self.parents:
+            node = self.parents.index(node)
+            texts.append(self.texts[node])
+        return texts
+
+    def title(self, number: int) -> str:
+        """Describe the round, which is the answer's `number`th, as the page does on hover."""
+        ending = "" if self.own is None else f", then the target's {self.own!r}"
+        rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
+        return f"round {number}: {len(self.texts) - 1} tokens drafted, {self.kept} kept{ending}{rejected}"
+
 
 @dataclass
 class TracedAnswer:
@@ -48,6 +78,32 @@ class TracedAnswer:
     prompt: str
     first: str = ""
     rounds: list[TracedRound] = field(default_factory=list)
+
+    @property
+    def method(self) -> str:
+        return self.arm.partition("@")[0]
+
+    @property
+    def drafted(self) -> int:
+        return sum(each.kept for each in self.rounds)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all rounds; that of the prefill belongs to none."""
+        return self.drafted + sum(each.own is not None for each in self.rounds)
+
+    @property
+    def shown_prompt(self) -> str:
+        return self.prompt if len(self.prompt) <= SHOWN_PROMPT_CHARS else self.prompt[:SHOWN_PROMPT_CHARS] + "…"
+
+
+def by_question(traced: Iterable[TracedAnswer]) -> list[list[TracedAnswer]]:
+    """Group the answers by question, in the order in which they were traced; those of no round are left out."""
+    questions: dict[int | str, list[TracedAnswer]] = {}
+    for answer in traced:
+        if answer.rounds:
+            questions.setdefault(answer.question_id, []).append(answer)
+    return list(questions.values())
 
 
 class Trace:

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from draftsmith.eval.bench.traced import by_question
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import report, text
 from draftsmith.eval.report.page import curves, methods, rounds
@@ -121,7 +122,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "phases": rounds.PHASES,
         "rounds": rounds.mean_rounds(timing),
         "timeline": rounds.timeline(records),
-        "answers": rounds.shown_answers(facts.get("traced") or []),
+        "answers": by_question(facts.get("traced") or []),
         "predictions": methods.predictions(timing),
         "theory_charts": curves.theory_charts(timing),
         "training": curves.training_curves(trained),

@@ -1,8 +1,4 @@
-"""What rounds consist of: where their time goes, and real answers round by round.
-
-The timeline is figure 1 of ParallelSpec (arXiv 2410.05589), from the readings that the measured loop took; answers with
-what was drafted, rejected, and made by the target are its figure 5.
-"""
+"""Where the time of rounds goes: figure 1 of ParallelSpec (arXiv 2410.05589), from the measured loop's readings."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
-from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.page.curves import Scale
 from draftsmith.eval.report.summary import Row, by_temperature
@@ -18,7 +13,6 @@ from draftsmith.eval.report.summary import Row, by_temperature
 PHASES = ("draft", "forward", "choose", "commit")
 TIMED = ("t_draft_s", "t_verify_forward_s", "t_choose_s", "t_commit_s")
 WINDOW_STEPS = 10.0  # steps of the target alone that a timeline is long, at most
-SHOWN_PROMPT_CHARS = 600
 
 
 @dataclass(frozen=True)
@@ -130,93 +124,3 @@ def _round(seconds: Sequence[float], began_s: float, scale: Scale, tokens: int) 
             parts.append(Part(phase, start, round(end - start, 2), each))
         began_s += each
     return LaneRound(parts, round(middle, 2), tokens, 1000 * ended_s > scale.high * (1 + 1e-9))
-
-
-@dataclass(frozen=True)
-class ShownRound:
-    """drafted: accepted drafts; rejected: the draft's first choice after them, token by token; own: the target's.
-
-    nodes: tokens in the draft tree.
-    """
-
-    number: int
-    drafted: str
-    kept: int
-    rejected: list[str]
-    own: str | None
-    nodes: int
-
-    @property
-    def title(self) -> str:
-        """What is said of it on hover."""
-        ending = "" if self.own is None else f", then the target's {self.own!r}"
-        rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
-        return f"round {self.number}: {self.nodes} tokens drafted, {self.kept} kept{ending}{rejected}"
-
-
-@dataclass(frozen=True)
-class ShownAnswer:
-    """method: its name; kind: of what drafted; first: the text of the prefill's token."""
-
-    method: str
-    kind: str
-    first: str
-    rounds: list[ShownRound]
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of all rounds; that of the prefill belongs to none."""
-        return self.drafted + sum(each.own is not None for each in self.rounds)
-
-    @property
-    def drafted(self) -> int:
-        return sum(each.kept for each in self.rounds)
-
-
-@dataclass(frozen=True)
-class ShownQuestion:
-    """One question and its answers by several methods."""
-
-    question_id: int | str
-    category: str
-    prompt: str
-    answers: list[ShownAnswer]
-
-
-def shown_answers(traced: list[TracedAnswer]) -> list[ShownQuestion]:
-    """Group the answers by question, in the order in which they were traced; those of no round are left out."""
-    questions: dict[int | str, ShownQuestion] = {}
-    for answer in traced:
-        if not answer.rounds:
-            continue
-        prompt = answer.prompt if len(answer.prompt) <= SHOWN_PROMPT_CHARS else answer.prompt[:SHOWN_PROMPT_CHARS] + "…"
-        question = questions.setdefault(
-            answer.question_id, ShownQuestion(answer.question_id, answer.category, prompt, [])
-        )
-        rounds = [
-            ShownRound(
-                number,
-                "".join(each.texts[node] for node in each.path[1:]),
-                len(each.path) - 1,
-                first_rejected(each),
-                each.own,
-                len(each.texts) - 1,
-            )
-            for number, each in enumerate(answer.rounds, start=1)
-        ]
-        question.answers.append(ShownAnswer(answer.arm.partition("@")[0], answer.kind, answer.first, rounds))
-    return list(questions.values())
-
-
-def first_rejected(traced: TracedRound) -> list[str]:
-    """The draft's first choice from where it was left: the first child, its first child, and so on.
-
-    Nothing where the answer ended, as then no draft was rejected.
-    """
-    if traced.own is None:
-        return []
-    texts, node = [], traced.path[-1]
-    while node in traced.parents:
-        node = traced.parents.index(node)
-        texts.append(traced.texts[node])
-    return texts

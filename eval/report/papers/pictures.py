@@ -14,8 +14,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.report.charts import COLOURS
-from draftsmith.eval.report.page.rounds import ShownAnswer, ShownQuestion
 from draftsmith.eval.report.papers.tables import Place
 from draftsmith.recipes.run_folder import write_atomically
 
@@ -71,16 +71,16 @@ def steps(place: Place, phase: str) -> float:
     return (place.value(f"timing.{phase}") or 0.0) / (place.value("timing.t_target_step_s") or 1.0)
 
 
-def draw_answer(question: ShownQuestion, file: Path) -> Path:
+def draw_answer(answers: list[TracedAnswer], file: Path) -> Path:
     """An SVG with a white ground, as pictures stand on light and on dark pages.
 
     Args:
-        question: With its answers, in the order of their blocks.
+        answers: To one question, in the order of their blocks.
         file: Written.
     """
     lines: list[str] = []
     row = 1
-    for answer in question.answers:
+    for answer in answers:
         lines.append(_text(0, row, f"{answer.method}: {answer.tokens} tokens in {len(answer.rounds)} rounds", FAINT))
         row, drawn = _block(answer, row + 1)
         lines += drawn
@@ -90,13 +90,13 @@ def draw_answer(question: ShownQuestion, file: Path) -> Path:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" font-family="ui-monospace, monospace" font-size="{FONT_SIZE}">'
     )
-    title = f"<title>Answers to: {escape(question.prompt)} Tokens on green were drafted and accepted.</title>"
+    title = f"<title>Answers to: {escape(answers[0].shown_prompt)} Tokens on green were drafted and accepted.</title>"
     ground = f'<rect width="{width}" height="{height}" fill="{PAPER}"/>'
     write_atomically(file, "\n".join([head, title, ground, *lines, "</svg>", ""]))
     return file
 
 
-def pieces(answer: ShownAnswer) -> list[tuple[str, bool]]:
+def pieces(answer: TracedAnswer) -> list[tuple[str, bool]]:
     """Split an answer into (text, whether it was drafted)."""
     found = [(answer.first, False)]
     for each in answer.rounds:
@@ -104,7 +104,7 @@ def pieces(answer: ShownAnswer) -> list[tuple[str, bool]]:
     return [(text, drafted) for text, drafted in found if text]
 
 
-def _block(answer: ShownAnswer, row: int) -> tuple[int, list[str]]:
+def _block(answer: TracedAnswer, row: int) -> tuple[int, list[str]]:
     """The row it ends in, and its elements: wrapped at COLUMNS and where the text has a line break."""
     lines: list[str] = []
     column = 0

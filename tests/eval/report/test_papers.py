@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from support.places import ROOT
 
-from draftsmith.eval.report.page.rounds import ShownAnswer, ShownQuestion, ShownRound
+from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
 from draftsmith.eval.report.papers.page import page_text
 from draftsmith.eval.report.papers.pictures import DRAFTED, draw_answer, pieces
 from draftsmith.eval.report.papers.tables import (
@@ -54,12 +54,12 @@ def test_leviathans_table_1() -> None:
 
 def test_an_answer_shows_who_made_its_tokens(tmp_path: Path) -> None:
     rounds = [
-        ShownRound(1, " is\nits", 3, [], " & own", 5),
-        ShownRound(2, "", 0, ["x"], " end" + "." * 100, 5),
+        TracedRound(["", " is", "\n", "its"], [-1, 0, 1, 2], [0, 1, 2, 3], " & own"),
+        TracedRound(["", "x"], [-1, 0], [0], " end" + "." * 100),
     ]
-    answer = ShownAnswer("a/tree", "parallel", "This", rounds)
+    answer = TracedAnswer("a/tree@0", "parallel", 1, "qa", "What?", "This", rounds)
     assert pieces(answer) == [("This", False), (" is\nits", True), (" & own", False), (" end" + "." * 100, False)]
-    file = draw_answer(ShownQuestion(1, "qa", "What?", [answer, answer]), tmp_path / "a.svg")
+    file = draw_answer([answer, answer], tmp_path / "a.svg")
     drawn = ElementTree.parse(file).getroot()
     space = "{http://www.w3.org/2000/svg}"
     texts = [element.text for element in drawn.iter(f"{space}text")]

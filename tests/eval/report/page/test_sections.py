@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.report_facts import TIMING, records_of, row
 
-from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
+from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
 from draftsmith.eval.report.page.curves import (
     compared_drafters,
     differing_settings,
@@ -17,10 +17,7 @@ from draftsmith.eval.report.page.methods import (
     method_tables,
 )
 from draftsmith.eval.report.page.rounds import (
-    SHOWN_PROMPT_CHARS,
-    first_rejected,
     mean_rounds,
-    shown_answers,
     timeline,
 )
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
@@ -120,20 +117,17 @@ def test_answers_round_by_round() -> None:
         ([0, 3], " x", []),
         ([0, 1], None, []),
     ):
-        assert first_rejected(TracedRound(TEXTS, PARENTS, path, own)) == rejected
+        assert TracedRound(TEXTS, PARENTS, path, own).rejected == rejected
     rounds = [TracedRound(TEXTS, PARENTS, [0, 1, 2], " x"), TracedRound(TEXTS, PARENTS, [0, 3], None)]
     answer = TracedAnswer("tree@0", "parallel", 7, "math", "y" * (SHOWN_PROMPT_CHARS + 1), "The", rounds)
-    (question,) = shown_answers([answer, replace(answer, arm="chain@0"), replace(answer, rounds=[])])
-    assert question.prompt == "y" * SHOWN_PROMPT_CHARS + "…"
-    assert [each.method for each in question.answers] == ["tree", "chain"]
-    shown = question.answers[0]
+    (question,) = by_question([answer, replace(answer, arm="chain@0"), replace(answer, rounds=[])])
+    assert [each.method for each in question] == ["tree", "chain"]
+    shown = question[0]
+    assert shown.shown_prompt == "y" * SHOWN_PROMPT_CHARS + "…"
     assert (shown.tokens, shown.drafted) == (4, 3)
-    assert [(each.drafted, each.kept, each.own, each.nodes) for each in shown.rounds] == [
-        (" a b", 2, " x", 4),
-        (" c", 1, None, 4),
-    ]
-    assert shown.rounds[0].title == "round 1: 4 tokens drafted, 2 kept, then the target's ' x'; rejected: ' d'"
-    assert shown.rounds[1].title == "round 2: 4 tokens drafted, 1 kept"
+    assert [(each.drafted, each.kept) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
+    assert rounds[0].title(1) == "round 1: 4 tokens drafted, 2 kept, then the target's ' x'; rejected: ' d'"
+    assert rounds[1].title(2) == "round 2: 4 tokens drafted, 1 kept"
 
 
 # ---- curves ----
