@@ -41,7 +41,7 @@ import contextlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -202,7 +202,7 @@ class OverlapMeter:
         self._method.start(prompt_ids, features)
 
     def propose(self) -> DraftTree:
-        with self.operations if self._counting else contextlib.nullcontext():
+        with self.operations.counted() if self._counting else contextlib.nullcontext():
             return self._method.propose()
 
     def on_round(self, round_: Round) -> None:
@@ -257,14 +257,14 @@ def measure_untimed(bench: SpecBench, methods: list[MeasuredMethod], questions: 
         for question in asked:
             bench.answer(replace(measured, method=meter), question, on_round=meter.on_round)
         target_step = LinearOperations()
-        with torch.inference_mode(), target_step:
+        with torch.inference_mode(), target_step.counted():
             bench.session.forward_tree(root_only(0))
         found[measured.key] = meter.figures(target_step.total)
     return found
 
 
 class LinearOperations:
-    """Adds up the arithmetic of linear layers within `with` blocks: two operations for each parameter a row touches.
+    """Adds up the arithmetic of linear layers within `with self.counted()`: two operations a parameter and row.
 
     Attention's own products are left out, on every device: they depend on the context's length, and every kernel counts
     them differently. Leviathan's c-hat (definition 3.10) is a ratio of such counts.
@@ -272,16 +272,12 @@ class LinearOperations:
 
     def __init__(self) -> None:
         self.total = 0
-        self._counter: FlopCounterMode | None = None
 
-    def __enter__(self) -> None:
-        self._counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-        self._counter.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        assert self._counter is not None
-        self._counter.__exit__(*error)
-        self.total += self._counter.get_total_flops()
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+            yield
+        self.total += counter.get_total_flops()
 
 
 def _formulas() -> dict[Any, Any]:

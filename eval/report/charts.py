@@ -46,27 +46,18 @@ SHADES = ("#222222", "#999999", "#8B0000")  # of the first ten methods, the next
 def draw_charts(summary: list[dict[str, Any]], folder: Path, title: str) -> list[Path]:
     """Write `speedup.png` and `tau.png`."""
     folder.mkdir(parents=True, exist_ok=True)
+    speedup = f"{title}: speedup (mean over runs, bars: standard deviation)", "speedup over the autoregressive loop"
+    tau = f"{title}: acceptance length tau", "tau: tokens per round, bonus token included"
     return [
-        _bars(
-            summary,
-            ("speedup_mean", "speedup_std"),
-            "speedup over the autoregressive loop",
-            f"{title}: speedup (mean over runs, bars: standard deviation)",
-            folder / "speedup.png",
-        ),
-        _bars(
-            summary,
-            ("tau", None),
-            "tau: tokens per round, bonus token included",
-            f"{title}: acceptance length tau",
-            folder / "tau.png",
-        ),
+        _bars(summary, "speedup_mean", "speedup_std", *speedup, folder / "speedup.png"),
+        _bars(summary, "tau", None, *tau, folder / "tau.png"),
     ]
 
 
 @matplotlib.rc_context({"text.parse_math": False})  # a category may hold dollar signs
-def _bars(summary: list[dict[str, Any]], keys: tuple[str, str | None], label: str, title: str, file: Path) -> Path:
-    value_key, spread_key = keys
+def _bars(
+    summary: list[dict[str, Any]], value_key: str, spread_key: str | None, title: str, label: str, file: Path
+) -> Path:
     rows = {(series_name(row, summary), row["category"]): row for row in summary if row["method"] != AUTOREGRESSIVE}
     series = list(dict.fromkeys(name for name, _ in rows))
     categories = [*shown_categories(summary), OVERALL]
@@ -120,12 +111,13 @@ def series_name(row: dict[str, Any], summary: list[dict[str, Any]]) -> str:
 class TheoryPanel:
     """One of Leviathan's figures: a curve over alpha for each value of a parameter, and what was measured as points.
 
-    file: the picture in which it is; parameter: `gamma` or `c`; curve: of alpha and the parameter; key: of a timing's
-    row, what is drawn as its point.
+    file: the picture in which it is; heading: of the same chart on the page; parameter: `gamma` or `c`; curve: of alpha
+    and the parameter; key: of a timing's row, what is drawn as its point.
     """
 
     file: str
     title: str
+    heading: str
     label: str
     parameter: str
     values: tuple[Any, ...]
@@ -141,6 +133,7 @@ THEORY = (
     TheoryPanel(
         "theory_tokens",
         "figure 2: expected tokens (points: measured)",
+        "Figure 2: expected tokens per round",
         "tokens per round, the target's own included",
         "gamma",
         GAMMAS,
@@ -150,6 +143,7 @@ THEORY = (
     TheoryPanel(
         "theory_gamma",
         "figure 3: best gamma (points: the one used)",
+        "Figure 3: best γ",
         "gamma",
         "c",
         COSTS,
@@ -159,6 +153,7 @@ THEORY = (
     TheoryPanel(
         "theory_speedup",
         "figure 4: walltime improvement at c = 0 (points: measured)",
+        "Figure 4: speedup at c = 0",
         "speedup",
         "gamma",
         GAMMAS,
@@ -168,6 +163,7 @@ THEORY = (
     TheoryPanel(
         "theory_speedup",
         "operations at c = 0 (points: counted)",
+        "Figure 4: operations at c = 0",
         "operations over the target's own",
         "gamma",
         GAMMAS,

@@ -27,12 +27,6 @@ MOST_POINTS = 200  # of a line: more are not seen
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 MOST_GAMMA = 30.0  # of the chart of best gammas
 MOST_TIMES = 8.0  # of the other charts of theory
-THEORY_TITLES = (
-    "Figure 2: expected tokens per round",
-    "Figure 3: best γ",
-    "Figure 4: speedup at c = 0",
-    "Figure 4: operations at c = 0",
-)
 
 Point = tuple[float, float]
 Tick = tuple[str, float]  # the value as it is written, and its place
@@ -146,7 +140,7 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
     """Leviathan's figures 2, 3 and both halves of 4, as in `draw_theory`, with what was measured as dots."""
     rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     charts = []
-    for title, panel in zip(THEORY_TITLES, THEORY, strict=True):
+    for panel in THEORY:
         y_scale = Scale(0.0, MOST_GAMMA) if panel.key == "gamma" else Scale(1.0, MOST_TIMES)
         series: dict[str, list[Point]] = {}
         for value in panel.values:
@@ -159,7 +153,7 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
             for row in rows
             if row[panel.key] is not None
         }
-        charts.append(line_chart(title, "α", series, Scale(0.0, 1.0), y_scale, dots))
+        charts.append(line_chart(panel.heading, "α", series, Scale(0.0, 1.0), y_scale, dots))
     return charts
 
 

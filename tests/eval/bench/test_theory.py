@@ -161,11 +161,11 @@ def test_operations_are_two_for_each_parameter_and_row() -> None:
     target_step = LinearOperations()
     with TargetSession(target, 64) as session:
         session.prefill(PROMPT)
-        with torch.inference_mode(), target_step:
+        with torch.inference_mode(), target_step.counted():
             session.forward_tree(DraftTree([7], TreeShape.chain(0)))
         of_one = target_step.total
         assert of_one == 2 * (2 * (32 * 96 + 3 * 32 * 48) + 61 * 32)
-        with torch.inference_mode(), target_step:
+        with torch.inference_mode(), target_step.counted():
             session.forward_tree(DraftTree([7, 8, 9], TreeShape.of((-1, 0, 0))))
     assert target_step.total == of_one + 3 * of_one
 
@@ -178,7 +178,7 @@ def test_operations_of_a_draft_model() -> None:
     with TargetSession(target, 128, drafter.feature_layers) as session:
         generate(session, meter, PROMPT * 10, Sampling(), 24, on_round=meter.on_round)
         step = LinearOperations()
-        with torch.inference_mode(), step:
+        with torch.inference_mode(), step.counted():
             session.forward_tree(DraftTree([7], TreeShape.chain(0)))
     figures = meter.figures(step.total)
     assert 0.9 < figures["operations_ratio"] <= 4 / 3
