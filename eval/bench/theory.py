@@ -63,7 +63,8 @@ aten = torch.ops.aten
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Equation 1: E[tokens of a round] = (1 - alpha^(gamma+1)) / (1 - alpha), the target's own token included."""
-    _check(alpha, gamma)
+    if not 0 <= alpha <= 1 or gamma < 0:
+        raise ValueError(f"alpha={alpha} must be in [0, 1] and gamma={gamma} at least 0")
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
@@ -91,13 +92,7 @@ def sufficient_gamma(alpha: float) -> int:
 
     They give 1 / (1 - alpha) tokens a round, of which gamma drafted tokens give a share of 1 - alpha^(gamma+1).
     """
-    _check(alpha, 0)
     return next((gamma for gamma in range(MOST_TOKENS) if 1 - alpha ** (gamma + 1) >= 0.99), MOST_TOKENS)
-
-
-def _check(alpha: float, gamma: int) -> None:
-    if not 0 <= alpha <= 1 or gamma < 0:
-        raise ValueError(f"alpha={alpha} must be in [0, 1] and gamma={gamma} at least 0")
 
 
 def theory_row(

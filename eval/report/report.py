@@ -171,19 +171,19 @@ def baseline_sentences(rows: list[Row]) -> list[str]:
     Args:
         rows: Of `baseline_speeds`.
     """
-    return [_baseline_sentence(row, f"At T = {row['temperature']:g} the" if len(rows) > 1 else "The") for row in rows]
-
-
-def _baseline_sentence(row: Row, begins: str) -> str:
-    speeds = (row[key] / GIGABYTE for key in ("step_bytes_per_s", "read_bytes_per_s"))
-    step, read = (f"{speed:.1f}" if speed >= 1 else f"{speed:.3f}" for speed in speeds)
-    said = f"{begins} baseline's step reads {step} of {read} GB/s ({100 * row['share']:.0f} %)."
-    if row["share"] >= SLOW_SHARE:
-        return said
-    return (
-        f"{said} Part of any speedup here is the baseline's slowness: beside a step at the speed of a plain read the "
-        "same round would gain less."
-    )
+    sentences = []
+    for row in rows:
+        begins = f"At T = {row['temperature']:g} the" if len(rows) > 1 else "The"
+        speeds = (row[key] / GIGABYTE for key in ("step_bytes_per_s", "read_bytes_per_s"))
+        step, read = (f"{speed:.1f}" if speed >= 1 else f"{speed:.3f}" for speed in speeds)
+        sentence = f"{begins} baseline's step reads {step} of {read} GB/s ({100 * row['share']:.0f} %)."
+        if row["share"] < SLOW_SHARE:
+            sentence += (
+                " Part of any speedup here is the baseline's slowness: beside a step at the speed of a plain read the "
+                "same round would gain less."
+            )
+        sentences.append(sentence)
+    return sentences
 
 
 # ---- other sentences, and the terminal ----

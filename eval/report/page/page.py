@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from draftsmith.eval.bench.traced import by_question
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import report, text
-from draftsmith.eval.report.page import curves, methods, rounds
+from draftsmith.eval.report.page import curves, methods
 from draftsmith.eval.report.summary import OVERALL, Row, parts_of_mt_bench, seed_spread, shown_categories
 from draftsmith.recipes.run_folder import write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND
@@ -119,9 +119,9 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "part_tables": methods.category_tables(summary, parts) if parts else [],
         "levels": methods.LEVELS,
         "depths": methods.depths_of(timing),
-        "phases": rounds.PHASES,
-        "rounds": rounds.mean_rounds(timing),
-        "timeline": rounds.timeline(records),
+        "phases": methods.PHASES,
+        "rounds": methods.mean_rounds(timing),
+        "timeline": methods.timeline(records),
         "answers": by_question(facts.get("traced") or []),
         "predictions": methods.predictions(timing),
         "theory_charts": curves.theory_charts(timing),

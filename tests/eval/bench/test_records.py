@@ -1,6 +1,7 @@
 """Records come back as they were written, and no speedup is told of times that cannot be compared."""
 
 import copy
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ def test_records_of_an_earlier_version() -> None:
         QuestionRecord.from_json(values)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "7", "{}", '{"run": 0}', '{"run": 0, "answers": []}'])
+# A method's name must not lead out of the folder: files of answers are called by it.
+OUTSIDE = json.dumps(asdict(made_up(0, 2.0, 4.0))).replace('"method": "chain"', '"method": "../../chain"')
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"run": 0, "answers": []}', OUTSIDE])
 def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
     log.append(made_up(0, 2.0, 4.0))
@@ -83,16 +88,6 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"records\.jsonl line 2 is no record, so the file was damaged: delete that line"
     ):
-        list(log)
-
-
-def test_a_method_whose_name_leads_out_of_the_folder_is_no_record(tmp_path: Path) -> None:
-    """Files of answers are called by it, and a run's folder may be somebody else's."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    record = made_up(0, 2.0, 4.0)
-    record.answers["chain@0"].method = "../../chain"
-    log.append(record)
-    with pytest.raises(UserError, match=r"records\.jsonl line 1 is no record"):
         list(log)
 
 

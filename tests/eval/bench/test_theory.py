@@ -170,20 +170,6 @@ def test_operations_are_two_for_each_parameter_and_row() -> None:
     assert target_step.total == of_one + 3 * of_one
 
 
-def test_operations_of_a_draft_model() -> None:
-    """The target's two layers are the drafter's two: at depth 3 each draft is three steps, or four where the last token
-    of a fully accepted chain has yet to be read; the prompt, read in the first round, counts nowhere."""
-    target, method, drafter, _ = drafting("draft_model", {"tree": "chain", "max_depth": 3}, 0.0)
-    meter = OverlapMeter(method, Sampling())
-    with TargetSession(target, 128, drafter.feature_layers) as session:
-        generate(session, meter, PROMPT * 10, Sampling(), 24, on_round=meter.on_round)
-        step = LinearOperations()
-        with torch.inference_mode(), step.counted():
-            session.forward_tree(DraftTree([7], TreeShape.chain(0)))
-    figures = meter.figures(step.total)
-    assert 0.9 < figures["operations_ratio"] <= 4 / 3
-
-
 def answer(draft_lengths: list[int], depths: list[int], tried: int) -> AnswerRecord:
     return AnswerRecord(draft_lengths=draft_lengths, draft_depths=depths, tried=tried)
 
@@ -206,6 +192,3 @@ def test_theory_by_hand() -> None:
     assert at_once["c"] == 0.5
     assert at_once["best_gamma"] == 9  # .6^10 = .006 is the first power below .01
     assert (at_once["alpha_overlap"], at_once["operations_factor"]) == (None, None)
-
-
-# ---- the formulas, against the paper's own figures and against simulation ----

@@ -32,6 +32,10 @@ def test_no_category_twice() -> None:
     assert parts_of_mt_bench(summary) == ["writing", "math"]
     tokens = {each["category"]: each["tokens"] for each in summary if each["method"] == "chain"}
     assert sum(tokens[name] for name in ("translation", "rag", "mt_bench")) == tokens["overall"] == 60
+    assert {each["category"]: each["task"] for each in summary} == {
+        "writing": "mt_bench", "math": "mt_bench", "mt_bench": "mt_bench", "translation": "translation", "rag": "rag",
+        "overall": None,
+    }  # fmt: skip
     alone = [full_row(method, category) for method in ("autoregressive", "x") for category in (*EIGHT, "overall")]
     assert shown_categories(alone) == EIGHT
     assert parts_of_mt_bench(alone) == []
@@ -113,19 +117,6 @@ def test_pooled_and_by_question_by_hand() -> None:
     row = summarize([*records, *again])[-1]
     assert row["speedup_by_question_mean"] == pytest.approx(1.4)  # 1.2 and 1.6
     assert row["speedup_by_question_std"] == pytest.approx(0.2 * 2**0.5)
-
-
-def test_the_eight_categories_of_mt_bench_are_one_task() -> None:
-    """As in Spec-Bench's evaluation/speed.py. A row of its own, where it is not everything, nor one category alone."""
-    names = ["writing", "math", "qa"]
-    records = [a_question(number, name, 2.0, 4.0 * number, 3) for number, name in enumerate(names, 1)]
-    rows = {row["category"]: row for row in summarize(records) if row["method"] == "chain"}
-    assert list(rows) == [*names, "mt_bench", "overall"]
-    assert [row["task"] for row in rows.values()] == ["mt_bench", "mt_bench", "qa", "mt_bench", None]
-    assert rows["mt_bench"]["speedup_mean"] == pytest.approx(3.0)
-    assert (rows["mt_bench"]["tokens"], rows["overall"]["tokens"]) == (20, 30)
-    for some in ([0, 1], [0, 2]):
-        assert "mt_bench" not in {row["category"] for row in summarize([records[index] for index in some])}
 
 
 def test_timing_by_hand() -> None:

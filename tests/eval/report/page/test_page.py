@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.report_facts import whole_facts
 
-from draftsmith.eval.report.page.page import SECTIONS, TEMPLATES, write_report
+from draftsmith.eval.report.page.page import SECTIONS, write_report
 from draftsmith.eval.serving.asking import Served, ServedRow
 
 METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(24)}
@@ -134,13 +134,3 @@ def test_small_and_without_a_path_of_the_machine(page: str, elements: Elements) 
     for text in [*elements.texts, *attributes]:
         assert not re.search(r"(?<![\w.])[/\\](?:home|tmp|work|root|Users|mnt|data)\b", text), text
     assert "somebody" not in page
-
-
-def test_every_colour_is_a_variable() -> None:
-    """So that each has a light and a dark form, whose contrast `test_in_browser.py` measures as painted."""
-    style = (TEMPLATES / "assets" / "style.css").read_text(encoding="utf-8")
-    blocks = re.findall(r":root \{([^}]*--page[^}]*)\}", style)
-    light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks)
-    assert light.keys() == dark.keys()
-    rules = re.sub(r":root \{[^}]*--page[^}]*\}", "", style)
-    assert not re.search(r"#[0-9a-f]{3,8}\b|\brgba?\(|\bhsl|(?:color|background|fill|stroke): (?:white|black)", rules)

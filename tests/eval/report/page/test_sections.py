@@ -11,15 +11,7 @@ from draftsmith.eval.report.page.curves import (
     differing_settings,
     training_curves,
 )
-from draftsmith.eval.report.page.methods import (
-    MOST_DEPTHS,
-    depths_of,
-    method_tables,
-)
-from draftsmith.eval.report.page.rounds import (
-    mean_rounds,
-    timeline,
-)
+from draftsmith.eval.report.page.methods import MOST_DEPTHS, depths_of, mean_rounds, method_tables, timeline
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
 from draftsmith.models.base.registry import Training
 from draftsmith.recipes.schema import Recipe
