@@ -162,7 +162,11 @@ def grouped_sdpa(
     """
     plain = options.get("position_bias") is None and options.get("cache") is None
     scale = options.get("scaling")
-    if plain and _alike(query, key, value) and can_attend(query, attention_mask):
+    # DeepSeek's values, for one, are of another size than its keys.
+    alike = all(
+        part.dtype == query.dtype and part.shape[3] == query.shape[3] and part.stride(3) == 1 for part in (key, value)
+    )
+    if plain and alike and can_attend(query, attention_mask):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return torch.ops.draftsmith.attention(query, key, value, attention_mask, scale), None
     is_ours = attention_mask is not None and query.device.type == "cpu" and not torch.is_grad_enabled()
@@ -170,11 +174,6 @@ def grouped_sdpa(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """DeepSeek's values, for one, are of another size than its keys."""
-    return all(of.dtype == query.dtype and of.shape[3] == query.shape[3] and of.stride(3) == 1 for of in (key, value))
 
 
 AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)

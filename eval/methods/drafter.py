@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -198,26 +197,16 @@ class ChainGrower:
 # ---- trees of a fixed shape ----
 
 
-@dataclass(frozen=True)
 class StaticPaths:
-    """Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3) as a tree, level by level.
+    """Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3) as a tree of N nodes, level by level.
 
-    Args:
-        shape: N nodes.
-        ranks: [N], of a node's token among its parent's most likely ones.
-        siblings: [N], the node's place among its parent's children.
+    Each node has its rank [N] among its parent's most likely tokens, and its place [N] among its parent's children.
+
+    Raises:
+        UserError: A path is empty, repeated or negative, or the path that it continues is absent.
     """
 
-    shape: TreeShape
-    ranks: tuple[int, ...]
-    siblings: tuple[int, ...]
-
-    @staticmethod
-    def of(paths: list[list[int]]) -> StaticPaths:
-        """
-        Raises:
-            UserError: A path is empty, repeated or negative, or the path that it continues is absent.
-        """
+    def __init__(self, paths: list[list[int]]) -> None:
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         known: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
@@ -228,12 +217,10 @@ class StaticPaths:
                 raise UserError(f"static path {list(path)} needs the path {list(path[:-1])} too: add it to `paths`")
             parents.append(known[path[:-1]])
             known[path] = len(known)
-        shape = TreeShape.of(tuple(parents))
-        siblings = [0] * len(parents)
-        for children in shape.children:
-            for index, node in enumerate(children):
-                siblings[node] = index
-        return StaticPaths(shape, (0, *(path[-1] for path in ordered)), tuple(siblings))
+        self.shape = TreeShape.of(tuple(parents))
+        self.ranks = [0, *(path[-1] for path in ordered)]
+        children = self.shape.children
+        self.siblings = [0, *(children[parent].index(node) for node, parent in enumerate(parents[1:], start=1))]
 
     def check(self, num_depths: int, vocabulary: int) -> None:
         """
@@ -252,7 +239,7 @@ class StaticBuilder:
     """The same shape every round, of one forward."""
 
     def __init__(self, paths: list[list[int]]) -> None:
-        self._paths = StaticPaths.of(paths)
+        self._paths = StaticPaths(paths)
 
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -278,7 +265,7 @@ class StaticGrower:
     """The same shape every round, level by level."""
 
     def __init__(self, paths: list[list[int]]) -> None:
-        self._paths = StaticPaths.of(paths)
+        self._paths = StaticPaths(paths)
         shape = self._paths.shape
         # The nodes with children, by depth.
         self._levels: list[list[int]] = [[] for _ in range(shape.max_depth)]

@@ -17,7 +17,7 @@ from draftsmith.eval.bench import measured_methods
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
@@ -165,12 +165,12 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str) -> Non
     prompts = [[5, 9, 33, 12, 40, 7], [8], [*range(10, 30)]]
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder: Any = drafter.decoder(64)
-        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY)
+        method = drafter_method(recipe, decoder, GREEDY)
         wanted = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
         decoder = drafter.decoder(64)
         assert isinstance(decoder, Compilable)
         decoder.compile(backend="eager")
-        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY)
+        method = drafter_method(recipe, decoder, GREEDY)
         for stance in ("default", "fail_on_recompile"):
             torch.compiler.set_stance(stance)
             outs = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
@@ -198,7 +198,7 @@ def test_compiled_drafters_write_into_memory_that_stays(kind: str) -> None:
     decoder.compile(backend=watching)
     recipe = MethodRecipe.model_validate({"name": "x", "tree": "chain"})
     with TargetSession(target, 64, drafter.feature_layers) as session:
-        generate(session, DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY), [5, 9, 33], GREEDY, 12)
+        generate(session, drafter_method(recipe, decoder, GREEDY), [5, 9, 33], GREEDY, 12)
     assert len(changed) >= 2  # keys and values of every layer
     # What torch's own `_get_static_input_indices` looks for.
     assert {node.meta["tensor_dict"].get("_dynamo_static_input_type") for node in changed} == {"unguarded"}

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.verify import Sampling, TreeShape
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -55,7 +55,7 @@ def masks_are_aligned(at_least: int) -> Iterator[None]:
 
 def method_of(decoder: Any, tree: str) -> DrafterMethod:
     recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
-    return DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY)
+    return drafter_method(recipe, decoder, GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["parallel", "eagle", "hydra", "dflash"])

@@ -19,7 +19,6 @@ from transformers.models.auto import AutoModelForCausalLM
 from draftsmith.eval.decoding import loop as session_module
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 
@@ -73,42 +72,6 @@ def test_tree_equals_separate_sequences(name: str, attention: str) -> None:
             logits, features = plain(model, sequence)
             torch.testing.assert_close(step.logits[node], logits[-1], atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(step.features[node], features[-1], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_features_of_several_layers(name: str) -> None:
-    """In the order asked for, at every token of the prompt and at every node; no hook stays behind."""
-    model = tiny(name)
-    prompt, tree = [5, 9, 3, 30], DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 2)))
-    layers = (1, FINAL_FEATURES, 0)
-    features_of(model, prompt, layers)  # leaves hooks of transformers' own
-    hooks = count_hooks(model)
-    for path in ([0, 2, 3], [0]):
-        with TargetSession(model, 40, layers) as session:
-            torch.testing.assert_close(session.prefill(prompt).features, features_of(model, prompt, layers))
-            committed = list(prompt)
-            for _ in range(2):
-                step = session.forward_tree(tree)
-                assert step.features.shape == (len(tree), 3 * 32)
-                for node in range(len(tree)):
-                    sequence = committed + [tree.tokens[step] for step in tree.shape.path_to(node)]
-                    wanted = features_of(model, sequence, layers)[-1]
-                    torch.testing.assert_close(step.features[node], wanted, atol=1e-6, rtol=1e-5)
-                session.commit(path)
-                committed += [tree.tokens[node] for node in path]
-                assert count_hooks(model) == hooks + len(layers)
-    assert count_hooks(model) == hooks
-
-
-def count_hooks(model: PreTrainedModel) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
-@torch.inference_mode()
-def features_of(model: Any, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """[n, F] of transformers' own hidden states, of which the last is the normed one."""
-    states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return torch.cat([states[layer][0] for layer in layers], dim=-1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

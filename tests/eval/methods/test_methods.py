@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
@@ -27,11 +27,6 @@ GREEDY = Sampling()
 PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]
 NEW_TOKENS = 40
 NO_FEATURES = torch.zeros(0)
-TREES: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "static": {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
-    "best_first": {"nodes": 9, "branch": 3},
-}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +66,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("prompt_lookup", {"options": {"match": "latest", "partial": True}}),
     ("lookahead", {"options": {"from_prompt": True, "accept_window": True}}),
     ("lookahead", {"options": {"level": 2, "window": 1, "guesses": 1}}),
-    ("ngram", {"tree": "static", "options": {"order": 2}, **TREES["static"]}),
+    ("ngram", {"tree": "static", "options": {"order": 2}, "paths": [[0], [1], [0, 0], [0, 1], [1, 0]]}),
 ]
 
 
@@ -81,7 +76,9 @@ def test_greedy_identity(
 ) -> None:
     method = make_method(setting(target, tokens_folder, kind, **keys))
     for _second_use_of_the_same_method in range(2):
-        assert answer(target, method).ids == wanted
+        out = answer(target, method)
+        assert out.ids == wanted
+        assert out.rounds < NEW_TOKENS - 1, "no draft was ever accepted, so nothing was tested"
 
 
 def test_every_method_file_is_tested() -> None:
@@ -219,67 +216,39 @@ class TestLookahead:
         method._remember([20, 1, 4])
         assert accepted_tokens() == [1, 4]
 
-    @pytest.mark.parametrize("own", [False, True])
-    def test_it_finds_something(self, own: bool, target: PreTrainedModel, wanted: list[int]) -> None:
-        out = answer(target, Lookahead("x", from_prompt=own, accept_window=own))
-        assert out.ids == wanted
-        assert out.rounds < NEW_TOKENS - 1, "no guess was ever accepted, so nothing was tested"
-
 
 class TestDraftModel:
     @pytest.fixture
     def draft(self) -> PreTrainedModel:
         return tiny_target(num_hidden_layers=1).double()
 
-    @pytest.mark.parametrize("tree", TREES)
-    @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    def test_it_drafts_what_it_would_say(
-        self, tree: str, temperature: float, target: PreTrainedModel, draft: PreTrainedModel
-    ) -> None:
-        """Every logit that the tree was made of equals a plain forward over its path, whatever was accepted before."""
-        sampling = Sampling(temperature)
-        checked = 0
+    def test_it_drafts_what_it_would_say(self, draft: PreTrainedModel) -> None:
+        """Every logit equals a plain forward over its path, after paths accepted in whole, in part and not at all."""
+        decoder, committed = DraftModelDecoder(draft, 3, 64, VOCABULARY), [5, 9, 33]
+        decoder.start(torch.tensor(committed), NO_FEATURES)
 
-        class Checked(DraftModelDecoder):
-            def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
-                self.committed = prompt_ids.tolist()
-                super().start(prompt_ids, features)
+        def check(logits: torch.Tensor, *paths: list[int]) -> None:
+            for path, row in zip(paths, logits, strict=True):
+                plain = draft(torch.tensor([committed + path])).logits[0, -1].float()
+                torch.testing.assert_close(row, plain, atol=1e-5, rtol=1e-5)
 
-            def observe(self, committed_ids: Any, features: Any) -> None:
-                self.committed += committed_ids.tolist()
-                super().observe(committed_ids, features)
-
-            def begin(self) -> torch.Tensor:
-                logits = super().begin()
-                self.paths: list[list[int]] = [[]]  # to every node
-                self.check([], logits[0])
-                return logits
-
-            def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-                logits = super().expand(tokens, parents)
-                self.paths += [[*self.paths[parent], token] for token, parent in zip(tokens, parents, strict=True)]
-                for path, row in zip(self.paths[-len(tokens) :], logits, strict=True):
-                    self.check(path, row)
-                return logits
-
-            def check(self, path: list[int], logits: torch.Tensor) -> None:
-                nonlocal checked
-                plain = self._model(torch.tensor([self.committed + path])).logits[0, -1].float()
-                torch.testing.assert_close(logits, plain, atol=1e-5, rtol=1e-5)
-                checked += 1
-
-        decoder = Checked(draft, 3, 64, VOCABULARY)
-        recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, **TREES[tree]})
-        builder = tree_builder(recipe, decoder)
-        method = DrafterMethod("x", decoder, builder, sampling, torch.Generator().manual_seed(2))
-        answer(target, method, sampling)
-        assert checked > NEW_TOKENS
+        for accepted in ([12], [8, 4, 40], [7, 6, 41], [7, 3, 42], [43], [8, 44]):
+            decoder.observe(torch.tensor(accepted), NO_FEATURES)
+            committed += accepted
+            check(decoder.begin(), [])
+            check(decoder.expand([7, 8], [0, 0]), [7], [8])
+            check(decoder.expand([6, 4, 3], [1, 2, 1]), [7, 6], [8, 4], [7, 3])
+        decoder.observe(torch.tensor([9]), NO_FEATURES)
+        committed.append(9)
+        check(decoder.begin(), [])
+        for depth in range(1, 4):  # a chain needs no mask
+            check(decoder.expand([depth], [depth - 1]), [*range(1, depth + 1)])
 
     def test_the_target_as_its_own_draft_model_is_always_right(
         self, target: PreTrainedModel, wanted: list[int]
     ) -> None:
         decoder = DraftModelDecoder(target, 4, 64, VOCABULARY)
-        method = DrafterMethod("x", decoder, tree_builder(MethodRecipe(name="x"), decoder), GREEDY)
+        method = drafter_method(MethodRecipe(name="x"), decoder, GREEDY)
         out = answer(target, method)
         assert out.ids == wanted
         assert out.accept_lengths == [5] * 7 + [4]  # gamma + 1 every round, and what is left of 39

@@ -11,7 +11,7 @@ from draftsmith.eval.bench import costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method, tree_builder
 from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree, RoundCosts, never_falling, on_curve
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
@@ -146,10 +146,7 @@ def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> N
     target = tiny_target()
     decoders = [HalfRightDecoder([1] * 60, VOCABULARY), HalfRightStepwiseDecoder([1] * 60, VOCABULARY)]
     recipe = MethodRecipe(name="x", tree="adaptive")
-    methods = [
-        DrafterMethod(f"{number}", decoder, tree_builder(recipe, decoder), GREEDY, adaptive=AdaptiveTree())
-        for number, decoder in enumerate([*decoders, decoders[0]])
-    ]
+    methods = [drafter_method(recipe, decoder, GREEDY) for decoder in (*decoders, decoders[0])]
     measured = [MeasuredMethod(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
     with TargetSession(target, 96) as session:
         costs.give_costs(session, measured, [5, 6, 7])

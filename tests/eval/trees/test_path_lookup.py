@@ -10,7 +10,7 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method, tree_builder
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
@@ -100,11 +100,10 @@ def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, in
     """On a target that comes to repeat itself, with a drafter that knows nothing; in a batch too."""
     target = tiny_target(initializer_range=0.02).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
-    recipe = MethodRecipe(name="x", tree="best_first", nodes=6, branch=3)
 
     def method(lookup: bool) -> DrafterMethod:
-        decoder = drafter.decoder(96)
-        return DrafterMethod("x", decoder, tree_builder(recipe, decoder), Sampling(), lookup_nodes=6 if lookup else 0)
+        recipe = MethodRecipe(name="x", tree="best_first", nodes=6, branch=3, lookup=lookup)
+        return drafter_method(recipe, drafter.decoder(96), Sampling())
 
     with TargetSession(target, 96, drafter.feature_layers) as session:
         wanted = generate(session, Autoregressive(), PROMPT, Sampling(), 60).ids
