@@ -243,13 +243,11 @@ def push(
 ) -> None:
     """Publish the drafter on the Hub, with its recipe, figures, proof and model card."""
     loaded = load_recipe(recipe, overrides)
-    from draftsmith.eval.commands.push import PushOptions
     from draftsmith.eval.commands.push import push as send
 
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    formats = tuple(filter(None, exports.split(",")))
-    options = PushOptions(repo, revision, public, base_model, license_id, formats, dry_run)
-    tell(asdict(send(loaded, options)))
+    formats = list(filter(None, exports.split(",")))
+    tell(send(loaded, repo, revision, public, base_model, license_id, formats, dry_run))
 
 
 @app.command()

@@ -43,14 +43,7 @@ from draftsmith.eval.commands.console import console
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
-from draftsmith.models.formats.exporting import (
-    caveat,
-    check_format,
-    kind_of,
-    loading_words,
-    refusal,
-    serving_command,
-)
+from draftsmith.models.formats import exporting
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
@@ -138,7 +131,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
         UserError: The target cannot be loaded, so that nothing can be examined, or there is no such format.
     """
     if serve is not None:
-        check_format(serve)
+        exporting.check_format(serve)
     target, tokenizer = load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
     _data(recipe, target, diagnosis)
@@ -457,10 +450,12 @@ def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
 def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     """Say whether this drafter could be exported, before it is trained."""
     config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
-    refused, warned = refusal(config, to), caveat(config, to)
+    refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
-        return [Finding("export", "defect", f"{kind_of(config)}: {refused}")]
-    command = serving_command(config, to, target_location(recipe.target), "FOLDER", loading_words(recipe.target))
+        return [Finding("export", "defect", f"{exporting.kind_of(config)}: {refused}")]
+    command = exporting.serving_command(
+        config, to, target_location(recipe.target), "FOLDER", exporting.loading_words(recipe.target)
+    )
     found = [
         Finding("export", "ok", f"`draftsmith export --to {to}` can write it"),
         *([] if command is None else [Finding("command", "ok", command)]),

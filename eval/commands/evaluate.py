@@ -22,23 +22,7 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.bench.theory import measure_untimed
 from draftsmith.eval.bench.traced import trace_answers
-from draftsmith.eval.commands.artifacts import (
-    DIVERGENCES,
-    NOTES,
-    RECORDS,
-    SETTINGS,
-    TRACED,
-    UNTIMED,
-    WEIGHTS,
-    measurement_settings,
-    recorded_divergences,
-    recorded_measurement,
-    recorded_proof,
-    recorded_traced,
-    recorded_untimed,
-    update_card,
-    with_tuned_trees,
-)
+from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.console import PlainConsole
 from draftsmith.eval.report.charts import draw_charts, draw_theory
 from draftsmith.eval.report.page.page import write_report
@@ -74,21 +58,23 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     Raises:
         UserError: No trained drafter, bad questions, or records of other settings in the way.
     """
-    recipe = with_tuned_trees(recipe)
+    recipe = artifacts.with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     for trained in drafter_folders(recipe):
         if not (trained / "config.json").is_file():
             raise UserError(f"no trained drafter in {trained}: run `draftsmith train` with its recipe first")
     choices = recipe.eval
     questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
-    settings = measurement_settings(recipe)
-    check_settings(folder.eval / SETTINGS, settings, "measure again")
-    write_settings(folder.eval / SETTINGS, settings)
-    log = RecordLog(folder.eval / RECORDS)
+    settings = artifacts.measurement_settings(recipe)
+    check_settings(folder.eval / artifacts.SETTINGS, settings, "measure again")
+    write_settings(folder.eval / artifacts.SETTINGS, settings)
+    log = RecordLog(folder.eval / artifacts.RECORDS)
     # What cannot be continued, and what the report could not read, is refused before anything is measured.
-    list(log), recorded_proof(recipe), recorded_served(recipe), recorded_divergences(recipe)
-    traced, untimed = recorded_traced(recipe), recorded_untimed(recipe)
-    weights = {str(part): part / WEIGHTS for part in drafter_folders(recipe) if (part / WEIGHTS).is_file()}
+    list(log), artifacts.recorded_proof(recipe), recorded_served(recipe), artifacts.recorded_divergences(recipe)
+    traced, untimed = artifacts.recorded_traced(recipe), artifacts.recorded_untimed(recipe)
+    weights = {
+        str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
+    }
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
     target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(
@@ -103,14 +89,14 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     try:
         methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(methods, log, choices.runs, choices.warmup_questions)
-        parted = find_divergences(bench, log, recorded_divergences(recipe))
-        _store(folder.eval / DIVERGENCES, {"answers": list(map(asdict, parted))})
+        parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
+        _store(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
         if choices.untimed_questions and untimed is None:
             figures = measure_untimed(bench, methods, choices.untimed_questions)
-            _store(folder.eval / UNTIMED, {"questions": choices.untimed_questions, "arms": figures})
+            _store(folder.eval / artifacts.UNTIMED, {"questions": choices.untimed_questions, "arms": figures})
         if traced is None:
             answers = trace_answers(bench, methods, log, method_kinds(recipe, drafters))
-            _store(folder.eval / TRACED, {"answers": list(map(asdict, answers))}, indent=None)
+            _store(folder.eval / artifacts.TRACED, {"answers": list(map(asdict, answers))}, indent=None)
     finally:
         bench.session.close()
     kinds = [drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for drafter in drafters.values()]
@@ -122,7 +108,7 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         "drafter_kinds": list(dict.fromkeys(kinds)),
         **({} if command is None else {"command": masked(command)}),
     }
-    _store(folder.eval / NOTES, notes)
+    _store(folder.eval / artifacts.NOTES, notes)
     summary = report_again(recipe)
     add_to_trackers(recipe, summary)
     return summary
@@ -132,16 +118,9 @@ def _store(file: Path, values: Any, indent: int | None = 2) -> None:
     write_atomically(file, json.dumps(values, indent=indent) + "\n")
 
 
-def report_again(recipe: Recipe) -> list[dict[str, Any]]:
+def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     """Write tables, pictures and report from the records alone, and print the table. Returns the summary."""
-    summary, baseline = rewrite_report(recipe)
-    print_table(summary, PlainConsole(soft_wrap=False), baseline)
-    return summary
-
-
-def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Do the same without printing. Returns the summary and the rows of `baseline_speeds`."""
-    measured, folder = recorded_measurement(recipe), RunFolder(recipe)
+    measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
     recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
     baseline = baseline_speeds(records, timing)
     write_answers(records, folder.eval / "answers", recipe.name)
@@ -149,7 +128,7 @@ def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str,
     _store(folder.eval / "timing.json", timing)
     pictures = draw_charts(summary, folder.eval, recipe.name)
     of_first_run = (record.answers.values() for record in records if record.run == 0)
-    proof, provenance = recorded_proof(recipe), folder.provenance("eval")
+    proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
     figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
     write_result(folder.eval / "result.json", figures, measured.notes.command, provenance)
     named = [method.drafter for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
@@ -165,7 +144,7 @@ def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str,
         "provenance": provenance,
         "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run),
         "served": recorded_served(recipe),
-        "traced": recorded_traced(recipe),
+        "traced": artifacts.recorded_traced(recipe),
         "records": records,
         "inputs_sha256": provenance.inputs_sha256,
         "trained": {drafter_name(place.as_posix()): read_training(place) for place in trained},
@@ -173,5 +152,7 @@ def rewrite_report(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str,
         **asdict(measured.notes),
     }
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
-    update_card(recipe)
-    return summary, baseline
+    artifacts.update_card(recipe)
+    if show:
+        print_table(summary, PlainConsole(soft_wrap=False), baseline)
+    return summary

@@ -25,7 +25,7 @@ from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLo
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
 from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
 from draftsmith.eval.commands.console import console, print_table
-from draftsmith.eval.commands.evaluate import rewrite_report
+from draftsmith.eval.commands.evaluate import report_again
 from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -45,21 +45,9 @@ from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.decoders import cache_shape
-from draftsmith.models.formats.exporting import (
-    export_run,
-    refuse_inexpressible,
-    speculative_config,
-    trained_drafter,
-)
+from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
-from draftsmith.models.target.loading import (
-    load_generation_config,
-    load_target,
-    load_tokenizer,
-    longest_sequence_tokens,
-    target_location,
-    target_without_weights,
-)
+from draftsmith.models.target import loading
 from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.results import write_result
@@ -141,10 +129,10 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     """
     if recipe.eval.stop:
         raise UserError("eval.stop: strings that end an answer are not sent to an engine: set eval.stop=[]")
-    tokenizer = load_tokenizer(recipe.target)
-    end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
+    tokenizer = loading.load_tokenizer(recipe.target)
+    end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
-    of_engine = EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids)
+    of_engine = EngineSetting(recipe, tokenizer, loading.target_location(recipe.target), end_ids)
     setting = _Setting(recipe, options, questions, of_engine)
     notes: list[str] = []
     with ExitStack() as stack:
@@ -177,7 +165,7 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     for note in served.notes:
         console.print(note, markup=False)
     if (file.parent / NOTES).is_file():
-        rewrite_report(recipe)
+        report_again(recipe, show=False)
     return served
 
 
@@ -185,16 +173,16 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
     """Export the drafter, and return how both servers are started, one after the other."""
     recipe, options = setting.recipe, setting.options
     engine_options = read_engine_options(options.engine_options)
-    drafter = trained_drafter(recipe)
-    refuse_inexpressible(drafter.config, ENGINE_FORMAT)
+    drafter = exporting.trained_drafter(recipe)
+    exporting.refuse_inexpressible(drafter.config, ENGINE_FORMAT)
     require_vllm("--engine vllm")
     if max(recipe.eval.temperatures) > 0:
         _check_sampling(options)
         notes += [f"Sampled with vLLM's kernel replaced ({CORRECTION})."] if options.correct_cpu_sampling else []
-    exported = export_run(recipe, ENGINE_FORMAT, None)
+    exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
     notes += [] if exported.caveat is None else [f"Mind: {exported.caveat}."]
-    target = target_without_weights(recipe.target)
-    limit, new_tokens = longest_sequence_tokens(target), recipe.eval.max_new_tokens
+    target = loading.target_without_weights(recipe.target)
+    limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
     length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, new_tokens, None)
     length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
     most = max(options.concurrency)
@@ -209,7 +197,7 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
         ):
             yield endpoint
 
-    speculative = speculative_config(drafter.config, str(exported.folder.absolute()))
+    speculative = exporting.speculative_config(drafter.config, str(exported.folder.absolute()))
     return {PLAIN: started(), DRAFTING: started(speculative_config=speculative)}
 
 
@@ -337,7 +325,7 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked]) -> list[GreedyProof
         if answers[0] == answers[1]:
             proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
             continue
-        target = target or load_target(setting.recipe.target)[0]
+        target = target or loading.load_target(setting.recipe.target)[0]
         longest = max(len(prompt) + len(answers[0][key]) for key, prompt in prompts)
         with TargetSession(target, longest) as session:
             proofs.append(compare_answers(target, session, name, prompts, *answers))

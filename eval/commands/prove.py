@@ -29,15 +29,8 @@ from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.artifacts import (
-    PROOF,
-    DistributionProof,
-    GreedyProof,
-    Proof,
-    drafter_weights,
-    update_card,
-    with_tuned_trees,
-)
+from draftsmith.eval.commands import artifacts
+from draftsmith.eval.commands.artifacts import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import TargetSession, generate
@@ -67,8 +60,8 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
         UserError: There is no trained drafter, no lossless method, or no question that fits the target.
     """
     left_out = [method.name for method in recipe.eval.methods if method.lenience < 1]
-    weights = drafter_weights(recipe)
-    lossless = [method for method in with_tuned_trees(recipe).eval.methods if method.lenience == 1]
+    weights = artifacts.drafter_weights(recipe)
+    lossless = [method for method in artifacts.with_tuned_trees(recipe).eval.methods if method.lenience == 1]
     if left_out and not lossless:
         raise UserError(
             "every method of eval.methods has a lenience below 1, which is not lossless, so there is nothing to prove: "
@@ -111,8 +104,8 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
             progress.update()
     samplings = [Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p) for temperature in temperatures]
     proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), weights, left_out)
-    write_atomically(RunFolder(recipe).eval / PROOF, json.dumps(proof.as_json(), indent=2) + "\n")
-    update_card(recipe)
+    write_atomically(RunFolder(recipe).eval / artifacts.PROOF, json.dumps(proof.as_json(), indent=2) + "\n")
+    artifacts.update_card(recipe)
     return proof
 
 

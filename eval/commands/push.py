@@ -9,7 +9,8 @@ What `draftsmith export` wrote into the run's `export/` goes with it, and so doe
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,39 +41,28 @@ DOWNLOADED = "drafter"  # where the card's commands put an export: no name that 
 LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
-@dataclass(frozen=True)
-class PushOptions:
-    """What the command line asks for.
+@alone_in_its_run("push")
+def push(
+    recipe: Recipe,
+    repo: str | None = None,
+    revision: str | None = None,
+    public: bool = False,
+    base_model: str | None = None,
+    license_id: str | None = None,
+    exports: Sequence[str] = (),
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Send the run's drafter to the Hub.
 
     Args:
         repo: `name` or `user/name`.
         revision: A branch.
         base_model: The target's id on the Hub, where the recipe names its folder.
-        license: As the Hub spells it; by default the target's.
+        license_id: As the Hub spells it; by default the target's.
         exports: Formats to export to first.
-    """
 
-    repo: str | None = None
-    revision: str | None = None
-    public: bool = False
-    base_model: str | None = None
-    license: str | None = None
-    exports: tuple[str, ...] = ()
-    dry_run: bool = False
-
-
-@dataclass
-class Pushed:
-    """What was pushed: the commit's address, None if nothing was sent, and sizes of files by their names there."""
-
-    repo: str
-    address: str | None
-    files_bytes: dict[str, int]
-
-
-@alone_in_its_run("push")
-def push(recipe: Recipe, options: PushOptions) -> Pushed:
-    """Send the run's drafter to the Hub.
+    Returns:
+        `repo`, the commit's `address`, None if nothing was sent, and `files_bytes`, sizes by their names there.
 
     Raises:
         UserError: There is no trained drafter, something of this machine would go up, or the Hub refuses.
@@ -84,34 +74,33 @@ def push(recipe: Recipe, options: PushOptions) -> Pushed:
     for key, value in (("drafter.kind", recipe.drafter.kind), ("target.model", recipe.target.model)):
         if trained.get(key, value) != value:
             raise UserError(f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: give its own recipe")
-    if options.base_model is not None and hub_id(options.base_model) is None:
-        raise UserError(f"option --base-model: {options.base_model} is no id of the Hub: give owner/name")
-    api, repo = HfApi(), options.repo or default_name(recipe, options.base_model)
-    if options.dry_run:
-        repo = repo if "/" in repo else f"{YOU}/{repo}"
-    else:
+    if base_model is not None and hub_id(base_model) is None:
+        raise UserError(f"option --base-model: {base_model} is no id of the Hub: give owner/name")
+    api, user, repo = HfApi(), YOU, repo or default_name(recipe, base_model)
+    if not dry_run:
         with told_in_one_sentence("nothing was pushed", repo):
             user = api.whoami()["name"]
-        repo = repo if "/" in repo else f"{user}/{repo}"
+    repo = repo if "/" in repo else f"{user}/{repo}"
     if hub_id(repo) is None or len(repo.rpartition("/")[2]) > LONGEST_NAME:
         raise UserError(f"option --repo: {repo} is no name of a repository: give name or user/name")
-    for to in options.exports:
+    for to in exports:
         console.print(export_run(recipe, to, None).lines()[0], markup=False)
-    card = Publication(RunFolder(recipe).root / "hub", repo, options.base_model, license_of(recipe, options))
+    licence = {"license": license_id} if license_id else license_of(base_model or recipe.target.model, dry_run)
+    card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
     if not card.license:
         console.print("The card names no licence, as the target's tells none: --license gives one", markup=False)
     sizes = {name: file.stat().st_size for name, file in stage(recipe, card).items()}
     console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
     for name, size in sizes.items():
         console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
-    if options.dry_run:
+    if dry_run:
         console.print(f"Nothing was sent; it is in {card.folder}", markup=False)
-        return Pushed(repo, None, sizes)
-    address = _send(api, card, list(sizes), options)
+        return {"repo": repo, "address": None, "files_bytes": sizes}
+    address = _send(api, card, list(sizes), revision, public)
     console.print(f"\nPushed    {address}", markup=False)
-    at = "" if options.revision is None else f"@{options.revision}"
+    at = "" if revision is None else f"@{revision}"
     console.print(f"Use it    {{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods", markup=False)
-    return Pushed(repo, address, sizes)
+    return {"repo": repo, "address": address, "files_bytes": sizes}
 
 
 def default_name(recipe: Recipe, base_model: str | None = None) -> str:
@@ -180,16 +169,17 @@ def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
     return made.command
 
 
-def license_of(recipe: Recipe, options: PushOptions) -> dict[str, str]:
-    """Return the licence that was asked for, else the target's own; nothing if its card tells none."""
-    if options.license is not None:
-        return {"license": options.license}
-    model = options.base_model or recipe.target.model
+def license_of(model: str, from_here: bool = False) -> dict[str, str]:
+    """Return the target's licence, as its card tells it, if it does.
+
+    Args:
+        from_here: The network is not asked.
+    """
     folder = EMBEDDED_TARGET if model == "embedded" else Path(model)
     try:
         card = folder / CARD_FILE
         if not folder.is_dir():
-            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=options.dry_run))
+            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=from_here))
         said = ModelCard.load(card).data.to_dict()
     except Exception:  # of any kind: no card, no network, no YAML; the drafter goes up without a license
         return {}
@@ -231,28 +221,28 @@ def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
             raise UserError(f"nothing was pushed: {name} names {found}; take it out of {file} where it comes from")
 
 
-def _send(api: HfApi, card: Publication, files: list[str], options: PushOptions) -> str:
+def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:
     """Make one commit in the repository, which is made if it is not there. Returns the commit's address."""
     repo = card.repo
     with told_in_one_sentence("nothing was pushed", repo):
-        there = _existing(api, repo, options)
+        there = _existing(api, repo, public)
         if not there:
-            api.create_repo(repo, private=not options.public, exist_ok=True)
-        if options.revision is not None:
-            api.create_branch(repo, branch=options.revision, exist_ok=True)
-        old = api.list_repo_files(repo, revision=options.revision)
+            api.create_repo(repo, private=not public, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        old = api.list_repo_files(repo, revision=revision)
         done = api.upload_folder(
             repo_id=repo,
             folder_path=card.folder,
             commit_message="Update the drafter" if there else "Add the drafter",
-            revision=options.revision,
+            revision=revision,
             delete_patterns=[name for name in old if OURS.fullmatch(name) and name not in files],
         )
     return str(done.commit_url)
 
 
-def _existing(api: HfApi, repo: str, options: PushOptions) -> bool:
-    """Whether the repository is there.
+def _existing(api: HfApi, repo: str, public: bool) -> bool:
+    """Say whether the repository is there.
 
     Raises:
         UserError: It is open to everybody and that was not asked for, or the other way round, or no drafter's.
@@ -261,7 +251,7 @@ def _existing(api: HfApi, repo: str, options: PushOptions) -> bool:
         info = api.model_info(repo)
     except RepositoryNotFoundError:
         return False
-    if bool(info.private) == options.public:
+    if bool(info.private) == public:
         state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
         raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
     others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]

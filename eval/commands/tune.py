@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -32,12 +32,12 @@ from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import Round, TargetSession, generate
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import is_published
-from draftsmith.models.decoding.decoders import SequenceDecoder
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import progress_bar
@@ -65,6 +65,10 @@ class Candidate:
     @property
     def tokens_per_s(self) -> float:
         return self.tau / (self.t_draft_s + self.t_verify_s)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"tau": self.tau, "t_draft_s": self.t_draft_s, "t_verify_s": self.t_verify_s}
 
 
 def traced_path(round_: Round) -> list[int]:
@@ -137,10 +141,7 @@ class Tuned:
             "chosen": shape_of(self.chosen),
             "default": shape_of(self.default),
             "measured": [{**shape_of(method), "tokens_per_s": speed} for method, speed in self.measured],
-            "promised": [
-                {**shape_of(c.method), "tau": c.tau, "t_draft_s": c.t_draft_s, "t_verify_s": c.t_verify_s}
-                for c in self.promised
-            ],
+            "promised": [{**shape_of(each.method), **each.figures} for each in self.promised],
             "verify_curve": self.verify_curve,
         }
 
@@ -203,14 +204,16 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
 
+        def answer(
+            drafting: Method, prompt: list[int], on_round: Callable[[Round], None] | None = None
+        ) -> AnswerRecord:
+            return generate(session, drafting, prompt, GREEDY, new_tokens, end_ids, on_round=on_round)
+
         def traced(method: MethodRecipe) -> Trace:
             drafting, trace = drafter_method(method, decoder, GREEDY), []
             with progress_bar(len(prompts), f"trace {method.name}", "question") as progress:
                 for prompt in prompts:
-                    generate(
-                        session, drafting, prompt, GREEDY, new_tokens, end_ids,
-                        on_round=lambda done: trace.append(traced_path(done)),
-                    )  # fmt: skip
+                    answer(drafting, prompt, lambda done: trace.append(traced_path(done)))
                     progress.update()
             return trace
 
@@ -223,15 +226,16 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         draft_s = {depth: draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
         promised = candidates(trace, chain_trace, lookup_trace, depths, costs.curve, draft_s)
         finalists = [default]
-        for candidate in promised:
-            known = [shape_of(method) for method in finalists]
-            if len(finalists) <= FINALISTS and shape_of(candidate.method) not in known:
-                finalists.append(candidate.method)
         adaptive = MethodRecipe(name="adaptive", tree="adaptive", nodes=ADAPTIVE_NODES, branch=TRACED_BRANCH)
         adaptive = adaptive.model_copy(update={"lookup": promised[0].method.lookup})
-        if shape_of(adaptive) not in [shape_of(method) for method in finalists]:
-            finalists.append(adaptive)
-        measured = _measure(session, decoder, finalists, prompts, new_tokens, end_ids, turns, costs)
+        for method in [*(candidate.method for candidate in promised), adaptive]:
+            is_new = shape_of(method) not in map(shape_of, finalists)
+            if is_new and (len(finalists) <= FINALISTS or method is adaptive):
+                finalists.append(method)
+        methods = [drafter_method(finalist, decoder, GREEDY) for finalist in finalists]
+        for drafting in methods:
+            costs.give(drafting)
+        measured = list(zip(finalists, _speeds(answer, methods, prompts, turns), strict=True))
     chosen = max(measured, key=lambda pair: pair[1])[0]
     kept = default.drafter is None or not is_published(default.drafter)
     tuned = Tuned(default, chosen, measured, promised, costs.curve, kept)
@@ -241,20 +245,10 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     return tuned
 
 
-def _measure(
-    session: TargetSession,
-    decoder: SequenceDecoder,
-    finalists: list[MethodRecipe],
-    prompts: list[list[int]],
-    new_tokens: int,
-    end_ids: frozenset[int],
-    turns: int,
-    costs: MeasuredCosts,
-) -> list[tuple[MethodRecipe, float]]:
+def _speeds(
+    answer: Callable[[Method, list[int]], AnswerRecord], methods: Sequence[Method], prompts: list[list[int]], turns: int
+) -> list[float]:
     """Return the median tokens per second of each, question by question in turns, the prefill left out."""
-    methods = [drafter_method(finalist, decoder, GREEDY) for finalist in finalists]
-    for method in methods:
-        costs.give(method)
     speeds: list[list[float]] = [[] for _ in methods]
     with progress_bar(turns + 1, "measure", "turn") as progress:
         for turn in range(turns + 1):
@@ -262,11 +256,11 @@ def _measure(
             for index, prompt in enumerate(prompts):
                 shift = (turn + index) % len(methods)
                 for place in [*range(shift, len(methods)), *range(shift)]:
-                    out = generate(session, methods[place], prompt, GREEDY, new_tokens, end_ids)
+                    out = answer(methods[place], prompt)
                     tokens[place] += sum(out.accept_lengths)
                     seconds[place] += out.wall_time_s - out.prefill_s
             if turn > 0:  # the first warms up
                 for speed, count, time_s in zip(speeds, tokens, seconds, strict=True):
                     speed.append(count / time_s)
             progress.update()
-    return [(finalist, statistics.median(speed)) for finalist, speed in zip(finalists, speeds, strict=True)]
+    return list(map(statistics.median, speeds))

@@ -5,7 +5,7 @@ seen. Counters are those of `/metrics` in Prometheus' text format; another engin
 `token_ids` of an answer is one that vLLM adds to OpenAI's.
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Accepted is what verification let pass: of the last draft
-of an answer that may be more than the answer still took, so `draft_figures` gives the committed tau beside it.
+of an answer that may be more than the answer still took, so `ServedRow` has the committed tau beside it.
 Source of the names: vLLM 0.32, `v1/spec_decode/metrics.py`.
 """
 

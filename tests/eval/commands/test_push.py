@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, constants
 from support.fake_hub import TOKEN, URL, USER, FakeHub, Repo, hub, refused
 from support.finished_run import FinishedRun
 
-from draftsmith.eval.commands.push import PushOptions, default_name, license_of
+from draftsmith.eval.commands.push import default_name, license_of
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
@@ -105,9 +105,7 @@ def test_the_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
     assert "license_link" not in values
     hub.repos["org/llm"] = Repo(private=False)
     hub.repos["org/llm"].commit({"README.md": f"---\n{front}\n---\n".encode()})
-    recipe = load_recipe(run.recipe, ["target.model=org/llm"])
-    assert license_of(recipe, PushOptions())["license_link"] == f"{constants.ENDPOINT}/org/llm/blob/main/LICENSE"
-    assert license_of(recipe, PushOptions(license="mit")) == {"license": "mit"}
+    assert license_of("org/llm")["license_link"] == f"{constants.ENDPOINT}/org/llm/blob/main/LICENSE"
 
 
 def test_a_target_in_a_folder_has_a_name_on_the_hub(run: FinishedRun, hub: FakeHub) -> None:
