@@ -34,22 +34,15 @@ def test_where_the_target_comes_from(tmp_path: Path) -> None:
     assert f".ci/smollm2_gguf {folder}" in printed
     assert (recipe.target.model, recipe.target.gguf_file) == (folder, GGUF)
     assert (recipe.eval.questions, recipe.data) == ("spec_bench", load_recipe("smollm2-135m").data)
-    (tmp_path / GGUF).touch()
-    for model, gguf in (("HuggingFaceTB/SmolLM2-135M-Instruct", None), (str(tmp_path), GGUF)):
-        printed, recipe = made(tmp_path, f"SMOLLM2={model}")
-        assert ".ci/smollm2_gguf" not in printed
-        assert (recipe.target.model, recipe.target.gguf_file) == (model, gguf)
+    printed, recipe = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert ".ci/smollm2_gguf" not in printed
+    assert (recipe.target.model, recipe.target.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
 
 
 def test_prompts_and_questions_of_ones_own(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl.xz", "README.md"):
         (tmp_path / name).touch()
-    (tmp_path / "sources.yaml").write_text("[{source: c.json, weight: 3}]")
-    for prompts, expected in (
-        (tmp_path, [(f"{tmp_path}/a.jsonl", 1), (f"{tmp_path}/b.jsonl.xz", 1)]),
-        (tmp_path / "a.jsonl", [(f"{tmp_path}/a.jsonl", 1)]),
-        (tmp_path / "sources.yaml", [("c.json", 3)]),
-    ):
+    for prompts, expected in ((tmp_path, ["a.jsonl", "b.jsonl.xz"]), (tmp_path / "a.jsonl", ["a.jsonl"])):
         _, recipe = made(tmp_path, f"PROMPTS={prompts}", "QUESTIONS=q.jsonl", "SET=eval.runs=1 seed=3")
-        assert [(entry.source, entry.weight) for entry in recipe.data.conversations.mixture] == expected
+        assert [entry.source for entry in recipe.data.conversations.mixture] == [f"{tmp_path}/{e}" for e in expected]
         assert (recipe.eval.questions, recipe.eval.runs, recipe.seed) == ("q.jsonl", 1, 3)

@@ -35,8 +35,7 @@ def test_variants_of_one_key() -> None:
         ("quickstart-num_masks-1", 1, 3),
         ("quickstart-num_masks-3", 3, 3),
     ]
-    of_paths = expand_variants("quickstart", [], "target.model=owner/one,owner/two")
-    assert [variant.name for variant in of_paths] == ["quickstart-model-owner-one", "quickstart-model-owner-two"]
+    assert expand_variants("quickstart", [], "target.model=owner/one")[0].name == "quickstart-model-owner-one"
     with pytest.raises(UserError, match=r"must look like section\.key=value,value"):
         expand_variants("quickstart", [], "drafter.options.num_masks=1,,3")
 

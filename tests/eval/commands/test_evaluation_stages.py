@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoConfig
 
 from draftsmith.eval.bench.measured_methods import load_models
 from draftsmith.eval.commands.artifacts import WEIGHTS, Proof, update_card, write_tuned
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import Tuned, tune
-from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.errors import UserError
@@ -41,11 +39,7 @@ class Stages:
     proof: Proof
     card: str
     summary: list[dict[str, Any]]
-
-
-def untrained(recipe: Recipe, **options: Any) -> Drafter:
-    target, _ = load_target(recipe.target)
-    return load_drafter_class("parallel").from_target(target, {**recipe.drafter.options, **options})
+    weights: list[torch.Tensor]  # of what tune loaded
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +58,23 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     ]
     recipe = load_recipe("quickstart", overrides)
     torch.manual_seed(0)
-    untrained(recipe).save_pretrained(RunFolder(recipe).drafter)
+    target, _ = load_target(recipe.target)
+    drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
+    drafter.save_pretrained(RunFolder(recipe).drafter)
+    weights: list[torch.Tensor] = []
+
+    def watched(recipe: Recipe) -> tuple[Any, ...]:
+        models = load_models(recipe)
+        weights.extend(weight for model in (models[0], *models[2].values()) for weight in model.parameters())
+        return models
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.eval.commands.tune.load_models", watched)
         patch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)  # no time is asserted
         tuned = tune(recipe, questions=1, new_tokens=12, turns=1)
     proof = prove(recipe, prompts=3, samples=2, new_tokens=16)
     card = (RunFolder(recipe).drafter / "README.md").read_text()
-    return Stages(recipe, tuned, proof, card, evaluate(recipe))
+    return Stages(recipe, tuned, proof, card, evaluate(recipe), weights)
 
 
 @pytest.fixture
@@ -80,27 +84,6 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
     return copied
 
 
-def test_what_tune_loads_can_be_packed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed layers ask for their weights' version, which tensors made in inference mode do not have."""
-    vocabulary = AutoConfig.from_pretrained(EMBEDDED_TARGET).vocab_size
-    drafter = untrained(recipe, draft_vocab_size=vocabulary - 1)
-    drafter.choose_draft_tokens(torch.arange(vocabulary))
-    drafter.save_pretrained(RunFolder(recipe).drafter)
-    weights: list[torch.Tensor] = []
-
-    def watched(recipe: Recipe) -> tuple[Any, ...]:
-        models = load_models(recipe)
-        weights.extend(models[0].parameters())
-        weights.extend(drafter.borrowed_head.weight for drafter in models[2].values())
-        return models
-
-    monkeypatch.setattr("draftsmith.eval.commands.tune.load_models", watched)
-    monkeypatch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)
-    tune(recipe, questions=1, new_tokens=8, turns=1)
-    assert weights
-    assert not any(weight.is_inference() for weight in weights)
-
-
 def test_one_after_the_other(stages: Stages) -> None:
     folder, tuned, proof = RunFolder(stages.recipe), stages.tuned, stages.proof
     speeds = {id(method): speed for method, speed in tuned.measured}
@@ -108,6 +91,9 @@ def test_one_after_the_other(stages: Stages) -> None:
     assert any(method is tuned.default for method, _ in tuned.measured)
     tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
     assert tree["tree"] == tuned.chosen.tree
+    # Packed layers ask for their weights' version, which tensors made in inference mode do not have.
+    assert stages.weights
+    assert not any(weight.is_inference() for weight in stages.weights)
 
     assert proof.holds
     assert {row.method for row in proof.greedy} == {"tuned", "lookup"}
