@@ -32,7 +32,7 @@ from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
-from draftsmith.train.batches.heldout import split_rows
+from draftsmith.train.drafter.rows import split_rows
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.plan.plan import SCALING_FILE
 

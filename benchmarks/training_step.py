@@ -56,8 +56,9 @@ from draftsmith.models.losses import head_loss
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
-from draftsmith.train.features.cache import FeatureCache, FeatureCollator, FeatureIndex, cut_into_shards, write_shard
+from draftsmith.train.drafter.rows import ROWS_COLUMN
+from draftsmith.train.drafter.trainer import FeatureCollator, collate_right_padded
+from draftsmith.train.features.cache import FeatureCache, FeatureIndex, cut_into_shards, write_shard
 from draftsmith.train.features.write import row_features, shard_features
 
 CPU = torch.device("cpu")

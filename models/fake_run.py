@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -37,36 +37,28 @@ class Phase:
     flops: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass
-class _Storage:
-    """A storage that is alive, and the reference that tells when it dies."""
-
-    kind: str
-    size_bytes: int
-    reference: Any
-    is_head: bool = False
-
-
 class FakeRun(TorchDispatchMode):
     """A mode in which tensors are counted, not computed.
 
-    `logits_widths` are sizes of vocabularies: a tensor whose last dimension is one of them counts as `logits`.
+    `logits_widths` are sizes of vocabularies: a tensor whose last dimension is one of them counts as `logits`. FLOPs of
+    products with one of the `heads`' weights, or with rows or a cast of it, count as the `head`'s.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phases: dict[str, Phase] = {}
         self.logits_widths: set[int] = set()
-        self.live_bytes: Counter[str] = Counter()
+        self.heads: set[int] = set()  # storages by address, as below
+        self._live: dict[int, tuple[str, int, Any]] = {}  # kind, bytes, and the reference that tells when it dies
+        self._live_bytes: Counter[str] = Counter()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._storages: dict[int, _Storage] = {}  # by address
         self._phase = Phase()
-        self._twins: dict[int, tuple[Tensor, Tensor]] = {}  # tied weights stay tied
+        self._twins: dict[int, tuple[Any, Any]] = {}  # of weights, so that tied ones stay tied
         self._is_building = False
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Make models in here: their weights have no values. Then `adopt` them."""
+        """Make models in this context: their weights have no values. Then `adopt` them."""
         self._is_building = True
         try:
             with torch.device("meta"), self:
@@ -76,37 +68,31 @@ class FakeRun(TorchDispatchMode):
 
     def adopt(self, kind: str, model: nn.Module) -> None:
         """Make the weights of a model from `building` fake ones on the CPU, counted under this kind."""
-        waiting, seen = [model], set()
-        while waiting:
-            module = waiting.pop()
-            if id(module) in seen:
+        modules = [model]
+        for module in modules:  # which grows meanwhile
+            if id(module) in self._twins:
                 continue
-            seen.add(id(module))
-            places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
-            for place in places:
-                place.update({name: self._adopted(value) for name, value in place.items() if isinstance(value, Tensor)})
+            self._twins[id(module)] = module, module
+            for place in (module._parameters, module._buffers, vars(module)):
+                place.update({name: self._twin(value) for name, value in place.items() if isinstance(value, Tensor)})
             # Plain objects hold what torch shall not take for a part of the model.
             held = [value for plain in vars(module).values() for value in getattr(plain, "__dict__", {}).values()]
-            waiting += [value for value in (*module._modules.values(), *held) if isinstance(value, nn.Module)]
+            modules += [value for value in (*module._modules.values(), *held) if isinstance(value, nn.Module)]
         self.count_as(kind, [*model.parameters(), *model.buffers()])
 
-    def _adopted(self, tensor: Tensor) -> Tensor:
+    def _twin(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._twins:
-            fake = self._fake_like(tensor)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            self._twins[id(tensor)] = (tensor, fake)  # both: an id is one tensor's only while that lives
+            with self._fake_mode:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            self._twins[id(tensor)] = tensor, fake  # both: an id is one tensor's only while that lives
         return self._twins[id(tensor)][1]
-
-    def _fake_like(self, tensor: Tensor) -> Tensor:
-        with self._fake_mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens in here under this name."""
+        """Count what happens in this context under this name."""
         outer, self._phase = self._phase, self.phases.setdefault(name, Phase())
         self._note_peak()
         try:
@@ -119,15 +105,7 @@ class FakeRun(TorchDispatchMode):
         """Let the storages of these tensors be of this kind from now on."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
-                self._track(tensor)
-                storage = self._storages[tensor.untyped_storage()._cdata]
-                self.live_bytes[storage.kind] -= storage.size_bytes
-                self.live_bytes[kind] += storage.size_bytes
-                storage.kind = kind
-
-    def count_products_as_head(self, weight: Tensor) -> None:
-        """Count FLOPs of products with this weight, or rows or a cast of it, under `head`."""
-        self._storages[weight.untyped_storage()._cdata].is_head = True
+                self._track(tensor, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func._overloadpacket
@@ -147,24 +125,22 @@ class FakeRun(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
-        if packet in _COPIES and self._is_head(args[0]):
-            self.count_products_as_head(out)
+        if packet in _COPIES and _storage(args[0]) in self.heads:
+            self.heads.add(_storage(out))
         if flops_of is not None:
-            part = "head" if any(map(self._is_head, args)) else "layers"
+            part = "head" if any(_storage(each) in self.heads for each in args) else "layers"
             self._phase.flops[part] += flops_of(*args, **kwargs, out_val=out)
         return out
 
     def _run_real(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute, unless that would be much work."""
-        depends_on_values = not _VALUE_TAGS.isdisjoint(func.tags)
-        if not (depends_on_values or func.is_view or func._schema.is_mutable):
+        if not (_VALUE_TAGS.intersection(func.tags) or func.is_view or func._schema.is_mutable):
             probe = self._run_fake(func, args, kwargs)
             if sum(leaf.numel() for leaf in tree_leaves(probe) if isinstance(leaf, Tensor)) > LARGEST_REAL_ELEMENTS:
                 return probe
         out = func(*args, **kwargs)
-        if func._overloadpacket in _UNINITIALIZED:
-            out.zero_()  # values that a fake source would have filled are zeros
-        return out
+        # Values that a fake source would have filled are zeros.
+        return out.zero_() if func._overloadpacket in _UNINITIALIZED else out
 
     def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
         packet = func._overloadpacket
@@ -172,45 +148,37 @@ class FakeRun(TorchDispatchMode):
             return _ANSWERS[packet](*args, **kwargs)
         if packet in _INDEXED:
             args = (args[0], _as_integer_indices(args[1]), *args[2:])
-        originals: dict[int, Tensor] = {}
-
-        def faked(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, FakeTensor):
-                return tensor
-            fake = self._fake_like(tensor)
-            originals[id(fake)] = tensor
-            return fake
-
-        fake_args, fake_kwargs = tree_map_only(Tensor, faked, (args, kwargs))
         with self._fake_mode:
-            out = func(*fake_args, **fake_kwargs)
+            out = func(*args, **kwargs)
         # A real tensor that was to be written to keeps its values: what would be written does not exist.
-        return tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), out)
+        return args[0] if func._schema.is_mutable and isinstance(out, Tensor) else out
 
-    def _track(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor, kind: str | None = None) -> None:
+        """Count a storage until it dies: a new one, or one whose kind changes."""
         storage = tensor.untyped_storage()
-        key, size_bytes = storage._cdata, storage.nbytes()
-        if key in self._storages:
+        key = storage._cdata
+        if key in self._live and kind is None:
             return
-        kind = "logits" if tensor.ndim and tensor.shape[-1] in self.logits_widths else "activations"
+        if key in self._live:
+            self._live_bytes[self._live[key][0]] -= self._live[key][1]
+        kind = kind or ("logits" if tensor.ndim and tensor.shape[-1] in self.logits_widths else "activations")
         # torch keeps a storage's Python object for as long as the storage: the reference dies with the memory.
-        self._storages[key] = _Storage(kind, size_bytes, weakref.ref(storage, lambda _: self._died(key)))
-        self.live_bytes[kind] += size_bytes
+        self._live[key] = kind, storage.nbytes(), weakref.ref(storage, lambda _: self._died(key))
+        self._live_bytes[kind] += storage.nbytes()
         self._note_peak()
 
     def _died(self, key: int) -> None:
-        storage = self._storages.pop(key)
-        self.live_bytes[storage.kind] -= storage.size_bytes
+        kind, size_bytes, _ = self._live.pop(key)
+        self._live_bytes[kind] -= size_bytes
+        self.heads.discard(key)
 
     def _note_peak(self) -> None:
-        total_bytes = self.live_bytes.total()
-        if total_bytes > self._phase.peak_bytes:
-            self._phase.peak_bytes = total_bytes
-            self._phase.at_peak_bytes = self.live_bytes.copy()
+        if self._live_bytes.total() > self._phase.peak_bytes:
+            self._phase.peak_bytes, self._phase.at_peak_bytes = self._live_bytes.total(), self._live_bytes.copy()
 
-    def _is_head(self, value: Any) -> bool:
-        storage = self._storages.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
-        return storage is not None and storage.is_head
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _as_integer_indices(indices: Any) -> list[Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.verify import DraftTree
-from draftsmith.train.batches.heldout import answers_in
+from draftsmith.train.drafter.rows import answers_in
 
 
 @torch.inference_mode()

@@ -32,7 +32,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
-from draftsmith.train.batches.heldout import split_rows
+from draftsmith.train.drafter.rows import split_rows
 from draftsmith.train.drafter.stage import train_drafter
 
 LEARNING_RATE_RANGE = (0.25, 4.0)  # times the recipe's

@@ -7,20 +7,20 @@ Shapes: B batch, S sequence, D hidden, F features, G depths.
 
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import BatchSampler, DataLoader
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -38,18 +38,99 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
-from draftsmith.recipes.errors import Terminated, UserError
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import share_as_usual
-from draftsmith.train.batches.collate import ROWS_COLUMN, PackedRows, collate_right_padded, even_out
-from draftsmith.train.batches.heldout import heldout_metrics, heldout_sums
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
-from draftsmith.train.features.cache import FeatureCache, FeatureCollator
+from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums
+from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.processes.launch import launch_of
 from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
 
-# A terminal\'s Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
-SAME_SIGNAL_S = 1.0
+# The batch of a process for which no row is left; two tokens, as the second has a token to its left.
+NO_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0], ROWS_COLUMN: []}
+
+
+def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return `input_ids`, `loss_mask`, `attention_mask` and, if packed, `position_ids`: [B, S], S the longest row.
+
+    Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
+    so any id does for it, and none that the tokenizer might also use as an end token is needed.
+    Of no rows it is a row of padding, whose `attention_mask` is 0 (see `EvenBatches`).
+    """
+    if not rows:
+        batch = collate_right_padded([NO_ROW])
+        return {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
+    ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+    masks = [torch.as_tensor(row["loss_mask"], dtype=torch.long) for row in rows]
+    batch = {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "loss_mask": pad_sequence(masks, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
+    if "position_ids" in rows[0]:
+        length = batch["input_ids"].shape[1]
+        # Padding counts from 0 as well: one more document, from which nothing is learned.
+        parts = [[torch.as_tensor(row["position_ids"]), torch.arange(length - len(row["input_ids"]))] for row in rows]
+        batch["position_ids"] = torch.stack([torch.cat(row_parts) for row_parts in parts])
+    return batch
+
+
+class FeatureCollator:
+    """`collate_right_padded`, and beside it `features` [B, S, F] from the cache; zeros at padding."""
+
+    def __init__(self, cache: FeatureCache) -> None:
+        self._cache = cache
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = collate_right_padded(rows)
+        features = torch.zeros(*batch["input_ids"].shape, self._cache.width, dtype=self._cache.dtype)
+        for place, row in enumerate(rows):
+            self._cache.read(row[ROWS_COLUMN], features[place])
+        return {**batch, "features": features}
+
+
+class EvenBatches(BatchSampler):
+    """The batches of all processes together, followed by empty ones up to a multiple of the number of processes.
+
+    accelerate fills the last batches of an epoch with rows from its beginning. Here no row is dropped and none is
+    doubled: batches stay as short as they are, and a process for which there is none gets an empty one, which
+    `collate_right_padded` turns into padding.
+    """
+
+    batch_size: Any = None  # batches differ in size
+
+    def __init__(self, batches: BatchSampler, num_processes: int) -> None:
+        self._batches, self._num_processes = batches, num_processes
+        self.drop_last = batches.drop_last
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the rows, which accelerate tells the epoch."""
+        return self._batches.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self._batches.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        num_batches = 0
+        for batch in self._batches:
+            num_batches += 1
+            yield batch
+        yield from ([] for _ in range(-num_batches % self._num_processes))
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self._num_processes) * self._num_processes
+
+
+def even_out(loader: DataLoader) -> DataLoader:
+    """Give the loader, as accelerate prepared it, `EvenBatches`; one process needs none of it."""
+    shard = getattr(loader, "batch_sampler", None)
+    if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1:
+        shard.batch_sampler = EvenBatches(shard.batch_sampler, shard.num_processes)
+        shard.batch_size, shard.even_batches = None, False
+    return loader
 
 
 class Progress(TrainerCallback, ExportableState):
@@ -99,53 +180,6 @@ class Progress(TrainerCallback, ExportableState):
         self._last_s = now_s
         if state.global_step >= state.max_steps:
             control.should_log = True  # whatever `logging_steps` is: the report ends with the last step
-
-
-class StopOnInterrupt(TrainerCallback):
-    """Saves and stops after the current step at the first SIGINT or SIGTERM, in all processes of the training.
-
-    A second Ctrl-C acts at once. A second SIGTERM does not: schedulers and launchers send several, and what cannot wait
-    any longer is killed. `requested` is the signal, or 0.
-    """
-
-    def __init__(self) -> None:
-        self.requested = 0
-        self._since_s = 0.0
-        self._previous: dict[int, Any] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if threading.current_thread() is threading.main_thread():  # the only one that may handle signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._request)
-
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if distributed.is_available() and distributed.is_initialized():
-            shared = torch.tensor(self.requested, device=args.device)
-            distributed.all_reduce(shared, distributed.ReduceOp.MAX)  # SIGTERM is larger than SIGINT
-            self.requested = int(shared)
-        if self.requested:
-            control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the signals back; at the end of training, and after an error that `on_train_end` does not see."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def raise_interrupt(self) -> NoReturn:
-        """End the command by what was requested, when all is saved."""
-        raise Terminated if self.requested == signal.SIGTERM else KeyboardInterrupt
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if self.requested and number == signal.SIGINT and now_s - self._since_s > SAME_SIGNAL_S:
-            self.restore()
-            raise KeyboardInterrupt
-        if not self.requested:
-            self.requested, self._since_s = int(number), now_s
 
 
 class DrafterTrainer(Trainer):
@@ -250,10 +284,10 @@ class DrafterTrainer(Trainer):
             )
         return norm
 
-    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+    def get_train_dataloader(self) -> DataLoader:
         return even_out(super().get_train_dataloader())
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return even_out(super().get_eval_dataloader(eval_dataset))
 
     def _output(

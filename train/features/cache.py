@@ -29,7 +29,6 @@ from draftsmith.models.target.loading import weights_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, read_json, refuse_other_settings, write_atomically
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import ROWS_COLUMN, collate_right_padded
 
 INDEX_NAME = "index.json"
 SHARD_BYTES = 256 << 20
@@ -218,20 +217,6 @@ class FeatureCache:
     def __getstate__(self) -> dict[str, Any]:
         """For the workers of a data loader, each of which maps the files itself."""
         return {**self.__dict__, "_open": {}}
-
-
-class FeatureCollator:
-    """`collate_right_padded`, and beside it `features` [B, S, F] from the cache; zeros at padding."""
-
-    def __init__(self, cache: FeatureCache) -> None:
-        self._cache = cache
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        batch = collate_right_padded(rows)
-        features = torch.zeros(*batch["input_ids"].shape, self._cache.width, dtype=self._cache.dtype)
-        for place, row in enumerate(rows):
-            self._cache.read(row[ROWS_COLUMN], features[place])
-        return {**batch, "features": features}
 
 
 def refuse_obstacle(recipe: Recipe) -> None:

@@ -1,17 +1,22 @@
-"""One training step of a recipe on tensors without values (`FakeRun`): what it allocates and computes, from configs.
+"""Training steps of a recipe on tensors without values (`FakeRun`): their batches, what they cost, and cheaper ones.
 
-The calls are those of `DrafterTrainer` in their order, so it holds for every kind of drafter.
+The calls are those of `DrafterTrainer` in their order, so a step's cost holds for every kind of drafter.
 
 Shapes: B batch, S sequence.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun, Phase
 from draftsmith.models.losses import chunks_made_for
@@ -19,11 +24,16 @@ from draftsmith.models.target.features import drop_decoder_layers
 from draftsmith.models.target.loading import target_device, target_without_weights
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder, bytes_text
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing
+from draftsmith.train.drafter.rows import PackedRows, split_rows
+from draftsmith.train.drafter.trainer import collate_right_padded
+from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
 from draftsmith.train.features.cache import refuse_obstacle
 
 LATE_STEP = 1 << 40  # a drafter that warms up is planned as it is afterwards
+SMALLER_VOCABULARY = 32_000
+WORTH_FRAC = 0.98  # of the peak: what saves less is not proposed
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class StepCost:
 class FakeTraining:
     """A recipe's target and drafter without values, ready for steps.
 
+    Compiled attention, which needs values, is replaced by `folded`, which saves as much for the backward pass.
+
     Args:
         recipe: Its target's config must be within reach, weights are not needed.
         args: Of the recipe's `train` section.
@@ -65,21 +77,21 @@ class FakeTraining:
         self._args, self._run = args, FakeRun()
         self._disk_dtype = getattr(torch, recipe.data.features.dtype) if is_offline else None
         self._device_type = target_device(recipe.target).type
-        run = self._run
+        run, options = self._run, recipe.drafter.options
+        options = {**options, "attention": "folded"} if options.get("attention") == "flex" else options
         with run.building():
             self.target = target_without_weights(recipe.target)
-            self.drafter = load_drafter_class(recipe.drafter.kind).from_target(self.target, recipe.drafter.options)
+            self.drafter = load_drafter_class(recipe.drafter.kind).from_target(self.target, options)
         if is_offline:
             drop_decoder_layers(self.target)
         self._quantised_away_bytes = saved_bytes(recipe.target, self.target)
         for kind, model in (("target", self.target), ("drafter", self.drafter)):
             run.adopt(kind, model)
-        sizes = (vars(model.config).items() for model in (self.target, self.drafter))
-        run.logits_widths = {
-            size for items in sizes for key, size in items if key.endswith("vocab_size") and isinstance(size, int)
-        }
+            run.logits_widths |= {
+                size for key, size in vars(model.config).items() if key.endswith("vocab_size") and isinstance(size, int)
+            }
         for head in (self.target.get_output_embeddings(), self.drafter.borrowed_head):
-            run.count_products_as_head(head.weight)
+            run.heads.add(head.weight.untyped_storage()._cdata)
         self.drafter.train()
         self.drafter.training_step = LATE_STEP
         enable_gradient_checkpointing(args, self.drafter)
@@ -87,8 +99,8 @@ class FakeTraining:
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(lambda p: run.count_as("gradients", p.grad))
         try:
-            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, self.drafter)
-            self._optimizer = optimizer_class(self.trained, **options)
+            optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(args, self.drafter)
+            self._optimizer = optimizer_class(self.trained, **settings)
         except (ImportError, ValueError, TypeError) as error:
             raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
         with run:  # the state that its first step makes
@@ -136,3 +148,119 @@ class FakeTraining:
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
             self._run.count_as("gradients", parameter.grad)
+
+
+def arguments_of(recipe: Recipe) -> TrainingArguments:
+    """Return the arguments of the recipe's training on the target's device."""
+    use_cpu = target_device(recipe.target).type == "cpu"
+    return training_arguments(recipe.train, RunFolder(recipe).drafter / "checkpoints", recipe.seed, use_cpu=use_cpu)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The largest batch that can come and a typical one, `how` they were chosen, and all tokens (None: unknown)."""
+
+    largest: dict[str, Tensor]
+    typical: dict[str, Tensor]
+    how: tuple[str, str]
+    tokens: int | None
+    tokens_how: str
+
+
+def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None = None) -> TrainingData:
+    """Choose batches from the distilled tokens if there are any, packed where the recipe packs them.
+
+    Without any, or with a `labelled_share`, they are rows of `data.max_length_tokens`.
+    """
+    folder, length, limit = RunFolder(recipe), recipe.data.max_length_tokens, recipe.data.conversations.limit
+    tokens = load_tokens(folder, recipe.name) if (folder.data / "tokens").is_dir() else None
+    tokens_how = f"the tokens of {folder.data / 'tokens'}"
+    if tokens is None or labelled_share is not None:
+        num_prompt = 0 if labelled_share is None else length - round(labelled_share * length)
+        how = "assumed: rows of data.max_length_tokens"
+        how += ", all labelled: the most there can be (--labelled-share)" if labelled_share is None else ""
+        row = {"input_ids": [0] * length, "loss_mask": [0] * num_prompt + [1] * (length - num_prompt)}
+        batch, total = collate_right_padded([row] * batch_size), None if limit is None else limit * length
+        if tokens is not None:
+            total = sum(row_lengths(tokens))
+        elif limit is None:
+            tokens_how = "data.conversations.limit is not set and nothing is distilled yet"
+        else:
+            tokens_how = "at most: data.conversations.limit x data.max_length_tokens, as nothing is distilled yet"
+        return TrainingData(batch, batch, (how, how), total, tokens_how)
+    tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
+    lengths, labels = np.array(row_lengths(tokens)), np.array(answer_lengths(tokens))
+    num_tokens = int(lengths.sum())
+    rows: Dataset | PackedRows = tokens
+    if recipe.data.packing:
+        rows = PackedRows(tokens, length)
+        lengths, labels = (np.array([each[row].sum() for row in rows.rows]) for each in (lengths, labels))
+    batch_size, longest = min(batch_size, len(rows)), int(lengths.argmax())
+    others = [int(row) for row in np.argsort(-labels, kind="stable") if row != longest][: batch_size - 1]
+    by_length = np.argsort(lengths, kind="stable")
+    spread = [int(by_length[(2 * i + 1) * len(rows) // (2 * batch_size)]) for i in range(batch_size)]
+    largest, typical = (collate_right_padded([rows[row] for row in chosen]) for chosen in ([longest, *others], spread))
+    where = folder.data / "tokens"
+    hows = f"the longest and the most labelled rows of {where}", f"rows of all lengths of {where}"
+    return TrainingData(largest, typical, hows, num_tokens, tokens_how)
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """Lines of the recipe, by key, the peak of a step with them, and whether training stays the same."""
+
+    lines: dict[str, Any]
+    peak_bytes: int
+
+    @property
+    def trains_the_same(self) -> bool:
+        return "train.gradient_accumulation_steps" in self.lines
+
+    def __str__(self) -> str:
+        lines = " ".join(f"{key}={'true' if value is True else value}" for key, value in self.lines.items())
+        return f"{lines} ({bytes_text(self.peak_bytes)})"
+
+
+def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = None) -> Iterator[WayOut]:
+    """Yield changes of the recipe by which a step needs less than `need_bytes`, those that train the same first."""
+    for lines in _changes(recipe):
+        values = recipe.model_dump()
+        for key, value in lines.items():
+            *sections, name = key.split(".")
+            section = values
+            for part in sections:
+                section = section[part]
+            section[name] = value
+        try:
+            changed = Recipe.model_validate(values)
+            args = arguments_of(changed)
+            inputs = training_data(changed, args.per_device_train_batch_size, labelled_share).largest
+            # Rows on disk may be those of the recipe as it was.
+            inputs = {name: value[:, : changed.data.max_length_tokens] for name, value in inputs.items()}
+            peak_bytes = FakeTraining(changed, args).step(inputs).peak[1].peak_bytes
+        except (ValueError, UserError):  # no recipe, or not for this kind or this target
+            continue
+        if peak_bytes < WORTH_FRAC * need_bytes:
+            yield WayOut(lines, peak_bytes)
+
+
+def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield what could be changed, whether or not this kind of drafter has it."""
+    args, options = arguments_of(recipe), recipe.drafter.options
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    for fewer in sorted({max(1, rows // 2), max(1, rows // 4), 1} - {rows}, reverse=True):
+        if rows % fewer == 0:
+            more = accumulation * rows // fewer
+            yield {"train.per_device_train_batch_size": fewer, "train.gradient_accumulation_steps": more}
+    for key, value, helps in (
+        ("data.max_length_tokens", recipe.data.max_length_tokens // 2, True),
+        ("target.dtype", "bfloat16", recipe.target.dtype not in ("bfloat16", "float16")),
+        ("train.bf16", True, not (args.bf16 or args.fp16)),
+        ("data.features.source", "offline", recipe.data.features.source == "online"),
+        ("drafter.options.lm_heads", "shared", options.get("lm_heads") in (None, "separate")),
+        ("drafter.options.draft_vocab_size", SMALLER_VOCABULARY, options.get("draft_vocab_size") is None),
+        ("drafter.options.attention", "folded", options.get("attention") == "dense"),
+        ("train.optim", "adafactor", args.optim.value.startswith("adamw_torch")),
+    ):
+        if helps:
+            yield {key: value}

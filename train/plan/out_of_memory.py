@@ -12,7 +12,8 @@ from draftsmith.models.target.loading import target_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import Machine, bytes_text
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.plan.plan import THE_SAME_TRAINING, PlanOptions, make_plan, ways_out
+from draftsmith.train.plan.fake_step import ways_out
+from draftsmith.train.plan.plan import PlanOptions, make_plan
 
 # What torch's allocators say where they raise a plain RuntimeError.
 OF_THE_CPU = ("can't allocate memory", "not enough memory")
@@ -43,7 +44,7 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
         print(f"  {line.what:18} {bytes_text(line.amount):>10}  {line.how}", file=sys.stderr)
     need = f"a step needs {bytes_text(plan.peak_bytes)}{_of_the_device(recipe)}"
     ways = list(ways_out(recipe, plan.peak_bytes))
-    ways.sort(key=lambda way: 0 if not THE_SAME_TRAINING.isdisjoint(way.lines) else way.peak_bytes)
+    ways.sort(key=lambda way: 0 if way.trains_the_same else way.peak_bytes)
     advice = f"change {', or '.join(map(str, ways[:SHOWN_WAYS]))}" if ways else "take a smaller target"
     raise UserError(
         f"out of memory ({said}): {need}: {advice}; then run the same command again, under another `name` if it asks"

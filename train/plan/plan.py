@@ -4,23 +4,20 @@ Memory and FLOPs come from one training step on tensors without values (`fake_st
 throughput from the FLOPs and a rate, given or measured. Every line says how it was computed. Where a step does not fit,
 lines of the recipe are proposed that make it smaller, each planned as well.
 
-Shapes: B batch, S sequence, F features.
+Shapes: B batch, S sequence.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
-from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import packable_bytes
 from draftsmith.models.fake_run import Phase
@@ -30,19 +27,13 @@ from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, read_json
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import PackedRows, collate_right_padded
-from draftsmith.train.batches.heldout import split_rows
-from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.plan.fake_step import FakeTraining, StepCost
+from draftsmith.train.plan.fake_step import FakeTraining, StepCost, TrainingData, arguments_of, training_data, ways_out
 from draftsmith.train.processes.launch import Launch
 
 MEASURING_S = 0.5
 # Left free: the device's own context, the kernels' workspaces, fragmentation.
 USABLE_FRAC = 0.9
 SCALING_FILE = Path(__file__).with_name("data_scaling.json")  # written by `benchmarks/data_scaling.py`
-SMALLER_VOCABULARY = 32_000
-THE_SAME_TRAINING = {"train.gradient_accumulation_steps"}
-WORTH_FRAC = 0.98  # of the peak: what saves less is not proposed
 PLACEMENTS = ("replicated", "sharded", "int8", "nf4", "offline")
 
 
@@ -129,19 +120,16 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     Raises:
         UserError: The target's config cannot be read, or a key or option is wrong.
     """
-    options = options or PlanOptions()
-    device, args = target_device(recipe.target), arguments_of(recipe)
-    planned = _plannable(recipe)
+    options, device, args = options or PlanOptions(), target_device(recipe.target), arguments_of(recipe)
     data = training_data(recipe, args.per_device_train_batch_size, options.labelled_share)
-    training = FakeTraining(planned, args)
+    training = FakeTraining(recipe, args)
     largest = training.step(data.largest)
     typical = largest if data.typical is data.largest else training.step(data.typical)
+    notes = []
+    if recipe.drafter.options.get("attention") == "flex":
+        notes.append("drafter.options.attention: flex is planned as folded, which saves the same for the backward pass")
     more_data = what_more_data_is_worth(recipe)
-    notes = [] if more_data is None else [more_data]
-    if planned is not recipe:
-        notes.insert(
-            0, "drafter.options.attention: flex is planned as folded, which saves the same for the backward pass"
-        )
+    notes += [] if more_data is None else [more_data]
     if args.gradient_accumulation_steps > 1:
         notes.append("gradients stay while the next batch of an accumulated step is computed: counted")
     if device.type == "cpu" and (packable := packable_bytes(training.target)):
@@ -166,24 +154,8 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         throughput=_throughput(training, args, typical, data, options, device),
         verdict=_verdict(recipe, largest, options),
         notes=notes,
-        set_ups=set_ups(planned, args, data.largest, options.processes) if options.processes > 1 else [],
+        set_ups=set_ups(recipe, args, data.largest, options.processes) if options.processes > 1 else [],
     )
-
-
-def arguments_of(recipe: Recipe) -> TrainingArguments:
-    """The arguments of the recipe's training on the target's device."""
-    device = target_device(recipe.target)
-    folder = RunFolder(recipe).drafter / "checkpoints"
-    return training_arguments(recipe.train, folder, recipe.seed, use_cpu=device.type == "cpu")
-
-
-def _plannable(recipe: Recipe) -> Recipe:
-    """Replace compiled attention, which needs values, by `folded`, which saves as much for the backward."""
-    if recipe.drafter.options.get("attention") != "flex":
-        return recipe
-    changed = recipe.model_copy(deep=True)
-    changed.drafter.options["attention"] = "folded"
-    return changed
 
 
 def what_more_data_is_worth(recipe: Recipe, file: Path = SCALING_FILE) -> str | None:
@@ -211,61 +183,6 @@ def what_more_data_is_worth(recipe: Recipe, file: Path = SCALING_FILE) -> str | 
     beyond = "; that is more than was measured, so what more are worth is not known"
     beyond = beyond if answer_tokens > fit["most_tokens"] else ""
     return f"more data: there are {answer_tokens:,} answer tokens; {sentence}{beyond}"
-
-
-# ---- the batches ----
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The largest batch that can come and a typical one, `how` they were chosen, and all tokens (None: unknown)."""
-
-    largest: dict[str, Tensor]
-    typical: dict[str, Tensor]
-    how: tuple[str, str]
-    tokens: int | None
-    tokens_how: str
-
-
-def training_data(recipe: Recipe, batch_size: int, labelled_share: float | None = None) -> TrainingData:
-    """Choose batches from the distilled tokens if there are any, else from `data.max_length_tokens`."""
-    run, length = RunFolder(recipe), recipe.data.max_length_tokens
-    tokens = load_tokens(run, recipe.name) if (run.data / "tokens").is_dir() else None
-    if tokens is not None and labelled_share is None:
-        return _chosen_batches(recipe, tokens, batch_size)
-    num_prompt = 0 if labelled_share is None else length - round(labelled_share * length)
-    how = "assumed: rows of data.max_length_tokens"
-    if labelled_share is None:
-        how += ", all labelled: the most there can be (--labelled-share)"
-    row = {"input_ids": [0] * length, "loss_mask": [0] * num_prompt + [1] * (length - num_prompt)}
-    batch, limit = collate_right_padded([row] * batch_size), recipe.data.conversations.limit
-    if tokens is not None:
-        total, total_how = sum(row_lengths(tokens)), f"the tokens of {run.data / 'tokens'}"
-    elif limit is None:
-        total, total_how = None, "data.conversations.limit is not set and nothing is distilled yet"
-    else:
-        total = limit * length
-        total_how = "at most: data.conversations.limit x data.max_length_tokens, as nothing is distilled yet"
-    return TrainingData(batch, batch, (how, how), total, total_how)
-
-
-def _chosen_batches(recipe: Recipe, tokens: Dataset, batch_size: int) -> TrainingData:
-    """Choose batches of the rows to train on, packed where the recipe packs them."""
-    folder = RunFolder(recipe).data / "tokens"
-    tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
-    lengths, labels = np.array(row_lengths(tokens)), np.array(answer_lengths(tokens))
-    num_tokens = int(lengths.sum())
-    rows: Dataset | PackedRows = tokens
-    if recipe.data.packing:
-        rows = PackedRows(tokens, recipe.data.max_length_tokens)
-        lengths, labels = (np.array([each[row].sum() for row in rows.rows]) for each in (lengths, labels))
-    batch_size, longest = min(batch_size, len(rows)), int(lengths.argmax())
-    others = [int(row) for row in np.argsort(-labels, kind="stable") if row != longest][: batch_size - 1]
-    by_length = np.argsort(lengths, kind="stable")
-    spread = [int(by_length[(2 * i + 1) * len(rows) // (2 * batch_size)]) for i in range(batch_size)]
-    largest, typical = (collate_right_padded([rows[row] for row in chosen]) for chosen in ([longest, *others], spread))
-    how = (f"the longest and the most labelled rows of {folder}", f"rows of all lengths of {folder}")
-    return TrainingData(largest, typical, how, num_tokens, f"the tokens of {folder}")
 
 
 # ---- the lines ----
@@ -308,7 +225,7 @@ def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> 
     return [*lines, Line("memory of a step", phase.peak_bytes, "bytes", how)]
 
 
-def _dtypes(model: Any) -> str:
+def _dtypes(model: PreTrainedModel) -> str:
     """Count parameters by dtype: `8,030,261,248 in bfloat16`."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
@@ -320,8 +237,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layers(layers: tuple[int, ...]) -> str:
-    return f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+def _layers(layers: tuple[int, ...], what: str = "layer") -> str:
+    return f"{len(layers)} {what}{'s' if len(layers) > 1 else ''}"
 
 
 def _cache(recipe: Recipe, training: FakeTraining, data: TrainingData) -> Line:
@@ -330,7 +247,7 @@ def _cache(recipe: Recipe, training: FakeTraining, data: TrainingData) -> Line:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
     layers, size = training.drafter.layers_read, training.target.config.get_text_config().hidden_size
     number_bytes = getattr(torch, chosen.dtype).itemsize
-    how = f"{_layers(layers).replace('layer', 'feature layer')} x {size} x {number_bytes} bytes ({chosen.dtype})"
+    how = f"{_layers(layers, 'feature layer')} x {size} x {number_bytes} bytes ({chosen.dtype})"
     bytes_per_token = len(layers) * size * number_bytes
     if data.tokens is None:
         return Line(what, bytes_per_token, "bytes a token", f"{how}; how many: {data.tokens_how}")
@@ -375,14 +292,11 @@ def _throughput(
     tokens_per_s = cost.tokens / seconds
     how = f"{source}, x utilisation {options.utilisation:g} (assumed: --utilisation)"
     lines = [Line("throughput", tokens_per_s, "tokens/s", how)]
-    if args.max_steps > 0:
-        tokens = args.max_steps * args.gradient_accumulation_steps * cost.tokens
-        lines.append(Line("training time", tokens / tokens_per_s, "seconds", f"{args.max_steps} steps, one process"))
-    elif data.tokens is not None:
-        tokens, what = (
-            round(args.num_train_epochs * data.tokens),
-            f"{args.num_train_epochs:g} epochs of {data.tokens_how}",
-        )
+    tokens, what = args.max_steps * args.gradient_accumulation_steps * cost.tokens, f"{args.max_steps} steps"
+    if args.max_steps <= 0:
+        tokens = round(args.num_train_epochs * (data.tokens or 0))
+        what = f"{args.num_train_epochs:g} epochs of {data.tokens_how}"
+    if args.max_steps > 0 or data.tokens is not None:
         lines.append(Line("training time", tokens / tokens_per_s, "seconds", f"{what}, one process"))
     return lines
 
@@ -420,71 +334,8 @@ def _verdict(recipe: Recipe, cost: StepCost, options: PlanOptions) -> Verdict | 
         "(data.features.sharded=true; `--processes N` says what each holds), or take a smaller target"
     )
     if way is not None:
-        same = " is the same training in less" if not THE_SAME_TRAINING.isdisjoint(way.lines) else " is less"
-        advice = f"{way}{same}"
+        advice = f"{way} is {'the same training in ' if way.trains_the_same else ''}less"
     return Verdict(memory_bytes, fits, f"{'tight' if fits else 'does not fit'}: {need}; {advice}")
-
-
-@dataclass(frozen=True)
-class WayOut:
-    """Lines of the recipe, by key, and the peak of a step with them."""
-
-    lines: dict[str, Any]
-    peak_bytes: int
-
-    def __str__(self) -> str:
-        texts = {key: str(value).lower() if value is True else value for key, value in self.lines.items()}
-        lines = " ".join(f"{key}={text}" for key, text in texts.items())
-        return f"{lines} ({bytes_text(self.peak_bytes)})"
-
-
-def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = None) -> Iterator[WayOut]:
-    """Yield changes of the recipe by which a step needs less than `need_bytes`, those that train the same first."""
-    for lines in _changes(recipe):
-        values = recipe.model_dump()
-        for key, value in lines.items():
-            *sections, name = key.split(".")
-            section = values
-            for part in sections:
-                section = section[part]
-            section[name] = value
-        try:
-            changed = Recipe.model_validate(values)
-            args = arguments_of(changed)
-            inputs = training_data(changed, args.per_device_train_batch_size, labelled_share).largest
-            # Rows on disk may be those of the recipe as it was.
-            inputs = {name: value[:, : changed.data.max_length_tokens] for name, value in inputs.items()}
-            peak_bytes = FakeTraining(_plannable(changed), args).step(inputs).peak[1].peak_bytes
-        except (ValueError, UserError):  # no recipe, or not for this kind or this target
-            continue
-        if peak_bytes < WORTH_FRAC * need_bytes:
-            yield WayOut(lines, peak_bytes)
-
-
-def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield what could be changed, whether or not this kind of drafter has it."""
-    args = arguments_of(recipe)
-    rows, options = args.per_device_train_batch_size, recipe.drafter.options
-    for fewer in sorted({max(1, rows // 2), max(1, rows // 4), 1} - {rows}, reverse=True):
-        if rows % fewer == 0:
-            accumulation = args.gradient_accumulation_steps * rows // fewer
-            yield {"train.per_device_train_batch_size": fewer, "train.gradient_accumulation_steps": accumulation}
-    yield {"data.max_length_tokens": recipe.data.max_length_tokens // 2}
-    if recipe.target.dtype not in ("bfloat16", "float16"):
-        yield {"target.dtype": "bfloat16"}
-    if not (args.bf16 or args.fp16):
-        yield {"train.bf16": True}
-    if recipe.data.features.source == "online":
-        yield {"data.features.source": "offline"}
-    for key, others, value in (
-        ("lm_heads", (None, "separate"), "shared"),
-        ("draft_vocab_size", (None,), SMALLER_VOCABULARY),
-        ("attention", ("dense",), "folded"),
-    ):
-        if options.get(key) in others:
-            yield {f"drafter.options.{key}": value}
-    if args.optim.value.startswith("adamw_torch"):
-        yield {"train.optim": "adafactor"}
 
 
 # ---- several processes ----

@@ -28,7 +28,8 @@ from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.losses import LOSSES, smooth_l1
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
-from draftsmith.train.batches.collate import collate_right_padded, pack_documents
+from draftsmith.train.drafter.rows import pack_documents
+from draftsmith.train.drafter.trainer import collate_right_padded
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Every mechanism that an option turns on, once, together with others that it does not depend on.

@@ -11,8 +11,14 @@ from draftsmith.models.losses import DrafterOutput
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import ROWS_COLUMN, PackedRows
-from draftsmith.train.batches.heldout import heldout_metrics, heldout_sums, replayed_chains, split_rows
+from draftsmith.train.drafter.rows import (
+    ROWS_COLUMN,
+    PackedRows,
+    heldout_metrics,
+    heldout_sums,
+    replayed_chains,
+    split_rows,
+)
 from draftsmith.train.drafter.stage import train_drafter
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.groups.attention import _FoldedGroupAttention
 from draftsmith.models.groups.rows import Documents
-from draftsmith.train.batches.collate import collate_right_padded, pack_documents
+from draftsmith.train.drafter.rows import pack_documents
+from draftsmith.train.drafter.trainer import collate_right_padded
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dflash": [{"sample_from_anchor": True, "causal": True, "anchor_ratio": 0.6, "draft_vocab_size": 40}],

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.batches.collate import ROWS_COLUMN
+from draftsmith.train.drafter.rows import ROWS_COLUMN
+from draftsmith.train.drafter.trainer import FeatureCollator
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features.cache import (
     FeatureCache,
-    FeatureCollator,
     FeatureIndex,
     cut_into_shards,
     write_shard,

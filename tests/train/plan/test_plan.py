@@ -22,9 +22,8 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches.collate import collate_right_padded
 from draftsmith.train.drafter import stage
-from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.trainer import DrafterTrainer, collate_right_padded
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features

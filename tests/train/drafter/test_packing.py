@@ -10,12 +10,8 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.batches.collate import (
-    check_packing,
-    collate_right_padded,
-    pack_by_length,
-    pack_documents,
-)
+from draftsmith.train.drafter.rows import check_packing, pack_by_length, pack_documents
+from draftsmith.train.drafter.trainer import collate_right_padded
 
 # Lengths as conversations have them: many short ones, a few that fill a row.
 LENGTHS = np.random.default_rng(0).lognormal(4.6, 0.8, 500).astype(int).clip(8, 512).tolist()

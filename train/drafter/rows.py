@@ -1,28 +1,42 @@
-"""Token rows that training leaves out: which they are, and what a drafter would do on them.
+"""The token rows of a training: which are kept out of it, which share a row, and what a drafter does on those kept out.
 
 Rows stand in the order of a hash of their own tokens: the first ones are kept out, training takes those after them. So
 adding data moves none, parts are nested in each other, and drafters trained on any are measured on the same rows.
+
+Packing puts several conversations into one row, so that next to nothing of a batch is padding. Which conversations
+share a row is decided once, from their lengths alone (best-fit decreasing). Position ids start anew with each document:
+from that the target's attention masks (transformers) and the drafters' (`models/groups/rows.py`) end at the borders,
+and so do the features that a group reads. The loss is that of the documents in rows of their own.
 
 The answers are the target's own, so a greedy chain can be replayed without decoding: of the group that it is drafted
 after one knows how many of its depths are right, and the next round begins after those and the target's own token. At
 T = 0 that is what the decoding loop does, except for the target's ties and for drafters that read their own drafts.
 
-Shapes: B batch, S sequence, G depths.
+Shapes: B batch, S sequence, D hidden, G depths.
 """
 
 import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from draftsmith.data.distill.token_dataset import answer_lengths
+from draftsmith.data.distill.token_dataset import answer_lengths, row_lengths
 from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.batches.collate import ROWS_COLUMN
 
+# The column of a dataset that says which rows of the feature cache, in this order, its row is made of.
+ROWS_COLUMN = "feature_rows"
 HASHED_BYTES = 8
+PROBE_LENGTHS = (5, 9, 3)
+# Relative to the features' size. Half precision rounds, by some multiple of its own unit.
+PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
 
 
 def split_rows(
@@ -65,6 +79,88 @@ def _place(ids_s: np.ndarray) -> float:
     """Return a row's place in [0, 1), by its tokens alone."""
     digest = hashlib.sha256(ids_s.astype("<i8").tobytes()).digest()[:HASHED_BYTES]
     return int.from_bytes(digest, "big") / 256**HASHED_BYTES
+
+
+def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Return rows of indices whose lengths add up to at most `row_tokens`; one that is longer is alone in its row.
+
+    The longest goes first, each into the fullest row that still holds it, of rows equally full into the one begun last.
+    Rows stand in the order of their longest document.
+    """
+    rows: list[list[int]] = []
+    of_room: dict[int, list[int]] = {}  # rows by the tokens that they still hold
+    rooms: list[int] = []  # the keys, ascending
+    for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            row, room = len(rows), row_tokens
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = of_room[room].pop()
+            if not of_room[room]:
+                del of_room[room], rooms[place]
+        rows[row].append(index)
+        left = room - length
+        if left > 0:
+            if left not in of_room:
+                of_room[left] = []
+                insort(rooms, left)
+            of_room[left].append(row)
+    return rows
+
+
+def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Make one row of token rows: `input_ids`, `loss_mask` and `position_ids`.
+
+    A document's first token carries no loss: nothing comes before it, so it is never predicted.
+    """
+    return {
+        "input_ids": np.concatenate([row["input_ids"] for row in rows]),
+        "loss_mask": np.concatenate([[0, *row["loss_mask"][1:]] for row in rows]),
+        "position_ids": np.concatenate([np.arange(len(row["input_ids"])) for row in rows]),
+    }
+
+
+class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Token rows, packed. Documents are read when a row is asked for; their numbers are in it, for cached features.
+
+    Args:
+        tokens: Rows with `input_ids`, `loss_mask` and `length`.
+        row_tokens: The longest that a packed row may be.
+    """
+
+    def __init__(self, tokens: Dataset, row_tokens: int) -> None:
+        numbers = [name for name in tokens.column_names if name == ROWS_COLUMN]  # of a part of the cached rows
+        self.tokens = tokens.select_columns(["input_ids", "loss_mask", *numbers])
+        self.rows = pack_by_length(row_lengths(tokens), row_tokens)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        documents = [self.tokens[document] | {"place": document} for document in self.rows[index]]
+        numbers = [number for row in documents for number in row.get(ROWS_COLUMN, [row["place"]])]
+        return {**pack_documents(documents), ROWS_COLUMN: numbers}
+
+
+def check_packing(target: PreTrainedModel) -> None:
+    """Check by one short forward that the target keeps packed documents apart.
+
+    Raises:
+        UserError: It does not: an architecture that makes its mask otherwise.
+    """
+    ids_s = torch.arange(sum(PROBE_LENGTHS), device=target.device) % target.get_input_embeddings().weight.shape[0]
+    positions_s = torch.cat([torch.arange(length, device=target.device) for length in PROBE_LENGTHS])
+    packed_sd = target_features(target, ids_s[None], None, positions_s[None])[0]
+    alone_sd = torch.cat([target_features(target, part[None])[0] for part in ids_s.split(PROBE_LENGTHS)])
+    tolerance_frac = max(PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS * torch.finfo(alone_sd.dtype).eps)
+    if not (packed_sd - alone_sd).float().abs().mean() <= tolerance_frac * alone_sd.float().abs().mean():
+        raise UserError(
+            f"key `data.packing`: a target of the kind {target.config.model_type} does not keep packed documents "
+            "apart; set data.packing=false"
+        )
 
 
 def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
