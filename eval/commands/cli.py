@@ -310,8 +310,7 @@ def plan(
 ) -> None:
     """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
     loaded = load_recipe(recipe, overrides)
-    from draftsmith.train.plan.plan import PlanOptions, make_plan
-    from draftsmith.train.plan.table import show_plan
+    from draftsmith.train.plan.plan import PlanOptions, make_plan, show_plan
 
     heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share, processes))

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -25,7 +28,7 @@ from draftsmith.models.target.features import decoder_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, read_json
+from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, read_json, scaled
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.plan.fake_step import FakeTraining, StepCost, TrainingData, arguments_of, training_data, ways_out
 from draftsmith.train.processes.launch import Launch
@@ -34,6 +37,11 @@ MEASURING_S = 0.5
 # Left free: the device's own context, the kernels' workspaces, fragmentation.
 USABLE_FRAC = 0.9
 SCALING_FILE = Path(__file__).with_name("data_scaling.json")  # written by `benchmarks/data_scaling.py`
+# Parts of a plan, as they are shown.
+GROUPS = (
+    ("parameters", "Parameters"), ("batches", "Batches"), ("memory", "Memory, when most is in use"), ("disk", "Disk"),
+    ("flops_per_token", "Computation"), ("throughput", "Speed"),
+)  # fmt: skip
 PLACEMENTS = ("replicated", "sharded", "int8", "nf4", "offline")
 
 
@@ -167,22 +175,22 @@ def what_more_data_is_worth(recipe: Recipe, file: Path = SCALING_FILE) -> str | 
     Raises:
         UserError: The file is damaged.
     """
-    run, figures = RunFolder(recipe), read_json(file, dict[str, Any], "install draftsmith again", "figures")
-    fit = figures["trees"].get(recipe.drafter.kind)
+    figures = read_json(file, dict[str, Any], "install draftsmith again", "figures")
+    fit, run = figures["trees"].get(recipe.drafter.kind), RunFolder(recipe)
     if fit is None:
         return None
-    sentence = (
-        f"each doubling of the answer tokens changed the tree's tau by {fit['tau_per_doubling']:+.2f} ± "
-        f"{fit['tau_per_doubling_error']:.2f} between {fit['least_tokens']:,} and {fit['most_tokens']:,} (measured on "
-        f"{figures['target']} with {recipe.drafter.kind}, points {fit['residual']:.2f} off the line; your target may "
-        "differ)"
+    there = beyond = ""
+    if (run.data / "tokens").is_dir():
+        answer_tokens = sum(answer_lengths(load_tokens(run, recipe.name)))
+        there = f"there are {answer_tokens:,} answer tokens; "
+        if answer_tokens > fit["most_tokens"]:
+            beyond = "; that is more than was measured, so what more are worth is not known"
+    return (
+        f"more data: {there}each doubling of the answer tokens changed the tree's tau by {fit['tau_per_doubling']:+.2f}"
+        f" ± {fit['tau_per_doubling_error']:.2f} between {fit['least_tokens']:,} and {fit['most_tokens']:,} (measured "
+        f"on {figures['target']} with {recipe.drafter.kind}, points {fit['residual']:.2f} off the line; your target "
+        f"may differ){beyond}"
     )
-    if not (run.data / "tokens").is_dir():
-        return f"more data: {sentence}"
-    answer_tokens = sum(answer_lengths(load_tokens(run, recipe.name)))
-    beyond = "; that is more than was measured, so what more are worth is not known"
-    beyond = beyond if answer_tokens > fit["most_tokens"] else ""
-    return f"more data: there are {answer_tokens:,} answer tokens; {sentence}{beyond}"
 
 
 # ---- the lines ----
@@ -405,3 +413,59 @@ def _with_drafter_of(phases: dict[str, Phase], name: str, launch: Launch, accumu
     split_weights = weights // parts + in_use if launch.version == 3 else weights
     split_gradients = gradients if launch.version < 2 else trained // parts
     return others + split_weights + split_gradients + trained // parts + optimiser // parts
+
+
+# ---- for people ----
+
+
+def show_plan(plan: Plan, console: Console, memory_gib: float | None = None) -> None:
+    """Print it; memory_gib: of the device, which set-ups that do not fit are marked by."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("", "amount", "how it was computed"):
+        table.add_column(heading, justify="right" if heading == "amount" else "left", overflow="fold")
+    for group, heading in GROUPS:
+        table.add_row(f"[bold]{heading}[/bold]")
+        for line in getattr(plan, group):
+            table.add_row(f"  {line.what}", amount_of(line), escape(line.how))
+        if group == "memory":
+            phases = ", ".join(f"{name} {bytes_text(size)}" for name, size in plan.phase_peak_bytes.items())
+            table.add_row("  peaks", "", phases)
+    console.print(table, soft_wrap=False)  # folded at the terminal's width
+    if plan.set_ups:
+        console.print(_of_set_ups(plan.set_ups, memory_gib))
+    for note in plan.notes:
+        console.print(f"Note: {escape(note)}.")
+    if plan.verdict is not None:
+        colour = "green" if plan.verdict.sentence.startswith("fits") else "yellow" if plan.verdict.fits else "red"
+        console.print(f"[bold {colour}]{plan.verdict.sentence}[/bold {colour}]")
+
+
+def _of_set_ups(set_ups: list[SetUp], memory_gib: float | None) -> Table:
+    """A row for each launch, a column for each place of the target: bytes, a cross where these do not fit, a dash."""
+    title = f"Memory of each of {set_ups[0].processes} processes, by where the target is"
+    table = Table("", box=None, padding=(0, 2, 0, 0), header_style="bold", title=title, title_justify="left")
+    room_bytes = float("inf") if memory_gib is None else USABLE_FRAC * memory_gib * 2**30
+    rows: dict[str, list[str]] = {}
+    for each in set_ups:
+        mark = "" if each.bytes is None or each.bytes <= room_bytes else " ✗"
+        rows.setdefault(each.launch, []).append("-" if each.bytes is None else bytes_text(each.bytes) + mark)
+    for placement in PLACEMENTS:
+        table.add_column(placement, justify="right")
+    for launch, cells in rows.items():
+        table.add_row(f"  {launch}", *cells)
+    return table
+
+
+def amount_of(line: Line) -> str:
+    """`15.0 GiB`, `7.9 MFLOP/token`, `3 h 20 min`."""
+    if line.unit.startswith("bytes"):
+        return bytes_text(line.amount) + line.unit.removeprefix("bytes")
+    if line.unit == "seconds":
+        minutes = round(line.amount / 60)
+        return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else "< 1 min"
+    if line.unit.startswith("tokens"):
+        return f"{line.amount:,.0f} {line.unit}"
+    amount, prefix = scaled(line.amount, 1000, ("", "k", "M", "G", "T", "P"))
+    if line.unit == "parameters":
+        return f"{amount:.3g} {prefix.replace('G', 'B')}"
+    return f"{amount:.3g} {prefix}FLOP/token"
