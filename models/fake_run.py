@@ -75,8 +75,9 @@ class FakeRun(TorchDispatchMode):
             self._twins[id(module)] = module, module
             for place in (module._parameters, module._buffers, vars(module)):
                 place.update({name: self._twin(value) for name, value in place.items() if isinstance(value, Tensor)})
-            # Plain objects hold what torch shall not take for a part of the model.
+            # Plain objects and bound methods hold what torch shall not take for a part of the model.
             held = [value for plain in vars(module).values() for value in getattr(plain, "__dict__", {}).values()]
+            held += [getattr(value, "__self__", None) for value in vars(module).values()]
             modules += [value for value in (*module._modules.values(), *held) if isinstance(value, nn.Module)]
         self.count_as(kind, [*model.parameters(), *model.buffers()])
 
