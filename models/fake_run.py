@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -81,12 +81,17 @@ class FakeRun(TorchDispatchMode):
             modules += [value for value in (*module._modules.values(), *held) if isinstance(value, nn.Module)]
         self.count_as(kind, [*model.parameters(), *model.buffers()])
 
+    def _faked(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with self._fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
     def _twin(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._twins:
-            with self._fake_mode:
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fake = self._faked(tensor)
             fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
             self._twins[id(tensor)] = tensor, fake  # both: an id is one tensor's only while that lives
         return self._twins[id(tensor)][1]
@@ -149,8 +154,9 @@ class FakeRun(TorchDispatchMode):
             return _ANSWERS[packet](*args, **kwargs)
         if packet in _INDEXED:
             args = (args[0], _as_integer_indices(args[1]), *args[2:])
+        faked = tree_map_only(Tensor, self._faked, (args, kwargs))
         with self._fake_mode:
-            out = func(*args, **kwargs)
+            out = func(*faked[0], **faked[1])
         # A real tensor that was to be written to keeps its values: what would be written does not exist.
         return args[0] if func._schema.is_mutable and isinstance(out, Tensor) else out
 
