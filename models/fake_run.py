@@ -73,7 +73,8 @@ class FakeRun(TorchDispatchMode):
             if id(module) in self._twins:
                 continue
             self._twins[id(module)] = module, module
-            for place in (module._parameters, module._buffers, vars(module)):
+            places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+            for place in places:
                 place.update({name: self._twin(value) for name, value in place.items() if isinstance(value, Tensor)})
             # Plain objects and bound methods hold what torch shall not take for a part of the model.
             held = [value for plain in vars(module).values() for value in getattr(plain, "__dict__", {}).values()]
@@ -132,7 +133,7 @@ class FakeRun(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
         if packet in _COPIES and _storage(args[0]) in self.heads:
-            self.heads.add(_storage(out))
+            self.heads.add(out.untyped_storage()._cdata)
         if flops_of is not None:
             part = "head" if any(_storage(each) in self.heads for each in args) else "layers"
             self._phase.flops[part] += flops_of(*args, **kwargs, out_val=out)
