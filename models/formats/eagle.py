@@ -289,10 +289,8 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     return Parameters("eagle", {"fc_bias": biased}, state, borrowed)
 
 
+# The first kind of a format is what a kind without a place there is told to train: EAGLE-3.
 EXPORTERS = {
-    ("eagle", "vllm"): Exporter(eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle"),
-    ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS), "EAGLE"),
-    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS)),
     ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3"),
     ("peagle", "vllm"): Exporter(to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
@@ -301,4 +299,7 @@ EXPORTERS = {
         to_speculators, parameters, OF_PEAGLE, "eagle3", parallel=True, needs_target=always
     ),
     ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
+    ("eagle", "vllm"): Exporter(eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle"),
+    ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS), "EAGLE"),
+    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS)),
 }
