@@ -13,7 +13,7 @@ import hashlib
 import re
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,72 +173,44 @@ class Contamination:
     """
 
     def __init__(self, sources: Iterable[str], shared_words: int = 13) -> None:
-        self._first_turns: dict[Words, str] = {}
-        self._shared, self._contained = _Runs(shared_words), _Runs(FEWEST_WORDS)
+        self._first_turns: dict[Words, Match] = {}
+        self._runs: dict[Words, dict[Words, Match]] = {}  # of rules 2 and 3, by their first `FEWEST_WORDS` words
         for source in sources:
-            if not questions_file(source).is_file():
+            file = questions_file(source)
+            if not file.is_file():
                 raise UserError(
                     f"questions file {source}, which conversations are kept apart from, does not exist: correct "
                     "eval.questions or data.conversations.decontaminate ([] keeps them apart from none)"
                 )
             for question in load_questions(source):
-                name = f"{questions_file(source).name}:{question.question_id}"
-                first = words_of(question.turns[0])
-                self._first_turns.setdefault(first, name)
-                if FEWEST_WORDS <= len(first) < shared_words:
-                    self._contained.add(first, name)
+                name, first = f"{file.name}:{question.question_id}", words_of(question.turns[0])
+                if first:
+                    self._first_turns.setdefault(first, Match(SAME, name))
+                runs = [(first, CONTAINED)] if FEWEST_WORDS <= len(first) < shared_words else []
                 for turn in question.turns:
-                    for run in _windows(words_of(turn), shared_words):
-                        self._shared.add(run, name)
-        self._first_turns.pop((), None)
+                    words = words_of(turn)
+                    starts = range(len(words) - shared_words + 1)
+                    runs += [(words[start : start + shared_words], SHARED) for start in starts]
+                for run, how in runs:
+                    self._runs.setdefault(run[:FEWEST_WORDS], {}).setdefault(run, Match(how, name))
 
     def find(self, conversation: Conversation) -> Match | None:
         """Return the first question that the conversation repeats, if there is any."""
-        if not self._first_turns:
-            return None
         for turn in conversation.turns:
             words = words_of(turn.content)
-            if turn.role == "user" and (question := self._first_turns.get(words)):
-                return Match(SAME, question)
-            for how, runs in ((SHARED, self._shared), (CONTAINED, self._contained)):
-                if question := runs.find_in(words):
-                    return Match(how, question)
-        return None
-
-
-class _Runs:
-    """Runs of at least n = `fewest_words` words, each to be found anywhere in a text.
-
-    Only every m-th block of m words is looked up, with 2m - 1 <= n: any n words in a row hold such a block whole.
-    """
-
-    def __init__(self, fewest_words: int) -> None:
-        self._block_words = (fewest_words + 1) // 2
-        self._names: dict[Words, str] = {}
-        self._lengths: set[int] = set()
-        self._blocks: set[Words] = set()
-
-    def add(self, run: Words, name: str) -> None:
-        self._names.setdefault(run, name)
-        self._lengths.add(len(run))
-        self._blocks.update(_windows(run, self._block_words))
-
-    def find_in(self, words: Words) -> str | None:
-        """The name of a run in the text."""
-        block_words = self._block_words
-        for at in range(0, len(words) - block_words + 1, block_words):
-            if words[at : at + block_words] not in self._blocks:
-                continue
-            for length in self._lengths:
-                for start in range(max(0, at + block_words - length), min(at, len(words) - length) + 1):
-                    if name := self._names.get(words[start : start + length]):
-                        return name
+            if turn.role == "user" and (match := self._first_turns.get(words)):
+                return match
+            contained = None
+            for start in range(len(words) - FEWEST_WORDS + 1):
+                for run, match in self._runs.get(words[start : start + FEWEST_WORDS], {}).items():
+                    if words[start : start + len(run)] == run:
+                        if match.reason == SHARED:
+                            return match
+                        contained = contained or match
+            if contained is not None:
+                return contained
         return None
 
 
 def words_of(text: str) -> Words:
     return tuple(WORD.findall(text.casefold()))
-
-
-def _windows(words: Words, length: int) -> Iterator[Words]:
-    return (words[start : start + length] for start in range(len(words) - length + 1))
