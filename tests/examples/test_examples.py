@@ -1,6 +1,5 @@
 """Each script of `examples/`, in one folder: the first that needs a drafter trains it."""
 
-import ast
 import json
 import re
 import runpy
@@ -49,24 +48,15 @@ def test_there_are_five_short_ones_and_the_readme_names_each() -> None:
 
 
 def test_decode_with_a_tree(run: Callable[..., str]) -> None:
-    """What the marks say is committed, round after round, is the answer."""
+    """A mark for each token that a round commits."""
     out = run("decode_with_a_tree.py", "--new-tokens", "20")
     rounds = re.split(r"^round: ", out, flags=re.MULTILINE)[1:]
     assert len(rounds) == int(re.search(r"tokens in (\d+) rounds", out)[1])
-    committed = []
     for text in rounds:
         drafted, accepted = map(int, re.match(r"(\d+) drafted, (\d+) accepted", text).groups())
-        marked = re.findall(r"^  ([*+ ]) ( *)('.*'|\".*\")$", text, re.MULTILINE)
-        path = [(len(indent) // 4, token) for mark, indent, token in marked if mark == "*"]
-        assert [depth for depth, _ in path] == list(range(accepted + 1))
-        assert len(marked) == drafted + 2  # the root and the target's own
-        committed += [token for _, token in path[1:]] + [token for mark, _, token in marked if mark == "+"]
+        marks = re.findall(r"^  ([*+ ]) *(?:'.*'|\".*\")$", text, re.MULTILINE)
+        assert (len(marks), marks.count("*"), marks.count("+")) == (drafted + 2, accepted + 1, 1)  # the root is marked
     assert sum(int(re.match(r"\d+ drafted, (\d+)", text)[1]) for text in rounds) >= 2
-    answer = out.partition("\n\n")[2].partition("\n\n")[0]
-    first = re.search(r"^  \* ('.*')$", rounds[0], re.MULTILINE)[1]
-    # A round's last tokens may lie beyond the limit.
-    text = re.sub(r"<\|\w+\|>", "", "".join(map(ast.literal_eval, [first, *committed])))
-    assert text.strip().startswith(answer)
     assert out.endswith("identical to the target's own answer: True\n")
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from support.terminal import in_terminal
 
 from draftsmith.recipes import progress
 from draftsmith.recipes.progress import IN_A_FILE, bars_where_they_can_be, progress_bar
@@ -25,12 +24,6 @@ def test_a_file_gets_the_beginning_and_the_end() -> None:
     shown = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(shown) == 2
     assert "3000/3000" in shown[1]
-
-
-def test_a_terminal_gets_a_bar() -> None:
-    shown = in_terminal([sys.executable, "-c", BAR])
-    assert b"\r" in shown
-    assert b"3000/3000" in shown
 
 
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:

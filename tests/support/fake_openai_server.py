@@ -12,10 +12,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.message import Message
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-from support.breaking_http_server import BreakingHTTPServer
 
 END_ID = 2
 MODEL = "fake"
@@ -25,6 +23,16 @@ def answer_ids(prompt: Any) -> list[int]:
     """1 to 9 ids and the end token."""
     digest = zlib.crc32(json.dumps(prompt).encode())
     return [10 + digest % 50 + position for position in range(1 + digest % 9)] + [END_ID]
+
+
+class BreakingHTTPServer(ThreadingHTTPServer):
+    """What the fake servers listen with: many connections at once, which may break."""
+
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections break here on purpose."""
 
 
 @dataclass

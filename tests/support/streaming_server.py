@@ -6,7 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from support.breaking_http_server import BreakingHTTPServer
+from support.fake_openai_server import BreakingHTTPServer
 
 ANSWER = [[30], [31, 32], [33, 34], [35, 36]]  # the prefill's token, then three rounds
 

@@ -21,21 +21,8 @@ from draftsmith.data.tokens.chat_tokens import (
     up_to_turn,
 )
 
-PIECES = [
-    "Say hi",
-    "Hello there",
-    "you are",
-    "a",
-    " ok",
-    "\n",
-    "  ",
-    "👋",
-    "ünï",
-    "User: ",
-    "Bot:",
-    "<|im_end|>",
-    "[INST]",
-]
+WORDS = ["Say hi", "Hello there", "you are", "a", " ok"]
+PIECES = [*WORDS, "\n", "  ", "👋", "ünï", "User: ", "Bot:", "<|im_end|>", "[INST]"]
 WEIGHTS = [9, 9, 9, 9, 9, 3, 3, 3, 3, 3, 3, 0.3, 0.3]
 
 
