@@ -136,7 +136,7 @@ def _build(compiler: str, library: Path) -> None:
 
 
 def _register_shapes() -> None:
-    """What the compiler must know of the operations: the shapes of their results."""
+    """Tell torch's compiler the shapes of the operations' results."""
 
     @torch.library.register_fake("draftsmith::linear")
     def _(rows: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -181,7 +181,7 @@ AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
 
 
 def use_grouped_sdpa(model: PreTrainedModel) -> None:
-    """In place of `sdpa`, where the model is on a CPU."""
+    """Replace `sdpa` by `grouped_sdpa` where the model is on a CPU."""
     if model.config.get_text_config()._attn_implementation == "sdpa" and model.device.type == "cpu":
         model.set_attn_implementation(GROUPED_SDPA)
 
@@ -210,7 +210,7 @@ class PackedLinear(nn.Linear):
         return torch.ops.draftsmith.linear(input, self._packed, self.out_features, self._packed_bias)
 
     def _pack_again_if_changed(self) -> None:
-        """Weights may change in place, as when an adapter is merged, or be others; the copy would be the old ones."""
+        """Pack anew where the weight changed in place, as when an adapter is merged, or is another tensor."""
         weight, bias = self.weight, self.bias
         of = (weight.data_ptr(), weight._version, weight.dtype, bias is not None and (bias.data_ptr(), bias._version))
         if self._packed_of != of:
@@ -229,7 +229,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def packable_bytes(model: nn.Module) -> int:
-    """What packed copies take at most: of every frozen linear layer, in fp32 or bf16."""
+    """The bytes of packed copies of every frozen linear layer in fp32 or bf16, an upper bound."""
     weights = {
         id(module.weight): module.weight
         for module in model.modules()

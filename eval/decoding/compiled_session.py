@@ -81,7 +81,7 @@ class CompiledSession(TargetSession):
             self._forget_graph()
 
     def keep_sizes(self) -> None:
-        """From now on trees larger than any so far run without compilation: it would be timed with them."""
+        """Run trees larger than any so far without compilation from now on, as it would be timed with them."""
         self._grows = False
 
     def forward_tree(self, tree: DraftTree) -> TargetStep:

@@ -264,7 +264,7 @@ class TargetSession:
         return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
-        """Give other features from now on: before a sequence, for the method that will decode it."""
+        """Give other features from now on; called before a sequence, for the method that will decode it."""
         if feature_layers != self._feature_layers:
             self._tap.close()
             self._feature_layers, self._tap = feature_layers, FeatureTap(self._target, feature_layers)
@@ -306,7 +306,7 @@ class TargetSession:
         self._cache.keep(path)
 
     def _columns_of(self, end: int) -> int:
-        """How many columns of the cache are attended to, given where a tree ends."""
+        """Return how many columns of the cache are attended to, given where a tree ends."""
         return end
 
     def _tree_mask(self, shape: TreeShape, columns: int) -> Tensor:
@@ -438,7 +438,7 @@ class AnswerRecord:
                 self.ended_outside = [*(self.ended_outside or []), self.rounds - 1]
 
     def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
-        """Where a round's time went: readings of one clock."""
+        """Add the phases of a round, from readings of one clock, in seconds."""
         phases = [drafted - started, verified - drafted, chosen - verified, done - chosen]
         self.draft_s += phases[0]
         self.verify_s += phases[1]

@@ -52,7 +52,7 @@ class DraftModelDecoder:
         layers = model.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_NODES)
         self._pending: list[int] = []
-        # Node i > 0 has row i - 1 behind the committed ones. Node 0 is the newest committed token.
+        # Node i > 0 has row i - 1 after the committed ones. Node 0 is the newest committed token.
         self._tree = GrowingTree(self._device)
         self._node_of: dict[tuple[int, int], int] = {}  # by parent and token
 
@@ -123,7 +123,7 @@ class DraftModelMethod:
     """Makes the method from a recipe."""
 
     class Options(Section):
-        """Of a Hugging Face causal LM with the target's vocabulary."""
+        """Options of a Hugging Face causal LM with the target's vocabulary."""
 
         model: str = Field(description="a Hub id or local folder")
         num_tokens: int = Field(4, ge=1, description="gamma, the longest path that is drafted")

@@ -127,7 +127,7 @@ class TreeBuilder(Protocol):
 
 
 def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
-    """What makes the tree that a recipe's method asks for, with a decoder of this kind.
+    """Choose what makes the tree that a recipe's method asks for, with a decoder of this kind.
 
     Args:
         adaptive: Of `tree: adaptive`: how deep a tree is grown.
@@ -151,7 +151,7 @@ def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: Adapt
 
 
 class ChainBuilder:
-    """One token a depth, of one forward."""
+    """A chain of one token a depth, all from one forward."""
 
     def __init__(self, max_depth: int | None = None) -> None:
         self._max_depth = max_depth
@@ -169,7 +169,7 @@ class ChainBuilder:
 
 
 class ChainGrower:
-    """One token a depth, each of a forward that reads the one before."""
+    """A chain of one token a depth, each from a forward that reads the one before."""
 
     def __init__(self, max_depth: int | None = None) -> None:
         self._max_depth = max_depth
@@ -236,7 +236,7 @@ class StaticPaths:
 
 
 class StaticBuilder:
-    """The same shape every round, of one forward."""
+    """A tree of the same shape every round, from one forward."""
 
     def __init__(self, paths: list[list[int]]) -> None:
         self._paths = StaticPaths(paths)
@@ -262,7 +262,7 @@ class StaticBuilder:
 
 
 class StaticGrower:
-    """The same shape every round, level by level."""
+    """A tree of the same shape every round, grown level by level."""
 
     def __init__(self, paths: list[list[int]]) -> None:
         self._paths = StaticPaths(paths)

@@ -54,7 +54,7 @@ class NgramModel:
             raise ValueError("no token to count")
 
     def _table(self, keys: np.ndarray) -> dict[int, tuple[Tensor, Tensor]]:
-        """From a context's number to its followers' ids and log counts."""
+        """Map a context's number to its followers' ids and log counts."""
         pairs, counts = np.unique(keys, return_counts=True)
         contexts, followers = pairs // self.vocab_size, torch.from_numpy(pairs % self.vocab_size)
         log_counts = torch.from_numpy(np.log(counts)).float()
@@ -115,7 +115,7 @@ class Ngram:
     """Makes the method from a recipe."""
 
     class Options(Section):
-        """Of an n-gram model."""
+        """Options of an n-gram model."""
 
         order: int = Field(3, ge=1, le=4, description="n: 1 counts single tokens, 3 what followed the last two")
         num_tokens: int = Field(4, ge=1, description="the longest path that is drafted")

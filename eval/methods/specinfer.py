@@ -181,7 +181,7 @@ class _Grower:
 
 
 def _decoder(location: str, num_tokens: int, setting: MethodSetting) -> StepwiseDecoder:
-    """Of a language model, or of a `draft_model` drafter that was trained here."""
+    """Make the decoder of a language model, or of a `draft_model` drafter that was trained here."""
     folder = Path(location).expanduser()
     model_type = str(drafter_config(folder).get("model_type", "")) if folder.is_dir() else ""
     if not model_type.startswith(MODEL_TYPE_PREFIX):

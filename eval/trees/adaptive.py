@@ -50,23 +50,23 @@ class RoundCosts:
     level: float = 0.0
 
     def of(self, nodes: int, levels: int = 1) -> float:
-        """Of a round: a draft of so many levels, and the verification of so many nodes, root included."""
+        """The cost of a round: a draft of `levels` levels, and the verification of `nodes` nodes, root included."""
         return self.draft + (levels - 1) * self.level + self._verify_of[min(nodes, len(self._verify_of)) - 1]
 
     @cached_property
     def _verify_of(self) -> list[float]:
-        """By number of nodes, from 1 on: read dozens of times a round."""
+        """The time of verification by number of nodes, from 1 on; it is read dozens of times a round."""
         return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
 
 
 def on_curve(curve: Curve, nodes: int) -> float:
-    """Linear between the measured sizes; beyond the largest as that one."""
+    """Interpolate between the measured sizes; beyond the largest the time is that one's."""
     sizes, times = zip(*curve, strict=True)
     return float(np.interp(nodes, sizes, times))
 
 
 def never_falling(curve: Curve) -> Curve:
-    """The nearest curve, in least squares, on which more nodes never take less time: what dips is noise.
+    """Find the nearest curve, in least squares, on which more nodes never take less time: what dips is noise.
 
     Pool adjacent violators (Ayer et al., 1955).
     """
@@ -105,12 +105,12 @@ class AdaptiveTree:
         return (self._tokens + 1) / (self._spent + self.costs.of(2))
 
     def probability(self, log_confidence: float) -> float:
-        """Of a path's being accepted, from what the drafter says of it."""
+        """Estimate the probability that a path is accepted, from what the drafter says of it."""
         accepted = math.exp(log_confidence) * self._share[_bin(log_confidence)]
         return accepted if accepted < 1.0 else 1.0
 
     def fitting(self, tree: DraftTree) -> DraftTree:
-        """The part of the tree that promises most tokens per second. Deterministic trees with `log_confidence`."""
+        """Cut a deterministic tree with `log_confidence` to the part that promises most tokens per second."""
         confidence = tree.log_confidence
         if tree.q is not None or confidence is None:
             raise ValueError(
@@ -123,7 +123,7 @@ class AdaptiveTree:
         return self._tree
 
     def of_level(self, log_confidence: list[float]) -> int:
-        """How many of the most confident paths to keep, a level having been drafted.
+        """Decide how many of the most confident paths to keep after a level was drafted.
 
         As long as a further node costs no less than the last, a path that does not pay now does not when more
         confident ones have come: it need not be drafted below.
@@ -156,7 +156,7 @@ class AdaptiveTree:
         return best_size
 
     def observe(self, committed_ids: list[int]) -> None:
-        """The tokens that the last tree's round committed, the target's own included."""
+        """Learn from the tokens that the last tree's round committed, the target's own included."""
         tree, self._tree = self._tree, None
         levels, self._levels = max(1, self._levels), 0
         if tree is None:

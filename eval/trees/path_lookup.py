@@ -65,7 +65,7 @@ class PathLookup:
             self._append(token)
 
     def find(self, path: list[int]) -> Found | None:
-        """What would follow the sequence and these tokens; nothing where the last of them is new."""
+        """Look up what would follow the sequence and these tokens; None where the last of them is new."""
         last = (*self._last, *path)[-MAX_NGRAM:]
         for begin in range(len(last)):
             token = self._next_of.get(last[begin:])
@@ -74,7 +74,7 @@ class PathLookup:
         return None
 
     def log_probability(self, length: int) -> float:
-        """Of a lookup's being right, after an n-gram of that length."""
+        """The log probability that a lookup is right, after an n-gram of that length."""
         # One more wrong one, so that no path is certain.
         return math.log(self._right[length - 1] / (self._tried[length - 1] + 1))
 
@@ -86,7 +86,7 @@ class PathLookup:
 
 
 def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
-    """The `nodes` most likely paths among the tree's and those that lookups continue, the root not counted.
+    """Keep the `nodes` most likely paths among the tree's and those that lookups continue, the root not counted.
 
     Args:
         tree: Deterministic, with `log_confidence`: the drafter's most likely paths, `nodes` or more of them.

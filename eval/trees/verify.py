@@ -76,7 +76,7 @@ class TreeShape:
 
     @staticmethod
     def of_nodes(nodes: Sequence[int], parents: Sequence[int], num_candidates: int | None = None) -> TreeShape:
-        """Of some of a tree's nodes, ascending, with the parents of all; the others are those of the whole tree."""
+        """The shape of some of a tree's nodes, ascending and with their parents; `parents` are the whole tree's."""
         new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
         kept = tuple(new_index[parents[node]] for node in nodes)
         if num_candidates is None:
@@ -178,7 +178,7 @@ class DraftTree:
 
 
 def root_only(token: int) -> DraftTree:
-    """Nothing drafted: what makes the verification loop the autoregressive one."""
+    """A tree in which nothing is drafted: with it the verification loop is the autoregressive one."""
     return DraftTree([token], TreeShape.chain(0))
 
 
@@ -248,12 +248,12 @@ def drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    """One token from a distribution [V]."""
+    """Draw one token from a distribution [V]."""
     return int(drawn(probabilities, generator))
 
 
 def first_token(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """The token that follows, from the target's logits [V] alone."""
+    """Choose the token that follows, from the target's logits [V] alone."""
     return int(largest(logits)) if sampling.greedy else draw(sampling.probabilities(logits), generator)
 
 

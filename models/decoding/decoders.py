@@ -171,12 +171,12 @@ def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tup
 
 
 class CachedAttention:
-    """Keys and values of one sequence for all layers, and the mask of the step at work.
+    """Keys and values of one sequence for all layers, and the mask of the current step.
 
-    A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written behind the
+    A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written after the
     `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
     exactly group attention here, since the masks of the newest group come after every real token.
-    A tree step (`begin_tree_step`) adds R nodes of a draft tree behind the `length` tokens and the nodes before them.
+    A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class CachedAttention:
         capacity = aligned(capacity)
         self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
         self.capacity, self.length = capacity, 0
-        self._begin = 0  # where the rows of the step at work are written
+        self._begin = 0  # where the rows of the current step are written
         self._repeats = config.num_attention_heads // self._keys_values.shape[3]
         # Row r may see columns <= length + r. A band holds this mask for every length: slices of it, not new masks.
         # There is one for each remainder of the length, so that every slice begins aligned.
@@ -210,17 +210,17 @@ class CachedAttention:
         self._places, self._mask = places, mask
 
     def end_static_step(self) -> None:
-        """The step is done."""
+        """Go back to steps of any shape."""
         self._places = self._mask = None
 
     def append(self, keys_values: Tensor) -> None:
-        """Put those of all layers [L, 2, 1, Hkv, n, Dh] behind the `length` that are there, and move that on."""
+        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] after the `length` stored ones, and add to that."""
         end = self.length + keys_values.shape[4]
         self._keys_values[..., self.length : end, :] = keys_values
         self.length = end
 
     def store_at(self, places: Tensor, keys_values: Tensor) -> None:
-        """Put those of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
+        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
         self._keys_values.index_copy_(4, places, keys_values)
 
     def begin_step(self, num_rows: int, causal: bool = True) -> None:
@@ -339,7 +339,7 @@ class CachedDecoder:
         return ids, features
 
     def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
-        """Of rows that follow the cached ones in order, from `first_kept` on: hidden [k, D] and fp32 logits [k, V']."""
+        """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
             return self._static.causal(inputs_re, first_kept, self._rotary_of)
         begin, num_rows = self._cache.length, len(inputs_re)
@@ -367,7 +367,7 @@ class CachedDecoder:
 
 
 class ParallelDecoder(CachedDecoder):
-    """For group-wise drafters; see `DrafterDecoder`."""
+    """The decoder of group-wise drafters with masks; see `DrafterDecoder`."""
 
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
@@ -381,7 +381,7 @@ class ParallelDecoder(CachedDecoder):
         real_ne = self._drafter.real_inputs(ids, features)
         masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
         _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
-        # The masks' keys and values lie behind `length`: the next round overwrites them.
+        # The masks' keys and values are stored after `length`: the next round overwrites them.
         self._cache.length += len(ids)
         return logits_gv
 
@@ -500,7 +500,7 @@ class GrowingTree:
 
 
 class TreeDecoder(CachedDecoder):
-    """For drafters that read their own output (EAGLE); see `StepwiseDecoder`.
+    """The decoder of drafters that read their own output (EAGLE); see `StepwiseDecoder`.
 
     A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
     reads its parent's output (`drafted_inputs`) in place of the target's feature.
