@@ -40,14 +40,13 @@ class Fault:
     """What a request gets instead of its answer.
 
     status, headers, body: of the response; a body of bytes is sent as it is.
-    delay_s: before it. hang_up: close the connection without a response.
+    delay_s: before it.
     """
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: Any = None
     delay_s: float = 0.0
-    hang_up: bool = False
 
 
 # Sees the request's JSON and its number at this server, from 1; None: the ordinary answer.
@@ -75,8 +74,6 @@ class FakeServer:
         self.script, self.model, self.max_model_len = script, model, max_model_len
         self.token_ids, self.fields = token_ids, fields
         self.requests: list[dict[str, Any]] = []
-        self.request_times: list[float] = []
-        self.checks = 0
         self.check_fault: Fault | None = None
         self.in_flight = self.most_in_flight = 0
         self.headers: list[Message] = []  # names in any case
@@ -122,13 +119,11 @@ class FakeServer:
 
     def _post(self, path: str, body: dict[str, Any], headers: Message) -> Fault:
         if body["max_tokens"] == 1:
-            self.checks += 1
             if self.check_fault is not None:
                 time.sleep(self.check_fault.delay_s)
             return self.check_fault or self.answer(path, body)
         with self._lock:
             self.requests.append(body)
-            self.request_times.append(time.monotonic())
             self.headers.append(headers)
             number = len(self.requests)
             self.in_flight += 1
@@ -173,9 +168,6 @@ class FakeServer:
                 self._send(server._post(self.path, body, self.headers))
 
             def _send(self, response: Fault) -> None:
-                if response.hang_up:
-                    self.close_connection = True
-                    return
                 data = response.body if isinstance(response.body, bytes) else json.dumps(response.body).encode()
                 self.send_response_only(response.status)
                 for name, value in {"Content-Type": "application/json", **response.headers}.items():

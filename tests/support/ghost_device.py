@@ -167,7 +167,7 @@ class _Event:
 
 @cache
 def _in_repository(file: str) -> Path | None:
-    """Where a file of ours lies, this one excepted."""
+    """The path of a file of this repository, this one excepted."""
     path = Path(file).resolve()
     is_ours = path.is_relative_to(ROOT) and ".venv" not in file and path != Path(__file__).resolve()
     return path.relative_to(ROOT) if is_ours else None
@@ -284,7 +284,7 @@ def _flash_backward(args: Any, options: Any) -> Any:
 
 
 def _packed_flash(args: Any, options: Any) -> Any:
-    """Documents one behind the other, [T, H, Dh]; the host says how long the longest is."""
+    """Documents one after the other, [T, H, Dh]; the host says how long the longest is."""
     GhostDevice.note("kernel", "packed flash")
     q, k, v, bounds = map(_held, args[:4])
     outs, lses = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
