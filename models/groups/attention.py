@@ -134,11 +134,28 @@ def group_attention(
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
         return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
+    if backend not in BACKENDS:
+        raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
+    device, query_depths, num_depths, length = q_bhqsd.device, q_bhqsd.shape[2], *k_bhgsd.shape[2:4]
+    q_bhtd, k_bhtd, v_bhtd = (part.flatten(2, 3) for part in (q_bhqsd, k_bhgsd, v_bhgsd))
     if backend == "dense":
-        return _dense(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
-    if backend == "flex":
-        return _flex(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
-    raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
+        mask = group_mask(num_depths, length, device, causal)
+        if documents is not None:
+            number_gs = documents.numbers(length).repeat(num_depths)
+            mask &= number_gs[:, None] == number_gs
+        mask = mask[-query_depths * length :]
+        out = F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
+    elif device.type != "cuda":
+        raise UserError(
+            f"attention backend `flex` needs a CUDA device, not {device.type} (FlexAttention has no backward there): "
+            "use drafter.options.attention=folded"
+        )
+    else:
+        block_mask = _flex_block_mask(query_depths, num_depths, length, device, causal, documents)
+        out = _compiled_flex_attention()(
+            q_bhtd, k_bhtd, v_bhtd, block_mask=block_mask, scale=scale, enable_gqa=q_bhtd.shape[1] != k_bhtd.shape[1]
+        )
+    return out.unflatten(2, (query_depths, length))
 
 
 def group_mask(num_depths: int, length: int, device: torch.device | str = "cpu", causal: bool = True) -> Tensor:
@@ -153,52 +170,6 @@ def _may_see(query: Tensor, key: Tensor, length: int, causal: bool) -> Tensor:
     real_past = (key_depth == 0) & (key_position <= query_position)
     is_seen = (key_depth <= query_depth) if causal else (query_depth >= 1)
     return real_past | ((key_depth >= 1) & is_seen & (key_position == query_position))
-
-
-def _dense(
-    q_bhqsd: Tensor,
-    k_bhgsd: Tensor,
-    v_bhgsd: Tensor,
-    scale: float,
-    documents: Documents | None = None,
-    causal: bool = True,
-) -> Tensor:
-    query_depths, length = q_bhqsd.shape[2:4]
-    num_depths = k_bhgsd.shape[2]
-    mask = group_mask(num_depths, length, q_bhqsd.device, causal)
-    if documents is not None:
-        number_gs = documents.numbers(length).repeat(num_depths)
-        mask &= number_gs[:, None] == number_gs
-    mask = mask[-query_depths * length :]
-    k_bhtd, v_bhtd = k_bhgsd.flatten(2, 3), v_bhgsd.flatten(2, 3)
-    out = F.scaled_dot_product_attention(q_bhqsd.flatten(2, 3), k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
-    return out.unflatten(2, (query_depths, length))
-
-
-def _flex(
-    q_bhqsd: Tensor,
-    k_bhgsd: Tensor,
-    v_bhgsd: Tensor,
-    scale: float,
-    documents: Documents | None = None,
-    causal: bool = True,
-) -> Tensor:
-    if q_bhqsd.device.type != "cuda":
-        raise UserError(
-            f"attention backend `flex` needs a CUDA device, not {q_bhqsd.device.type} (FlexAttention has no backward "
-            "there): use drafter.options.attention=folded"
-        )
-    query_depths, length = q_bhqsd.shape[2:4]
-    block_mask = _flex_block_mask(query_depths, k_bhgsd.shape[2], length, q_bhqsd.device, causal, documents)
-    out = _compiled_flex_attention()(
-        q_bhqsd.flatten(2, 3),
-        k_bhgsd.flatten(2, 3),
-        v_bhgsd.flatten(2, 3),
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=q_bhqsd.shape[1] != k_bhgsd.shape[1],
-    )
-    return out.unflatten(2, (query_depths, length))
 
 
 @functools.cache
