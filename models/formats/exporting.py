@@ -22,7 +22,7 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterCo
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.importing import read_checkpoint
-from draftsmith.models.formats.layout import Checkpoint, Exporter, Parameters, config_differences, drafted_tokens
+from draftsmith.models.formats.layout import Exporter, config_differences, drafted_tokens
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.errors import UserError, did_you_mean
@@ -247,7 +247,16 @@ def export_drafter(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
     try:
-        _write_checkpoint(exporter.write(drafter), partial, exporter.weights_file)
+        written = exporter.write(drafter)
+        partial.mkdir()
+        (partial / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+        # Copies: safetensors refuses tensors that share memory.
+        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in written.tensors.items()}
+        if exporter.weights_file.endswith(".safetensors"):
+            save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
+        else:
+            torch.save(tensors, partial / exporter.weights_file)
+        share_as_usual(partial)
         check_written(partial, drafter, exporter)
         (partial / EXPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
         if folder.exists():
@@ -259,53 +268,34 @@ def export_drafter(
     return made
 
 
-def _write_checkpoint(checkpoint: Checkpoint, folder: Path, weights_file: str) -> None:
-    """Write `config.json` and the weights."""
-    folder.mkdir(parents=True)
-    text = json.dumps(checkpoint.config, indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    # Copies: safetensors refuses tensors that share memory.
-    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in checkpoint.tensors.items()}
-    if weights_file.endswith(".safetensors"):
-        save_file(tensors, folder / weights_file, {"format": "pt"})
-    else:
-        torch.save(tensors, folder / weights_file)
-    share_as_usual(folder)
-
-
 def check_written(folder: Path, drafter: Drafter, exporter: Exporter) -> None:
     """
     Raises:
         RuntimeError: The folder holds not what its reader asks for, or not the drafter: a bug of ours.
     """
-    read = read_checkpoint(folder)
-    target_config = drafter.config.target_config
+    read, config = read_checkpoint(folder), drafter.config
     wrong = []
     if "num_attention_heads" in read.config:
-        differences = config_differences(read.config, target_config, exactly=True, layers=exporter.layers)
+        differences = config_differences(read.config, config.target_config, exactly=True, layers=exporter.layers)
         wrong = [f"config: {sentence}" for sentence in differences]
-    wrong = wrong or _read_back_wrong(exporter.read(read, target_config), drafter)
+    if not wrong:
+        back, state = exporter.read(read, config.target_config), drafter.state_dict()
+        if config.draft_vocab_size == config.target_config["vocab_size"]:
+            back = eagle.with_own_head(back)
+        wrong += [] if back.kind == kind_of(config) else [f"it would be read as {back.kind}"]
+        wrong += [
+            f"option {key} would be read as {value!r}"
+            for key, value in back.options.items()
+            if key not in UNCOMPARED and getattr(config, key) != value
+        ]
+        names = [
+            name
+            for name in sorted(state.keys() | back.state.keys())
+            if name not in state
+            or name not in back.state
+            or state[name].dtype != back.state[name].dtype
+            or not torch.equal(state[name].cpu(), back.state[name])
+        ]
+        wrong += [f"read back, {some_of(names)} differ"] if names else []
     if wrong:
         raise RuntimeError(f"the export is not what it should be: {'; '.join(wrong)}")
-
-
-def _read_back_wrong(back: Parameters, drafter: Drafter) -> list[str]:
-    """List where what is read back is not the drafter."""
-    if getattr(drafter.config, "draft_vocab_size", None) == drafter.config.target_config["vocab_size"]:
-        back = eagle.with_own_head(back)
-    wrong = [] if back.kind == kind_of(drafter.config) else [f"it would be read as {back.kind}"]
-    wrong += [
-        f"option {key} would be read as {value!r}"
-        for key, value in back.options.items()
-        if key not in UNCOMPARED and getattr(drafter.config, key) != value
-    ]
-    state = drafter.state_dict()
-    names = [
-        name
-        for name in sorted(state.keys() | back.state.keys())
-        if name not in state
-        or name not in back.state
-        or state[name].dtype != back.state[name].dtype
-        or not torch.equal(state[name].cpu(), back.state[name])
-    ]
-    return wrong + ([f"read back, {some_of(names)} differ"] if names else [])
