@@ -136,10 +136,10 @@ def evaluate_command(
         return
     if engine != "vllm":
         raise UserError(f"there is no engine {engine}: {did_you_mean(engine, ['vllm'], 'use vllm')}")
-    from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine, read_levels
+    from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 
     heading("measure", f"{loaded.name} in {engine}")
-    tell(asdict(evaluate_in_engine(loaded, ServingOptions(read_levels(concurrency), *chosen))))
+    tell(asdict(evaluate_in_engine(loaded, ServingOptions(concurrency, *chosen))))
 
 
 @app.command()

@@ -66,7 +66,7 @@ BYTES_OF_AN_ELEMENT = 4
 class ServingOptions:
     """Hold the options of a measurement in an engine.
 
-    concurrency: numbers of questions in flight, one measurement each.
+    concurrency: numbers of questions in flight, one measurement each, as `1,4,16`.
     server: URL of one that drafts; plain_server: the same target without a drafter. Without, vLLM's is started.
     server_model: its name there; api_key_env: the environment variable that holds the key.
     engine_options: of a server that is started, `VllmOptions` in YAML. correct_cpu_sampling: see `cpu_sampling`.
@@ -75,7 +75,7 @@ class ServingOptions:
         UserError: What is given does not go together.
     """
 
-    concurrency: tuple[int, ...] = (1, 4, 16, 64)
+    concurrency: str = "1,4,16,64"
     engine_options: str = "{}"
     server: str | None = None
     plain_server: str | None = None
@@ -84,6 +84,10 @@ class ServingOptions:
     correct_cpu_sampling: bool = False
 
     def __post_init__(self) -> None:
+        words = [word.strip() for word in self.concurrency.split(",")]
+        if not all(word.isdecimal() and int(word) > 0 for word in words):
+            wanted = "numbers above 0 with commas between them, as 1,4,16"
+            raise UserError(f"option --concurrency: {wanted}, not {self.concurrency!r}")
         of_given = {
             "--plain-server": self.plain_server,
             "--server-model": self.server_model,
@@ -96,17 +100,10 @@ class ServingOptions:
             if value:
                 raise UserError(f"option {name} is for a server that is started here: give it without --server")
 
-
-def read_levels(text: str) -> tuple[int, ...]:
-    """Read `1,4,16` as numbers, ascending.
-
-    Raises:
-        UserError: They are none.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"option --concurrency: numbers above 0 with commas between them, as 1,4,16, not {text!r}")
-    return tuple(sorted({int(word) for word in words}))
+    @property
+    def levels(self) -> list[int]:
+        """The numbers of questions in flight, ascending."""
+        return sorted({int(word) for word in self.concurrency.split(",")})
 
 
 @dataclass(frozen=True)
@@ -185,7 +182,7 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
     limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
     length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, new_tokens, None)
     length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
-    most = max(options.concurrency)
+    most = max(options.levels)
     arguments = measured_arguments(engine_options, setting.of_engine, target.config, length, most)
 
     @contextmanager
@@ -297,7 +294,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
             )
         for temperature in choices.temperatures:
             settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
-            for concurrency in options.concurrency:
+            for concurrency in options.levels:
                 endpoint.forget_prompts()
                 asked = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
                 if not asked.answers:
@@ -314,7 +311,7 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked]) -> list[GreedyProof
         if asked.temperature == 0
     }
     target, proofs = None, []
-    for concurrency in setting.options.concurrency:
+    for concurrency in setting.options.levels:
         if (PLAIN, concurrency) not in greedy:
             continue
         expected, found = greedy[PLAIN, concurrency], greedy[DRAFTING, concurrency]
@@ -393,12 +390,9 @@ def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedR
 
 def chain_of(evaluation: EvalRecipe, drafted_tokens: int) -> MethodRecipe | None:
     """Find the method that drafts as an engine does: the run's drafter, its whole chain, losslessly."""
-    for method in evaluation.methods:
-        whole = method.max_depth is None or method.max_depth == drafted_tokens
-        own = method.kind == DRAFTER_KIND and method.drafter is None
-        if own and whole and method.tree == "chain" and method.lenience == 1:
-            return method
-    return None
+    own = (method for method in evaluation.methods if method.kind == DRAFTER_KIND and method.drafter is None)
+    chains = (method for method in own if method.tree == "chain" and method.lenience == 1)
+    return next((method for method in chains if method.max_depth in (None, drafted_tokens)), None)
 
 
 def own_figures(

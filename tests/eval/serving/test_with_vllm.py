@@ -114,7 +114,7 @@ def past_the_end(setup: Setup) -> list[list[int]]:
 
 
 def test_started_as_in_our_decoder(setup: Setup) -> None:
-    evaluate_in_engine(setup.recipe, ServingOptions(concurrency=(1, 16)))
+    evaluate_in_engine(setup.recipe, ServingOptions(concurrency="1,16"))
     figures = result(setup, "vllm.json")
     ours = figures["own"][1]
     by_question = past_the_end(setup)
