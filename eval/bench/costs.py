@@ -14,7 +14,7 @@ from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.trees.adaptive import AdaptiveTree, Curve, RoundCosts, never_falling
+from draftsmith.eval.trees.adaptive import Curve, RoundCosts, never_falling
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
@@ -28,15 +28,8 @@ def give_costs(session: TargetSession, methods: Sequence[MeasuredMethod], prompt
     """Measure what adaptive methods weigh tokens against, for those that do not know it yet; see `MeasuredCosts`."""
     costs = MeasuredCosts(session, prompt)
     for measured in methods:
-        if asking(measured.method) is not None:
-            session.read_layers(measured.feature_layers)
-            costs.give(measured.method)
-
-
-def asking(method: Method) -> AdaptiveTree | None:
-    """The part of a method that cuts its trees by costs that it does not know yet, if it has one."""
-    adaptive = method.adaptive if isinstance(method, DrafterMethod) else None
-    return None if adaptive is None or adaptive.costs is not None else adaptive
+        session.read_layers(measured.feature_layers)
+        costs.give(measured.method)
 
 
 class MeasuredCosts:
@@ -57,14 +50,13 @@ class MeasuredCosts:
         return verify_curve(self._session, self._prompt)
 
     def give(self, method: Method) -> None:
-        """Tell a method the costs, if it asks; the session reads its drafter's layers."""
-        adaptive = asking(method)
-        if adaptive is None or not isinstance(method, DrafterMethod):
+        """Tell a method the costs if it cuts its trees by some and knows none; the session reads its layers."""
+        if not isinstance(method, DrafterMethod) or method.adaptive is None or method.adaptive.costs is not None:
             return
         decoder = method.decoder
         if id(decoder) not in self._of_decoder:
             self._of_decoder[id(decoder)] = self._round_costs(decoder)
-        adaptive.costs = self._of_decoder[id(decoder)]
+        method.adaptive.costs = self._of_decoder[id(decoder)]
 
     def _round_costs(self, decoder: SequenceDecoder) -> RoundCosts:
         new_tokens = min(DRAFTED_TOKENS, self._session.max_length_tokens - len(self._prompt))

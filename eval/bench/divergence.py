@@ -123,7 +123,10 @@ def find_divergences(
     A later turn's prompt has the answers before it, so that only the first turn which differs can be compared.
     """
     turns_of = {question.question_id: question.turns for question in bench.questions}
-    by_place = {_place(each): each for each in known}
+    by_place = {
+        (each.run, each.arm, each.turn, each.question_id, each.position, each.expected, each.found): each
+        for each in known
+    }
     measured: dict[tuple[object, ...], Divergence] = {}
     found: list[RecordedDivergence] = []
     for record in records:
@@ -147,7 +150,3 @@ def find_divergences(
                 found.append(by_place[place])
                 break
     return found
-
-
-def _place(each: RecordedDivergence) -> tuple[object, ...]:
-    return (each.run, each.arm, each.turn, each.question_id, each.position, each.expected, each.found)

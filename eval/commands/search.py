@@ -2,7 +2,7 @@
 
 A trial is the recipe with other values of what is tuned, the same keys and ranges for every kind that has them, trained
 for a few steps with a schedule that ends there, on the recipe's data without the rows that are kept out. Its score is
-the tau of the recipe's trees on those rows, replayed (`eval/bench/replay.py`): the mean over its methods.
+the tau of the recipe's trees on those rows, replayed (`replay`): the mean over its methods.
 
 The first trial is the recipe as it is. The others are drawn: learning rates spread evenly on a logarithmic scale (van
 der Corput's sequence), the rest by the trial's number. So more trials begin with the same ones, and what was trained
@@ -12,18 +12,20 @@ before is found in its folder, `runs/<name>-trial-<number>-of-<steps>-steps`.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import load_tokens
-from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_distill
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.drafter import drafter_method
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import DraftTree, Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.target.features import target_features
@@ -32,7 +34,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
-from draftsmith.train.drafter.rows import split_rows
+from draftsmith.train.drafter.rows import answers_in, split_rows
 from draftsmith.train.drafter.stage import train_drafter
 
 LEARNING_RATE_RANGE = (0.25, 4.0)  # times the recipe's
@@ -188,3 +190,47 @@ def _scored_methods(recipe: Recipe) -> list[Any]:
 
 def _text(values: dict[str, float | str]) -> str:
     return " ".join(f"{key}={value if isinstance(value, str) else f'{value:g}'}" for key, value in values.items())
+
+
+@torch.inference_mode()
+def replay(method: Method, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float | None:
+    """Draft through every answer of every row, at T = 0 without the target; tau over all rounds, None without any.
+
+    Self-distilled answers are what the target would say after every token, and one forward over a row gives the
+    features of all rounds. Ties aside, rounds are those of `decoding/loop.py`; where the data were sampled, tau is that
+    of following the sample.
+
+    Args:
+        rows: Token ids [S], loss mask [S], 1 at the tokens of answers, and the features [S, F] that the method reads.
+    """
+    lengths: list[int] = []
+    for ids_s, mask_s, features_sf in rows:
+        for first, last in answers_in(mask_s.tolist()):
+            if first and last > first:
+                lengths += accepted_lengths(method, ids_s.tolist(), features_sf, first, last)
+    return sum(lengths) / len(lengths) if lengths else None
+
+
+def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first: int, last: int) -> list[int]:
+    """Count the tokens that each round commits, the target's own included, of the answer from `first` to `last`."""
+    method.start(ids[:first], features_sf[:first])
+    method.observe([ids[first]], features_sf[first - 1 : first])
+    newest, lengths = first, []
+    while newest < last:
+        tree = method.propose().cut_to_depth(last - newest - 1)
+        committed = _accepted(tree, ids[newest + 1 :]) + 1
+        lengths.append(committed)
+        if newest + committed < last:
+            method.observe(ids[newest + 1 : newest + 1 + committed], features_sf[newest : newest + committed])
+        newest += committed
+    return lengths
+
+
+def _accepted(tree: DraftTree, following: list[int]) -> int:
+    """Count how many of the tokens that follow the root are in the tree, from the root on."""
+    node, accepted = 0, 0
+    while (child := next((c for c in tree.children(node) if tree.tokens[c] == following[accepted]), None)) is not None:
+        node, accepted = child, accepted + 1
+        if accepted == len(following):
+            break
+    return accepted
