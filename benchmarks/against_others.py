@@ -127,6 +127,8 @@ def transformers_side(target: PreTrainedModel, asked: Asked, draft: Any = None, 
 
 
 def llama_side(complete: Complete, dtype: str, asked: Asked) -> Side:
+    """Make a side of a `llama-server`."""
+
     def answer(prompt: list[int]) -> Answer:
         begin_s = time.perf_counter()
         ids, decode_s = complete(prompt, asked.tokens)

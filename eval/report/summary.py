@@ -10,7 +10,7 @@ speedup of a run     (tokens / s of the method) / (tokens / s of the autoregress
 speedup_by_question  the same, with means over questions of each one's tokens / s (Spec-Bench, evaluation/speed.py,
                      whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above
 tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
-latency              seconds between tokens as a user sees them: see `latency_percentiles`
+latency              seconds between tokens as a user sees them: see `latencies`
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): what is lost
                      in the loop's own Python; decoding = without the prefill
@@ -117,7 +117,7 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         "tokens": sum(len(turn.ids) for turn in turns),
         "tokens_per_s": _speed(turns),
         "first_token_s": statistics.median(turn.first_token_s for turn in turns),
-        **dict(zip(("latency_p50_s", "latency_p90_s"), latency_percentiles(turns, 50, 90), strict=True)),
+        **latencies(turns),
         "lossless": first.lossless,
         **draft_vocabulary_figures(turns),
         **_intervals(records, key, category),
@@ -145,10 +145,8 @@ def question_sums(
 def _intervals(records: list[QuestionRecord], key: str, category: str) -> dict[str, list[float] | None]:
     sums = question_sums(records, key, category)
     drafts = bool(sums.rounds.sum()) and records[0].answers[key].method != AUTOREGRESSIVE
-    return {
-        "tau_interval": bootstrap.interval(bootstrap.tau, sums) if drafts else None,
-        "speedup_interval": bootstrap.interval(bootstrap.speedup, sums) if drafts else None,
-    }
+    figures = {"tau_interval": bootstrap.tau, "speedup_interval": bootstrap.speedup}
+    return {name: bootstrap.interval(figure, sums) if drafts else None for name, figure in figures.items()}
 
 
 def _identity(
@@ -196,16 +194,14 @@ def _speed(turns: Iterable[AnswerRecord]) -> float:
     return sum(len(turn.ids) for turn in turns) / sum(turn.wall_time_s for turn in turns)
 
 
-def latency_percentiles(turns: list[AnswerRecord], *percents: float) -> list[float | None]:
+def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
     """Seconds from one token to the next as a user sees them, percentiles over all tokens after the prefill's.
 
     A round's tokens arrive together: each of k kept ones counts as the round's seconds / k. Linear between tokens.
     """
     rounds = [pair for turn in turns for pair in zip(turn.round_s, turn.accept_lengths, strict=True)]
-    if not rounds:
-        return [None for _ in percents]
     per_token = np.repeat([seconds / kept for seconds, kept in rounds], [kept for _, kept in rounds])
-    return np.percentile(per_token, percents).tolist()
+    return {f"latency_p{n}_s": float(np.percentile(per_token, n)) if rounds else None for n in (50, 90)}
 
 
 def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | None = None) -> list[Row]:
@@ -305,19 +301,16 @@ def best_row(rows: list[Row]) -> Row | None:
 
 def shown_categories(summary: list[Row]) -> list[str]:
     """Categories to which every question belongs exactly once, without `overall`."""
-    categories = list(dict.fromkeys(row["category"] for row in summary if row["category"] != OVERALL))
     parts = parts_of_mt_bench(summary)
-    return [category for category in categories if category not in parts]
+    return list(dict.fromkeys(row["category"] for row in summary if row["category"] not in (OVERALL, *parts)))
 
 
 def parts_of_mt_bench(summary: list[Row]) -> list[str]:
     """The categories that `mt_bench` stands for, where it is shown itself."""
-    categories = list(dict.fromkeys(row["category"] for row in summary))
+    categories = dict.fromkeys(row["category"] for row in summary)
     if MT_BENCH not in categories:
         return []
-    return [
-        category for category in categories if category not in (MT_BENCH, OVERALL) and task_of(category) == MT_BENCH
-    ]
+    return [each for each in categories if each not in (MT_BENCH, OVERALL) and task_of(each) == MT_BENCH]
 
 
 # ---- what is computed of the rows ----

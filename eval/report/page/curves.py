@@ -58,11 +58,11 @@ def scale_around(values: Sequence[float], *also: float) -> Scale:
     return Scale(low - room, high + room)
 
 
-def round_values(low: float, high: float, about: int = 5) -> list[float]:
+def round_values(low: float, high: float, about: int) -> list[float]:
     """Choose multiples of 1, 2, 2.5 or 5 times a power of ten, from low to high."""
     if not low < high:
         return [low]
-    raw = (high - low) / max(1, about)
+    raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in STEPS if power * factor >= raw * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
@@ -209,20 +209,17 @@ def compared_drafters(
             best[name] = max(best.get(name, row), row, key=lambda each: each["speedup_mean"])
     if len(best) < 2:
         return []
-    keys = differing_settings([trained[name].settings for name in best])
+    every = [trained[name].settings for name in best]
+    # Hashes of data and weights, in brackets, say nothing to a reader.
+    keys = dict.fromkeys(key for each in every for key in each if "(" not in key)
+    differing = [key for key in keys if any(each.get(key) != every[0].get(key) for each in every)]
     found = []
     for name, row in best.items():
         settings = trained[name].settings
-        values = (f"{key.rpartition('.')[2]} {settings[key]}" for key in keys if settings.get(key) is not None)
+        values = (f"{key.rpartition('.')[2]} {settings[key]}" for key in differing if settings.get(key) is not None)
         differs = without_places(", ".join(values))
         found.append(ComparedDrafter(name, trained[name], _held_out(trained[name]), differs, row))
     return sorted(found, key=lambda each: -each.row["speedup_mean"])
-
-
-def differing_settings(settings: list[dict[str, Any]]) -> list[str]:
-    """Find the keys whose values are not the same for all; hashes of data and weights say nothing to a reader."""
-    keys = dict.fromkeys(key for each in settings for key in each if "(" not in key)
-    return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
 
 
 def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:

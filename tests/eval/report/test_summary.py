@@ -14,7 +14,7 @@ from draftsmith.eval.report.summary import (
     acceptance_by_depth,
     baseline_speeds,
     evaluation_figures,
-    latency_percentiles,
+    latencies,
     parts_of_mt_bench,
     shown_categories,
     summarize,
@@ -133,8 +133,8 @@ def test_timing_by_hand() -> None:
 def test_the_clock_by_hand() -> None:
     """Rounds of .4 s for 4 tokens, .3 s for 1, .1 s for 1: latencies .1 x 5 and .3, whose median is .1, p90 .2."""
     answer = AnswerRecord(round_s=[0.4, 0.3, 0.1], accept_lengths=[4, 1, 1])
-    assert latency_percentiles([answer], 50, 90) == [pytest.approx(0.1), pytest.approx(0.2)]
-    assert latency_percentiles([AnswerRecord()], 50, 90) == [None, None]
+    assert latencies([answer]) == {"latency_p50_s": pytest.approx(0.1), "latency_p90_s": pytest.approx(0.2)}
+    assert latencies([AnswerRecord()]) == {"latency_p50_s": None, "latency_p90_s": None}
     row = summarize([made_up(0, 2.0, 4.0)])[-1]
     assert (row["tokens_per_s"], row["first_token_s"]) == (5.0, 0.05)
     assert row["latency_p50_s"] == pytest.approx(0.37 / 3)

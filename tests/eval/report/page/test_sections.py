@@ -8,7 +8,6 @@ from support.report_facts import TIMING, records_of, row
 from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
 from draftsmith.eval.report.page.curves import (
     compared_drafters,
-    differing_settings,
     training_curves,
 )
 from draftsmith.eval.report.page.methods import MOST_DEPTHS, depths_of, mean_rounds, method_tables, timeline
@@ -165,4 +164,3 @@ def test_drafters_beside_each_other() -> None:
     assert (own.name, own.row["method"], own.differs, own.held_out) == ("demo", "own", "num_masks 8", None)
     assert (a.name, a.row["method"], a.row["speedup_mean"], a.differs) == ("a", "a-2", 1.4, "num_masks 4")
     assert compared_drafters({"a": trained["a"]}, recipe, summary) == []
-    assert differing_settings([{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}]) == ["b"]
