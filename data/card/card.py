@@ -119,8 +119,8 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             "sources": {source.label: _origin(source) for source in recipe.data.conversations.sources},
             "data_files": {file.relative_to(folder).as_posix(): sha256_of(file) for file in view.files()},
             "records": view.fingerprint(),
-            "vocabulary": _sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True)),
-            "chat_template": _sha256(str(tokenizer.chat_template)),
+            "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
+            "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         },
         "versions": versions(),
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
@@ -154,10 +154,6 @@ def _origin(source: MixedSourceRecipe) -> str:
     parts = [source.file or f"split {source.hub_split}", f"revision {source.revision or 'main'}"]
     parts += [f"configuration {source.hub_config}"] if source.hub_config else []
     return f"Hub dataset {source.source}, {', '.join(parts)}"
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _lengths(tokens: list[int]) -> dict[str, float]:

@@ -202,7 +202,8 @@ class _Distillation:
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
         self.finished: list[Finished] = []
         self.answer_lead = template_answer_lead(tokenizer)
-        self.settings = GenerationSettings.of(recipe.data.distill)
+        chosen = recipe.data.distill
+        self.settings = GenerationSettings(chosen.temperature, chosen.top_k, chosen.top_p, chosen.max_new_tokens)
 
     def run(self, waiting: deque[str]) -> None:
         """Ask until every conversation is settled, by this process or another."""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
-from draftsmith.recipes.schema import DistillRecipe, Recipe
+from draftsmith.recipes.schema import Recipe
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,10 +30,6 @@ class GenerationSettings:
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 512
-
-    @classmethod
-    def of(cls, recipe: DistillRecipe) -> GenerationSettings:
-        return cls(recipe.temperature, recipe.top_k, recipe.top_p, recipe.max_new_tokens)
 
 
 @dataclass(frozen=True)
