@@ -210,7 +210,7 @@ def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def one_for_none(counts: Tensor) -> Tensor:
-    """Counts to divide by: expected ones may lie below 1, and where there is none there is nothing to divide."""
+    """Return counts to divide by: expected ones may be below 1, and where there is none there is nothing to divide."""
     return torch.where(counts > 0, counts, 1)
 
 
@@ -318,7 +318,7 @@ def chunks_made_for(device_type: str) -> Iterator[None]:
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
-    """Rows whose logits exist at once.
+    """Return how many rows' logits exist at the same time.
 
     As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
     would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all

@@ -103,7 +103,7 @@ class DraftHead:
     markov: MarkovHead | None
 
     def rows_of(self, labels_n: Tensor) -> Tensor:
-        """Rows of the head [N] for tokens [N], -100 for those that it does not have."""
+        """Return rows of the head [N] for tokens [N], -100 for those that it does not have."""
         if self.t2d is None:
             return labels_n
         return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_n]
@@ -154,7 +154,7 @@ class RowLosses:
 
 
 def training_loss(drafter: Any, batch: Batch, parts: Iterable[LabelledRows]) -> DrafterOutput:
-    """The loss of a step, and its sums by depth: the one place where rows are weighed.
+    """Make the loss of a step, and its sums by depth: the one place where rows are weighed.
 
     The loss of a row is `class_weight` times that through the head, plus `further_losses` of the drafter, if it has
     any. Each is a mean over the rows of its depth, these weighted with the depth's share; with D-PACE a sum over rows,

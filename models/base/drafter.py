@@ -62,7 +62,7 @@ MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
 
 
 def one_message(message: str) -> WrapValidator:
-    """For a value of several possible types: this sentence, in place of pydantic's own about each of them."""
+    """Give this sentence of a value of several possible types, in place of pydantic's own about each of them."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
@@ -120,7 +120,7 @@ class DrafterOptions(Section):
 
     @classmethod
     def checked(cls, values: dict[str, Any], target_config: dict[str, Any]) -> Self:
-        """Typed options, with the defaults that depend on the target.
+        """Check options; return them typed, with the defaults that depend on the target.
 
         Raises:
             UserError: An option is unknown, or has a wrong value.
@@ -132,7 +132,7 @@ class DrafterOptions(Section):
 
     @property
     def num_depths(self) -> int:
-        """G, the depths that are trained."""
+        """Return G, the number of depths that are trained."""
         return 1
 
     def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
@@ -227,7 +227,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        """D of the target. DeepSpeed's `auto` sizes are computed from it."""
+        """Return D of the target. DeepSpeed's `auto` sizes are computed from it."""
         return self.target_config.get("hidden_size", 0)
 
     @property
@@ -237,7 +237,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def num_depths(self) -> int:
-        """G, the depths that are trained."""
+        """Return G, the number of depths that are trained."""
         return self.options.num_depths
 
 
@@ -303,7 +303,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The layers of the target whose features it reads, concatenated in this order: ids of `FeatureTap`."""
+        """Return the layers of the target whose features it reads, concatenated in this order: ids of `FeatureTap`."""
         return tuple(getattr(self.config, "feature_layers", None) or (FINAL_FEATURES,))
 
     @property
@@ -313,7 +313,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def layers_read(self) -> tuple[int, ...]:
-        """The layers that a training step reads: `feature_layers`, then the final one if only the loss needs it."""
+        """Return the layers that a training step reads: `feature_layers`, and the final one if the loss needs it."""
         layers = self.feature_layers
         return (*layers, FINAL_FEATURES) if self.needs_teacher and FINAL_FEATURES not in layers else layers
 
@@ -353,12 +353,12 @@ class Drafter(PreTrainedModel):
 
     @property
     def target_change(self) -> str | None:
-        """One plain sentence for the report, if attaching this drafter changes what the target says."""
+        """Say for the report in a sentence, if attaching this drafter changes what the target says."""
         return None
 
     @contextmanager
     def original_target(self) -> Iterator[None]:
-        """A context in which the target is as it was before the drafter changed it."""
+        """Make a context in which the target is as it was before the drafter changed it."""
         yield
 
     @property
@@ -367,7 +367,7 @@ class Drafter(PreTrainedModel):
         return self.config.options.depth_shares(self.training_progress_frac if self.training else 1.0)
 
     def learning_rate_factors(self) -> dict[str, float]:
-        """Factors on the recipe's learning rate, by the beginning of the parameters' names."""
+        """Return factors on the recipe's learning rate, by the beginning of the parameters' names."""
         return {}
 
     def attach(self, target: PreTrainedModel) -> Self:
@@ -401,16 +401,16 @@ class Drafter(PreTrainedModel):
 
     @property
     def own_heads(self) -> list[nn.Linear]:
-        """Linear layers [V', D] that it trains itself, for depths 1, 2, ... or one for all; none by default."""
+        """Return linear layers [V', D] that it trains itself, for depths 1, 2, ... or one for all; none by default."""
         return []
 
     @property
     def borrowed_head(self) -> nn.Linear:
-        """The target's frozen head, or the rows of it that are drafted: a linear layer [V', D]."""
+        """Return the target's frozen head, or the rows of it that are drafted: a linear layer [V', D]."""
         return self.reduced_head if self._reduced and not self.own_heads else cast(nn.Linear, self.attached.lm_head)
 
     def head_linear(self, depth: int = 0) -> nn.Linear:
-        """The linear layer [V', D] that gives the logits of this depth, counted from 0."""
+        """Return the linear layer [V', D] that gives the logits of this depth, counted from 0."""
         heads = self.own_heads
         return heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head
 
@@ -447,7 +447,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def columns(self) -> TokenColumns:
-        """The tokens that its decoders' logits are of."""
+        """Return the tokens that its decoders' logits are of."""
         return TokenColumns(self.draft_ids, len(self.t2d)) if self._reduced else ALL_TOKENS
 
     def over_all_tokens(self, logits: Tensor) -> Tensor:
@@ -495,7 +495,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def draft_vocabulary(self) -> DraftedShare | None:
-        """The share of the data that it can draft; None if it drafts every token, or was not prepared."""
+        """Return the share of the data that it can draft; None if it drafts every token, or was not prepared."""
         counts_v = self._token_counts_v
         if counts_v is None:
             return None
@@ -526,7 +526,7 @@ class Drafter(PreTrainedModel):
         teacher_features: Tensor | None = None,
         label_counts: Tensor | None = None,
     ) -> DrafterOutput:
-        """The training loss, of all groups at once.
+        """Return the training loss of all groups of a batch.
 
         Args:
             input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
@@ -580,7 +580,7 @@ class Drafter(PreTrainedModel):
         return counts_2g if shares is None else counts_2g * numbers_beside(counts_2g, shares)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
-        """A decoder for sequences of at most this many tokens, prompt included."""
+        """Make a decoder for sequences of at most this many tokens, prompt included."""
         raise NotImplementedError
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -592,7 +592,7 @@ class Drafter(PreTrainedModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, options: dict[str, Any]) -> Self:
-        """A new, untrained drafter for this target, attached to it.
+        """Make a new, untrained drafter for this target, attached to it.
 
         Args:
             options: `drafter.options` of the recipe, keys of the config's `Options`.

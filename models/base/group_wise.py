@@ -77,7 +77,7 @@ class MaskOptions(OneForwardOptions):
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
-    """The token that no text has: the target's padding token, or the last one of its vocabulary."""
+    """Return the token that no text has: the target's padding token, or the last one of its vocabulary."""
     last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
     return padding if padding is not None and 0 <= padding <= last else last
 
@@ -244,13 +244,13 @@ class GroupWiseDrafter(Drafter):
     # ---- decoding ----
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
-        """Masks draft all depths in one forward; other kinds grow a tree, `draft_depth` levels deep."""
+        """Draft all depths in one forward of the masks; kinds without masks grow a tree, `draft_depth` levels deep."""
         if self.mask_inputs() is None:
             return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
         return self.with_markov_head(ParallelDecoder(self, max_length_tokens))
 
     def with_markov_head(self, decoder: DrafterDecoder) -> DrafterDecoder | StepwiseDecoder:
-        """A decoder of one forward, whose logits the Markov head changes by the token before, if there is one."""
+        """Let the Markov head, if there is one, change a decoder's logits by the token before."""
         head = self.markov_head
         if head is None:
             return decoder

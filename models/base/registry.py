@@ -61,7 +61,7 @@ class Training:
 
 
 def load_drafter_class(kind: str) -> type[Drafter]:
-    """The class that `drafter.kind` names: the attribute `DRAFTER` of `models/drafters/<kind>.py`.
+    """Return the class that `drafter.kind` names, the attribute `DRAFTER` of `models/drafters/<kind>.py`.
 
     Raises:
         UserError: There is no such drafter; lists those that there are.
@@ -79,7 +79,7 @@ def drafter_kinds() -> list[str]:
 
 
 def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
-    """A trained drafter from a folder or the Hub, in the target's dtype, on its device, attached, in eval mode.
+    """Load a trained drafter from a folder or the Hub, in the target's dtype, on its device, attached, in eval mode.
 
     Raises:
         UserError: There is none, its weights are not those of its kind, or not those that training wrote.
@@ -90,7 +90,7 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
 
 
 def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Drafter:
-    """A trained drafter on the CPU, attached to no target; `auto` is the dtype it was saved in.
+    """Load a trained drafter on the CPU, attached to no target; `auto` is the dtype it was saved in.
 
     Raises:
         UserError: As `load_drafter`.
@@ -110,7 +110,7 @@ def read_training(folder: Path) -> Training:
 
 
 def drafter_config(folder: Path) -> dict[str, Any]:
-    """The values of a folder's `config.json`; none where there is no such file.
+    """Read the values of a folder's `config.json`; none where there is no such file.
 
     Raises:
         UserError: It is damaged.
@@ -148,7 +148,7 @@ def check_as_trained(folder: Path) -> str:
 
 
 def drafter_place(location: str, what: str = "drafter") -> Path:
-    """The folder of a drafter: the one that is named, or that the Hub's repository is fetched to.
+    """Return the folder of a drafter: the one that is named, or that the Hub's repository is fetched to.
 
     Within one process an id stands for one commit. Without a connection, for what was fetched before.
 

@@ -73,7 +73,7 @@ PUBLISHED_FEATURE_LAYERS = 5
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Evenly from after the second to before the last two of L layers; of few layers up to before the last."""
+    """Spread layers evenly from the second to the last but two of L; of few, up to the last but one."""
     last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
     first = min(2, last)
     count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
@@ -198,7 +198,7 @@ class DFlashDrafter(GroupWiseDrafter):
         return hidden_nd.new_zeros(len(rows.index_n), hidden_nd.shape[-1]).index_copy(0, block_n, hidden_nd)
 
     def context_keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Rotated keys, and values, [1, Hkv, C, Dh] of each layer, from c [1, C, D] and cos and sin [1, C, Dh]."""
+        """Return each layer's rotated keys and values [1, Hkv, C, Dh], from c [1, C, D] and cos and sin [1, C, Dh]."""
         cos, sin = (part.unsqueeze(1) for part in rotary)
         found = []
         for layer in self.layers:

@@ -38,7 +38,7 @@ class DraftModel(GroupWiseDrafter):
     _keys_to_ignore_on_load_unexpected = ["masks"]  # noqa: RUF012
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """With `init: target`, every so many of the target's layers, from its first to its last, and its final norm."""
+        """Take, with `init: target`, every so many of the target's layers, first to last, and its final norm."""
         if self.config.init != "target":
             return
         source = target.base_model
@@ -48,7 +48,7 @@ class DraftModel(GroupWiseDrafter):
         self.norm.load_state_dict(source.norm.state_dict())
 
     def causal_lm(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The draft model as a model of its own, with a copy of the target's embedding and whole LM head.
+        """Make the draft model a model of its own, with a copy of the target's embedding and whole LM head.
 
         For transformers' assisted generation, and for serving engines: `save_pretrained` it beside the tokenizer.
         """
@@ -60,7 +60,7 @@ class DraftModel(GroupWiseDrafter):
 
 
 def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool) -> PreTrainedModel:
-    """Layers of the target's kind between copies of its embedding and LM head, in the drafter's dtype.
+    """Put the drafter's layers between copies of the target's embedding and LM head, in the drafter's dtype.
 
     Args:
         drafter: Reads embeddings only.

@@ -88,7 +88,7 @@ class DSparkDrafter(DFlashDrafter):
         return self.config.confidence_weight > 0
 
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
-        """The confidence head's, of the rows that the loss through the LM head reads."""
+        """Return the confidence head's loss of the rows that the loss through the LM head reads."""
         if part.overlap_n is None or part.low_rank is None:
             return None
         sure_n = self.confidence_head(part.rows.normed_nd, part.low_rank.rows_nr)

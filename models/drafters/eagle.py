@@ -68,7 +68,7 @@ class EagleLayer(GroupWiseDrafter):
         return True
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """At random: the target's last layer, used to larger inputs, is no better start."""
+        """Start at random: the target's last layer, used to larger inputs, is no better."""
 
     # ---- training ----
 

@@ -51,7 +51,7 @@ INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's 2, L/2, L-3 for a target of L layers, moved apart where L is too small for them to ascend."""
+    """Return EAGLE-3's 2, L/2, L-3 for a target of L layers, moved apart where L is too small for them to ascend."""
     middle = max(num_layers // 2, 1)
     low, high = min(2, middle - 1), max(num_layers - 3, middle + 1)
     return [layer for layer in (low, middle, high) if layer < num_layers]

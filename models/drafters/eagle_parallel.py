@@ -51,7 +51,7 @@ class EagleParallelDrafter(EagleLayer):
         self.masks = nn.Parameter(torch.randn(config.num_masks, self.fc.in_features))
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Masks near the mean embedding, with a random feature of the size that the target's have."""
+        """Start masks near the mean embedding, with a random feature of the size that the target's have."""
         embedding_vd = embeddings_of(target).to(self.masks.dtype)
         noise_kd, drawn_kd = torch.randn_like(self.masks).chunk(2, dim=1)
         embedding_kd = embedding_vd.mean(0) + embedding_vd.std() * noise_kd

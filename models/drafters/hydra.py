@@ -137,7 +137,7 @@ class HydraDrafter(HeadsDrafter):
         return self
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Heads that hand h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
+        """Start with heads that hand h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
         for module in self.modules():
             if isinstance(module, ResidualBlock):
                 module.pass_on()
@@ -191,7 +191,7 @@ class HydraDrafter(HeadsDrafter):
         return self.embedding_norm(embedded) if self.config.embedding_norm else embedded
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
-        """Logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
+        """Return logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
         return self.head_logits(self.heads[j](inputs), j)
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":

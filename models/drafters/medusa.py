@@ -68,7 +68,7 @@ class HeadsDrafter(Drafter):
         return [cast(nn.Linear, head) for head in self.lm_heads] if self.config.lm_heads == "separate" else []
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """LM heads start as the target's own.
+        """Start LM heads as the target's own.
 
         Raises:
             UserError: That has a bias, which LM heads of our own do not have.
@@ -124,7 +124,7 @@ class MedusaDrafter(HeadsDrafter):
         self.add_lm_heads(config)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Every head starts as the target's own LM head."""
+        """Start every head as the target's own LM head."""
         for parameter in self.blocks.parameters():
             parameter.zero_()
         super().initialize_from_target(target)
@@ -164,7 +164,7 @@ class MedusaDecoder:
         self._previous_d = previous_features(features.unsqueeze(0))[0, -1]
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Features [n, D] predicted the n new tokens: the last of them is h_{t-1}."""
+        """Keep the last of the features [n, D] that predicted the n new tokens: it is h_{t-1}."""
         if len(committed_ids):
             self._previous_d = features[-1]
 

@@ -145,7 +145,7 @@ class Medusa2Drafter(MedusaDrafter):
         return self.trains_target and self.config.lm_loss == "kl"
 
     def loss_of_rows(self, rows: ActiveRows, batch: Batch) -> DrafterOutput:
-        """L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
+        """Return L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
 
         The batch's features are the changed target's, with a gradient after the warm-up, its teacher's those of the
         original target, for the `kl` of L_LM.
@@ -183,13 +183,13 @@ class LoraPair(nn.Module):
         self.lora_B = nn.Linear(rank, out_features, bias=False)
 
     def reset(self) -> None:
-        """LoRA's start: no change at all, since B is zero."""
+        """Start as LoRA does: no change at all, since B is zero."""
         nn.init.kaiming_uniform_(self.lora_A.weight, a=5**0.5)
         nn.init.zeros_(self.lora_B.weight)
 
 
 def lora_tree(shapes: dict[str, list[int]], rank: int) -> nn.Module:
-    """A `LoraPair` for each name, below modules that are named like the target's; shapes: [inputs, outputs]."""
+    """Make a `LoraPair` for each name, below modules that are named like the target's; shapes: [inputs, outputs]."""
     root = nn.Module()
     for name, (in_features, out_features) in shapes.items():
         *path, last = name.split(".")
@@ -269,7 +269,7 @@ def merge(target: PreTrainedModel) -> None:
 
 @contextmanager
 def switched_off(target: PreTrainedModel) -> Iterator[None]:
-    """In here the target computes as if it had no adapter."""
+    """Make a context in which the target computes as if it had no adapter."""
     layers = list(adapted_layers(target).values())
     # peft freezes whatever it switches off, and marks whatever it switches on as trainable.
     pairs = [pair[ADAPTER_NAME] for layer in layers for pair in (layer.lora_A, layer.lora_B)]
@@ -286,7 +286,7 @@ def switched_off(target: PreTrainedModel) -> Iterator[None]:
 
 
 def adapted_layers(target: PreTrainedModel) -> dict[str, Any]:
-    """peft's layers that hold our adapter, by name.
+    """Return peft's layers that hold our adapter, by name.
 
     Raises:
         UserError: The target has an adapter that is not ours.

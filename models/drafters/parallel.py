@@ -80,7 +80,7 @@ class ParallelDrafter(GroupWiseDrafter):
             self.embedding_norm = nn.RMSNorm(hidden_size, eps=1e-6)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Masks near the mean embedding; with `init: target` also the target's last layers and a fusion that adds."""
+        """Draw masks near the mean embedding; with `init: target` copy its last layers, and let the fusion add."""
         draw_near_mean_embedding(self.masks, target)
         if self.config.inputs != "embedding":
             self.masks.div_(self.masks.pow(2).mean(-1, keepdim=True).sqrt())

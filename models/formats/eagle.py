@@ -162,7 +162,7 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 
 
 def _norms(config: DrafterConfig) -> dict[str, bool]:
-    """Keys as engines name them; all are off where a reader does not find them."""
+    """Return the norms' keys as engines name them; all are off where a reader does not find them."""
     return {key: bool(getattr(config, key, False)) for key in NORMS}
 
 

@@ -88,7 +88,7 @@ class Exported:
 
 
 def kind_of(config: DrafterConfig) -> str:
-    """`drafter.kind`."""
+    """Return `drafter.kind`."""
     return config.model_type.removeprefix(MODEL_TYPE_PREFIX)
 
 
@@ -140,7 +140,7 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
-    """vLLM's argument of that name, for this folder."""
+    """Return vLLM's argument of that name, for this folder."""
     exporter = EXPORTERS[kind_of(config), "vllm"]
     values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
     return {**values, "parallel_drafting": True} if exporter.parallel else values
@@ -156,7 +156,7 @@ def loading_words(recipe: TargetRecipe) -> list[str]:
 def serving_command(
     config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()
 ) -> str | None:
-    """The command that starts a server with this folder, or None where the format has none.
+    """Return the command that starts a server with this folder, or None where the format has none.
 
     Args:
         loading: Of `loading_words`.

@@ -171,7 +171,7 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
 
 
 def _counts(state: Mapping[str, Tensor], block: str) -> tuple[int, int]:
-    """Heads, and blocks of a head, by the two numbers in the names of blocks."""
+    """Count heads, and blocks of a head, by the two numbers in the names of blocks."""
     places = [(int(match[1]), int(match[2])) for name in state if (match := re.match(block, name))]
     return 1 + max((i for i, _ in places), default=-1), 1 + max((j for _, j in places), default=-1)
 

@@ -172,7 +172,7 @@ NO_ATTENTION_BIAS = Refusal(
 def llama_config(
     config: DrafterConfig, num_layers: int, dtype: str, layers: LayersConfig = layers_config
 ) -> dict[str, Any]:
-    """`config.json` of `num_layers` layers of the drafter's kind, with the target's vocabulary and no tied head."""
+    """Make a `config.json` of `num_layers` layers of the drafter's kind, with the target's vocabulary, untied."""
     source = layers(config.target_config, num_layers)
     values = {key: getattr(source, key, None) for key in LAYER_KEYS}
     values["head_dim"] = values["head_dim"] or source.hidden_size // source.num_attention_heads
@@ -232,7 +232,7 @@ def drafted_of_all(d2t: Tensor, vocabulary: int) -> Tensor:
 
 
 def dtype_name(drafter: Drafter) -> str:
-    """`float32` and the like."""
+    """Return the name of its dtype, `float32` and the like."""
     return str(drafter.dtype).removeprefix("torch.")
 
 

@@ -42,7 +42,7 @@ LayersConfig = Callable[[dict[str, Any], int], PreTrainedConfig]
 
 
 def layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedConfig:
-    """The target's config, cut down to this many layers of full attention and a vocabulary of one.
+    """Return the target's config, cut down to this many layers of full attention and a vocabulary of one.
 
     Raises:
         UserError: The architecture is not supported; lists those that are.
@@ -65,7 +65,7 @@ def layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedC
 
 
 def qwen3_layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedConfig:
-    """This many layers of Qwen 3's kind (q/k norms, no biases, SiLU), as wide as the target's and with its RoPE.
+    """Return a config of layers of Qwen 3's kind (q/k norms, no biases, SiLU), with the target's width and RoPE.
 
     RoPE that turns a part of a head's dimensions only, which Qwen 3 has not, becomes plain RoPE of the same base.
 
@@ -103,7 +103,7 @@ def qwen3_layers_config(target_config: dict[str, Any], num_layers: int) -> PreTr
 
 
 def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
-    """New layers from `layers_config`, initialised as transformers initialises that architecture."""
+    """Make new layers from `layers_config`, initialised as transformers initialises that architecture."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attend)
     skeleton = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.get_default_dtype())
     return TargetLayers(skeleton.layers, skeleton.norm)

@@ -120,7 +120,7 @@ class Grid:
         return (rows if self.in_order else rows.index_select(0, self.index_n)).unsqueeze(0)
 
     def of_depths(self, place_n: Tensor, first: int, count: int) -> Grid:
-        """A grid of `count` depths from `first` on, for these rows, which are all that they have."""
+        """Return a grid of `count` depths from `first` on, for these rows, which are all that they have."""
         batch, num_depths, length = self.shape
         index_n = self.index_n[place_n]
         of_batch_n = index_n // (num_depths * length)
@@ -153,7 +153,7 @@ class ActiveRows:
         position_ids: Tensor | None = None,
         first_token: bool = True,
     ) -> ActiveRows:
-        """Every row, none of them labelled."""
+        """Return every row, none of them labelled."""
         labels_bgs = torch.full(shape, IGNORED_LABEL, device=device)
         return ActiveRows.of(labels_bgs, torch.ones_like(labels_bgs, dtype=torch.bool), position_ids, first_token)
 
@@ -166,7 +166,7 @@ class ActiveRows:
         in_documents: bool = False,
         whole_groups: bool = False,
     ) -> ActiveRows:
-        """The active rows of these labels; one at least.
+        """Return the active rows of these labels; one at least.
 
         Args:
             labels_bgs: [B, G, S], -100 where there is none. A label at depth j implies those at depths below.
@@ -232,12 +232,12 @@ class ActiveRows:
         return self.batch_n * self.shape[2] + self.position_n
 
     def by_depth(self) -> list[tuple[Tensor, Grid]]:
-        """For each depth that has rows: their places among the N, and a grid of that depth alone."""
+        """Return for each depth that has rows their places among the N, and a grid of that depth alone."""
         places = self.depth_n.argsort(stable=True).split(self.counts_g)
         return [(place_n, self.grid.of_depths(place_n, j, 1)) for j, place_n in enumerate(places) if len(place_n)]
 
     def first_and_others(self) -> tuple[tuple[Tensor, Grid], tuple[Tensor, Grid]]:
-        """The same as `by_depth` for the first depth and for all others together. There must be rows of both."""
+        """Return the same as `by_depth` for the first depth and for all others together. There must be rows of both."""
         first = self.counts_g[0]
         place_n = self.depth_n.argsort(stable=True)
         others = self.grid.of_depths(place_n[first:], 1, self.shape[1] - 1)

@@ -87,7 +87,7 @@ class FeatureTap:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def forget(self) -> None:
-        """What a forward that failed left behind."""
+        """Drop what a forward that failed has caught."""
         self._caught.clear()
 
     def _catch_output(self, layer: int) -> Any:

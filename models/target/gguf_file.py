@@ -1,7 +1,7 @@
 """A target from a GGUF file: converted once into a folder of safetensors, which every process, and vLLM, then loads.
 
 transformers reads the architectures and quantizations that it knows and gives plain weights (`gguf_file=`). The folder
-lies in draftsmith's cache and is named after the file's content and the dtype, so that nobody mixes two versions up; it
+is in draftsmith's cache and is named after the file's content and the dtype, so that nobody mixes two versions up; it
 gets its name when it is whole.
 """
 
