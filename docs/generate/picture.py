@@ -31,6 +31,7 @@ WIDTH, LEFT, RIGHT, TOP, STEP, BAR = 720, 232, 124, 46, 32, 17
 def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str]) -> str:
     """The SVG. Bars begin at 0, so that their lengths are the ratios that they show."""
     chosen = {name: rows[name] for name in NAMES}
+    described = [f"{NAMES[name]} {row['speedup_mean']:.2f}x at tau {row['tau']:.2f}" for name, row in chosen.items()]
     most = max((row["speedup_interval"] or [0, row["speedup_mean"]])[1] for row in chosen.values())
     scale = (WIDTH - LEFT - RIGHT) / most
     height = TOP + STEP * len(chosen) + 30
@@ -40,7 +41,7 @@ def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" font-family="system-ui, sans-serif" font-size="14">',
-        f"<title>{_described(chosen)}</title>",
+        f"<title>{escape('Speedup on a CPU: ' + ', '.join(described))}</title>",
         f'<text x="{LEFT}" y="20" fill="{colours["faint"]}">speedup, with its 95 % interval over questions</text>',
         f'<text x="{WIDTH - 8}" y="20" text-anchor="end" fill="{colours["faint"]}">tau</text>',
         f'<line x1="{baseline:.1f}" x2="{baseline:.1f}" y1="{TOP - 12}" y2="{bottom}" stroke="{colours["line"]}" '
@@ -77,22 +78,13 @@ def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str
     return "\n".join(lines) + "\n"
 
 
-def _described(rows: dict[str, dict[str, Any]]) -> str:
-    """In words, for those who cannot see it."""
-    parts = [f"{NAMES[name]} {row['speedup_mean']:.2f}x at tau {row['tau']:.2f}" for name, row in rows.items()]
-    return escape("Speedup on a CPU: " + ", ".join(parts))
-
-
-def measured() -> tuple[dict[str, dict[str, Any]], int]:
-    """All rows, and the number of questions."""
-    figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
-    return figures["rows"], figures["asked"]
-
-
 def pictures() -> dict[Path, str]:
     """Each file and what it must hold."""
-    folder, (rows, questions) = DOCS / "pictures", measured()
-    return {folder / f"speedup-{name}.svg": draw(rows, questions, colours) for name, colours in COLOURS.items()}
+    folder, figures = DOCS / "pictures", json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
+    return {
+        folder / f"speedup-{name}.svg": draw(figures["rows"], figures["asked"], colours)
+        for name, colours in COLOURS.items()
+    }
 
 
 if __name__ == "__main__":

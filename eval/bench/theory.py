@@ -41,7 +41,7 @@ import contextlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -278,21 +278,11 @@ class LinearOperations:
 def _formulas() -> dict[Any, Any]:
     """What torch's counter lacks, and what it must not count."""
 
-    def nothing(*_: Any, **__: Any) -> int:
-        return 0
-
-    def matrix_vector(matrix: Sequence[int], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(matrix)
-
-    def added_matrix_vector(_bias: Any, matrix: Sequence[int], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(matrix)
-
-    def packed_linear(rows: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-        """rows [..., D] to out [..., V]; the packed weight does not tell its shape."""
-        return 2 * math.prod(out_shape) * rows[-1]
-
-    formulas: dict[Any, Any] = {op: nothing for op in flop_registry if "attention" in str(op)}
-    formulas |= {aten.bmm: nothing, aten.baddbmm: nothing, aten.mv: matrix_vector, aten.addmv: added_matrix_vector}
+    formulas: dict[Any, Any] = {op: lambda *_, **__: 0 for op in flop_registry if "attention" in str(op)}
+    formulas |= {op: lambda *_, **__: 0 for op in (aten.bmm, aten.baddbmm)}
+    formulas[aten.mv] = lambda matrix, *_, **__: 2 * math.prod(matrix)
+    formulas[aten.addmv] = lambda _bias, matrix, *_, **__: 2 * math.prod(matrix)
     if hasattr(torch.ops.draftsmith, "linear"):  # loaded, when something is packed
-        formulas[torch.ops.draftsmith.linear] = packed_linear
+        # rows [..., D] to out [..., V]; the packed weight does not tell its shape.
+        formulas[torch.ops.draftsmith.linear] = lambda rows, *_, out_shape, **__: 2 * math.prod(out_shape) * rows[-1]
     return formulas

@@ -85,12 +85,16 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     overall = [row for row in summary if row["category"] == OVERALL]
     told = report.verdicts(summary, timing)
     categories, parts = [*shown_categories(summary), OVERALL], parts_of_mt_bench(summary)
+    kinds = facts["drafter_kinds"]
+    drafters = f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters" if kinds[1:] else "no trained drafter"
+    if len(kinds) == 1:
+        drafters = f"{'an' if kinds[0][0] in 'aeiou' else 'a'} {kinds[0]} drafter"
     values = {
         **facts,
         "verdicts": told,
         "trained_row": report.fastest_trained(told[0], summary, recipe) if told else None,
         "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
-        "drafters": _drafters(facts["drafter_kinds"]),
+        "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),
         "questions_name": text.place_name(recipe["eval"]["questions"]),
         "command": text.without_places(facts["command"], root),
@@ -145,15 +149,6 @@ def _code(sentence: str) -> Markup:
     """What stands between backquotes as code; the rest is text."""
     parts = str(escape(sentence)).split("`")
     return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
-
-
-def _drafters(kinds: list[str]) -> str:
-    """Name the kinds: `an eagle drafter`, `medusa and parallel drafters`."""
-    if not kinds:
-        return "no trained drafter"
-    if len(kinds) == 1:
-        return f"{'an' if kinds[0][0] in 'aeiou' else 'a'} {kinds[0]} drafter"
-    return f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters"
 
 
 def _by_category(summary: list[Row], categories: list[str]) -> dict[str, list[tuple[str, Row]]]:
