@@ -21,6 +21,7 @@ from support.tiny_runs import (
 )
 from transformers import TrainerCallback
 
+from draftsmith.recipes.errors import Terminated
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.checkpoints import set_damaged_aside, what_is_damaged
@@ -72,7 +73,7 @@ def check_alike(whole: Recipe, broken: Recipe) -> None:
 
 
 class SignalIn(TrainerCallback):
-    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
+    def __init__(self, step: int, number: signal.Signals) -> None:
         self._step, self._number = step, number
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -80,13 +81,24 @@ class SignalIn(TrainerCallback):
             os.kill(os.getpid(), self._number)
 
 
-@pytest.mark.parametrize(("case", "step"), [(0, STEPS), (1, 3)])
+@pytest.mark.parametrize(
+    ("case", "step", "number", "error"),
+    [(0, STEPS, signal.SIGTERM, Terminated), (1, 3, signal.SIGINT, KeyboardInterrupt)],
+)
 def test_ctrl_c_in_any_step(
-    whole: list[Recipe], target: Path, monkeypatch: pytest.MonkeyPatch, case: int, step: int
+    whole: list[Recipe],
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: int,
+    step: int,
+    number: signal.Signals,
+    error: type[BaseException],
 ) -> None:
-    """In the last one too: nothing is trained twice."""
-    broken = recipe_of(target, f"ctrl-c-{case}-{step}", OPTIONS[case])
-    train_until(SignalIn(step), broken, monkeypatch)
+    """The current step is saved, in the last one too: nothing is trained twice. A SIGTERM does the same."""
+    broken, handler = recipe_of(target, f"ctrl-c-{case}-{step}", OPTIONS[case]), signal.getsignal(number)
+    assert type(train_until(SignalIn(step, number), broken, monkeypatch)) is error
+    assert signal.getsignal(number) is handler
+    assert (RunFolder(broken).drafter / "checkpoints" / f"checkpoint-{step}").is_dir()
     assert train_drafter(broken).steps == STEPS
     check_alike(whole[case], broken)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_runs import InterruptAt, recipe_file, recipe_in, tiny_run
+from support.tiny_runs import InterruptAt, recipe_file, recipe_in, same_weights, tiny_run, weights_of
 
 from draftsmith.eval.commands import stages
 from draftsmith.models.base.drafter import Drafter
@@ -39,11 +39,6 @@ def from_source(folder: Path, source: Path | str, drafter: dict[str, Any], name:
     return tiny_run(folder, name, drafter={**drafter, "init": str(source)}, train=STILL)
 
 
-def weights_of(recipe_or_folder: Recipe | Path) -> dict[str, torch.Tensor]:
-    folder = recipe_or_folder if isinstance(recipe_or_folder, Path) else RunFolder(recipe_or_folder).drafter
-    return load_file(folder / "model.safetensors")
-
-
 def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Path) -> None:
     """All of EAGLE's tensors; the masks are those that the seed gives without a source."""
     source = trained(tmp_path, "first", drafter_of("eagle"), max_steps=4)
@@ -51,7 +46,8 @@ def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Pat
     fresh = trained(tmp_path, "fresh", parallel, **STILL)
     recipe = from_source(tmp_path, source, parallel)
     train_drafter(recipe)
-    first, alone, second = weights_of(source), weights_of(fresh), weights_of(recipe)
+    first, alone = (load_file(folder / "model.safetensors") for folder in (source, fresh))
+    second = weights_of(recipe)
     assert second.keys() == {*first, "masks"}
     assert all(torch.equal(second[name], first[name]) for name in first)
     assert torch.equal(second["masks"], alone["masks"])
@@ -107,7 +103,7 @@ def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
         train_drafter(from_source(tmp_path, other, parallel))
     with pytest.raises(UserError, match=r"drafter.init \(its weights\)"):
         train_drafter(tiny_run(tmp_path, "second", drafter=parallel, train=STILL))
-    changed = {name: tensor + 1 for name, tensor in weights_of(other).items()}
+    changed = {name: tensor + 1 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="are not those that training wrote"):
         train_drafter(from_source(tmp_path, other, drafter_of("eagle"), name="third"))
@@ -214,9 +210,7 @@ def test_two_stages_broken_off_in_either(tmp_path: Path, monkeypatch: pytest.Mon
     for left, right in (firsts, (whole, broken)):
         assert left is not None
         assert right is not None
-        expected, found = weights_of(left), weights_of(right)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert same_weights(left, right)
 
 
 def test_the_first_stage_is_on_the_second_ones_data() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,6 @@ def traced_peak_bytes(trainer: DrafterTrainer) -> int:
     ("kind", "options", "train"),
     [
         ("eagle3", {}, {}),  # with a teacher
-        ("hydra", {}, {}),
         ("medusa2", {"warmup_steps": 0}, {}),  # its most expensive step at once
         ("parallel", {"attention": "dense", "markov_rank": 64}, {}),
         ("parallel", {"loss": "lk_lambda", "draft_vocab_size": 500}, {"gradient_accumulation_steps": 2}),
@@ -258,25 +258,6 @@ def test_throughput_is_rate_over_flops(tmp_path: Path) -> None:
     assert amount(plan.throughput, "training time") == pytest.approx(3 * 32 / throughput)
 
 
-@pytest.mark.slow
-def test_a_smaller_batch_is_named_that_fits(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, train={"per_device_train_batch_size": 8})
-    need_bytes = make_plan(recipe, PlanOptions(peak_tflops=1.0)).peak_bytes
-    memory_gib = 0.7 * need_bytes / 2**30
-    verdict = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gib=memory_gib)).verdict
-    assert verdict is not None
-    assert not verdict.fits
-    assert verdict.sentence.endswith(" is the same training in less")
-    named = dict(part.split("=") for part in verdict.sentence.split() if part.startswith("train."))
-    batch, accumulation = (int(value) for value in named.values())
-    assert batch * accumulation == 8
-    smaller = recipe_of(tmp_path, train={"per_device_train_batch_size": batch})
-    assert make_plan(smaller, PlanOptions(peak_tflops=1.0)).peak_bytes <= memory_gib * 2**30
-    hopeless = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gib=1e-3)).verdict
-    assert hopeless is not None
-    assert "no single change of the recipe is enough" in hopeless.sentence
-
-
 # ---- out of memory ----
 
 TOO_LARGE = 1 << 50
@@ -315,6 +296,11 @@ def test_training_that_runs_out_of_memory(
     assert first.lines == {"train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 2}
     assert all(way.peak_bytes < plan.peak_bytes for way in others)
     assert {"train.optim"} <= {key for way in others for key in way.lines}
+    for share, sentence in ((0.95, "does not fit: .* is the same training in less"), (1e-3, "no single change of")):
+        verdict = make_plan(recipe, PlanOptions(memory_gib=share * plan.peak_bytes / 2**30, peak_tflops=1.0)).verdict
+        assert verdict is not None
+        assert not verdict.fits
+        assert re.search(sentence, verdict.sentence)
 
 
 def test_what_is_out_of_memory(target_folder: Path) -> None:

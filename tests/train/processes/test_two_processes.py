@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.launched_training import NOT_LEFT, launch, on_two_cpus, start_each
-from support.tiny_runs import tiny_run
-from torch import Tensor
+from support.tiny_runs import tiny_run, weights_of
 
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -37,10 +35,6 @@ def case(name: str, *values: Any, nightly: bool = False) -> Any:
 
 
 EVERY_LAUNCH = [case(name, nightly=True) for name in ("cpu_x2", "fsdp2", "zero1", "zero2", "zero3")]
-
-
-def weights(recipe: Recipe) -> dict[str, Tensor]:
-    return load_file(RunFolder(recipe).drafter / "model.safetensors")
 
 
 def record(recipe: Recipe) -> dict[str, Any]:
@@ -92,8 +86,8 @@ def test_two_processes_are_one(alone: Recipe, trained: Callable[[str, bool], Rec
     assert len(losses(recipe)) == STEPS
     assert losses(recipe) == pytest.approx(losses(alone), abs=1e-5)
     assert losses(alone)[-1] < 0.9 * losses(alone)[0]
-    for key, value in weights(alone).items():
-        torch.testing.assert_close(weights(recipe)[key], value, atol=1e-5, rtol=0)
+    for key, value in weights_of(alone).items():
+        torch.testing.assert_close(weights_of(recipe)[key], value, atol=1e-5, rtol=0)
     config = json.loads((RunFolder(recipe).drafter / "config.json").read_text())
     assert config["architectures"] == ["ParallelDrafter"]
 
@@ -123,7 +117,7 @@ def test_stopped_and_resumed_is_unbroken_bit_for_bit(
     resumed = launch(config, broken)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert f"going on from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
-    found, expected = weights(broken), weights(trained(name, False))
+    found, expected = weights_of(broken), weights_of(trained(name, False))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
@@ -136,7 +130,7 @@ def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
     assert record(recipe)["tokens"] == record(half_alone)["tokens"]
     assert losses(recipe) == pytest.approx(losses(half_alone), rel=2e-3)
     assert abs(losses(recipe)[0] - losses(alone)[0]) > 1e-4  # the same weights and rows, in fp32
-    assert {value.dtype for value in weights(recipe).values()} == {torch.float32}
+    assert {value.dtype for value in weights_of(recipe).values()} == {torch.float32}
 
 
 @pytest.mark.nightly
