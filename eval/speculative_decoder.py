@@ -30,7 +30,7 @@ CHAIN = MethodRecipe(name="chain")
 
 
 class SpeculativeDecoder:
-    """Answers one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
+    """Answer one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
 
     Args:
         tokenizer: The target's. None: prompts are token ids, and nothing but the limit ends an answer.

@@ -75,7 +75,7 @@ class Untimed:
 
 @dataclass
 class Measurement:
-    """A finished measurement of the runs that a recipe asks for, with figures worked out of its records.
+    """Hold a finished measurement of the runs that a recipe asks for, with figures worked out of its records.
 
     recipe: With the settings that the records were made with; a tree tuned since then is not theirs.
     """
@@ -190,7 +190,7 @@ def _recorded(
 
 @dataclass
 class GreedyProof:
-    """A method's greedy answers against the target's; it holds where they differ at numerical ties alone."""
+    """Hold a method's greedy answers against the target's; it holds where they differ at numerical ties alone."""
 
     method: str
     prompts: int
@@ -208,7 +208,7 @@ class GreedyProof:
 
 @dataclass
 class DistributionProof:
-    """A method's sampled tokens against the target's distribution. impossible: tokens without any probability there."""
+    """Hold the test of a method's sampled tokens. impossible: tokens that the target gives no probability at all."""
 
     method: str
     temperature: float
@@ -223,7 +223,7 @@ class DistributionProof:
 
 @dataclass
 class Proof:
-    """All evidence; `holds` is what the exit code says."""
+    """Hold all evidence; `holds` is what the exit code says."""
 
     greedy: list[GreedyProof]
     distribution: list[DistributionProof]
@@ -233,7 +233,7 @@ class Proof:
 
     @property
     def significance(self) -> float:
-        """The significance of one distribution test."""
+        """Return the significance of one distribution test."""
         return SIGNIFICANCE / max(1, len(self.distribution))
 
     @property

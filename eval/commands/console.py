@@ -37,7 +37,7 @@ OF_ALL_COMMANDS = (
 
 
 class PlainConsole(Console):
-    """On stdout, whatever that is when something is printed; `NO_COLOR` and `TERM` are obeyed, as rich does.
+    """Print to stdout, whatever that is when something is printed; `NO_COLOR` and `TERM` are obeyed, as rich does.
 
     Where there is no terminal, a table is as wide as it needs, unless `COLUMNS` says how wide it may be.
 

@@ -68,7 +68,7 @@ ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the ta
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the checklist: what was looked at, what was found with the way out, and the same as numbers.
+    """Hold one line of the checklist: what was looked at, what was found with the way out, and the same as numbers.
 
     A defect would waste the training; a warning may be meant.
     """
@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """Findings by their headings, and rows to look at: of the distilled tokens if there are any, else of the source."""
+    """Hold findings by their headings, and rows to look at, distilled ones or else of the source."""
 
     recipe_name: str
     tokenizer: Any
@@ -147,7 +147,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
 
 
 def _tried(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
-    """Report a `UserError` of a look as a defect, what it says as fine, and nothing where there was nothing to see."""
+    """Report what a check says as fine, a `UserError` of it as a defect, and nothing where there was nothing to see."""
     try:
         found = look()
     except UserError as error:

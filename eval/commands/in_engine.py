@@ -102,7 +102,7 @@ class ServingOptions:
 
     @property
     def levels(self) -> list[int]:
-        """The numbers of questions in flight, ascending."""
+        """Return the numbers of questions in flight, ascending."""
         return sorted({int(word) for word in self.concurrency.split(",")})
 
 

@@ -123,7 +123,7 @@ class ServedRow:
 
     @property
     def cells(self) -> dict[str, str]:
-        """The cells of the tables, by their headings."""
+        """Return the cells of the tables, by their headings."""
         return {
             "arm": self.arm,
             "T": f"{self.temperature:g}",
