@@ -244,8 +244,8 @@ MUTANTS = (
     Mutant(
         "a bootstrap that pairs nothing",
         "eval/report/bootstrap.py",
-        "_ends(figure(mine, counts) / figure(other, counts))",
-        "_ends(figure(mine, counts) / figure(other, counts[::-1]))",
+        "return _ends([(figure, mine, 1.0), (figure, other, -1.0)])",
+        "return _ends([(figure, mine, 1.0), (figure, replace(other, seconds=other.seconds[::-1]), -1.0)])",
         "tests/eval/report/test_bootstrap.py",
     ),
 )
