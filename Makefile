@@ -201,7 +201,8 @@ gpu: $(READY)
 	$(BIN)/python -m pytest -m cuda
 	$(BIN)/python benchmarks/training_step.py attention --lengths 512 1024 2048 --json docs/results/machinery/gpu_attention.json
 	$(BIN)/python benchmarks/training_step.py bound --shape 8b --lengths 2048 --json docs/results/machinery/gpu_step_bound.json
-	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_gpu.json
+	$(BIN)/python benchmarks/step_price.py --shape 1b --rows 1 4 8 16 32 48 64 --json docs/results/step/step_price_gpu_1b.json
+	$(BIN)/python benchmarks/step_price.py --shape 8b --rows 1 4 8 16 32 48 64 --json docs/results/step/step_price_gpu_8b.json
 
 # Each is built by itself in an environment of its own: the wheel from the sdist, as others build it.
 release: $(READY)

@@ -1,6 +1,7 @@
 """What a step of the target costs beside the reading of its weights, and what more rows of a draft tree cost.
 
     python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/step/step_price_float32.json
+    python benchmarks/step_price.py --shape 8b --rows 1 16 48 64 --json FILE      # random weights, on the GPU if any
 
 In one process and in turns: torch's own operations (`torch`), on a CPU the products and the attention of
 `models/cpu_kernels.cpp` (`kernels`), and these in a compiled forward, as an evaluation has it (`compiled`); after each
@@ -13,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from parts.shapes import SHAPES, random_target
 from parts.timing import Work, benchmark_parser, in_turns, seconds, write_figures
 
 from draftsmith.eval.bench.bandwidth import WeightReading
@@ -66,15 +68,18 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("recipe", nargs="?", default="quickstart")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape in place of the recipe's target")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 5, 8, 13, 16, 32])
     parser.add_argument("--context", type=int, default=224, help="tokens in the cache")
     parser.add_argument("--turns", type=int, default=15)
     arguments = parser.parse_args()
     rows = sorted({1, *arguments.rows})
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    plain: Any = load_target(recipe.target)[0]
-    plain.set_attn_implementation(recipe.target.attn_implementation)
-    target, _ = load_target(recipe.target)
+    recipe = load_recipe(arguments.recipe, arguments.overrides).target
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plain, target = (
+        random_target(arguments.shape, device) if arguments.shape else load_target(recipe)[0] for _ in range(2)
+    )
+    plain.set_attn_implementation(recipe.attn_implementation)
     pack_linears(target)
     length = arguments.context + 2 * max(rows)
     compiled = CompiledSession(target, length)
@@ -85,7 +90,7 @@ def main() -> None:
         sessions["kernels"] = TargetSession(target, length)
     sessions["compiled"] = compiled
     result = {
-        "target": recipe.target.gguf_file or recipe.target.model,
+        "target": arguments.shape or recipe.gguf_file or recipe.model,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "context_tokens": arguments.context,

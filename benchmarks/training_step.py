@@ -36,6 +36,7 @@ from typing import Any
 
 import datasets
 import torch
+from parts.shapes import SHAPES, random_target
 from parts.timing import (
     Work,
     benchmark_parser,
@@ -47,7 +48,7 @@ from parts.timing import (
 )
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTrainedModel
 
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.drafters.parallel import ParallelDrafter
@@ -68,14 +69,6 @@ BACKENDS = ("folded", "dense")
 DEVICE_BACKENDS = (*BACKENDS, "flex") if DEVICE.type == "cuda" else BACKENDS
 HEADS, HEAD_SIZE = 4, 64
 BATCH_SIZE, NUM_ROWS, DISK_DTYPE = 4, 32, "bfloat16"
-# Hidden size, the MLP's, layers, heads, heads of keys and values, vocabulary, dtype: of Llama 3.1 8B, Llama 3.2 1B,
-# SmolLM2-135M and the embedded target.
-SHAPES = {
-    "8b": (4096, 14336, 32, 32, 8, 128_256, "bfloat16"),
-    "1b": (2048, 8192, 16, 32, 8, 128_256, "bfloat16"),
-    "135m": (576, 1536, 30, 9, 3, 49_152, "float32"),
-    "embedded": (192, 512, 8, 3, 1, 4096, "float32"),
-}
 
 
 class Step:
@@ -183,22 +176,8 @@ def measure_offline(length: int, masks: int, turns: int) -> dict[str, Any]:
 
 def measure_bound(shape: str, length: int, masks: int, turns: int) -> dict[str, Any]:
     """Measure the step and its parts by each backend: medians, and the ratio of the step to their sum by turns."""
-    hidden_size, intermediate_size, layers, heads, kv_heads, vocabulary, dtype = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        dtype=dtype,
-    )
     torch.manual_seed(0)
-    with torch.device(DEVICE):  # the host never holds it
-        target = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
-    target.eval().requires_grad_(False)
+    target = random_target(shape, DEVICE)
     use_grouped_sdpa(target)
     return {backend: step_beside_its_parts(target, backend, length, masks, turns) for backend in DEVICE_BACKENDS}
 

@@ -1,1 +1,2 @@
-"""What the scripts share: their command line and measuring (`timing`), and llama.cpp's server (`llamacpp`)."""
+"""What the scripts share: their command line and measuring (`timing`), random targets
+(`shapes`), and llama.cpp's server (`llamacpp`)."""

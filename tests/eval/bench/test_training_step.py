@@ -10,7 +10,7 @@ from support.benchmark_scripts import benchmark, figures_of
 def test_a_step_and_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token has a label at each of the 5 depths, as far as the row goes. Ratios to a bound are of turns."""
     script = benchmark("training_step")
-    monkeypatch.setattr(script, "SHAPES", {"135m": (64, 96, 2, 4, 2, 331, "float32")})
+    monkeypatch.setitem(script.SHAPES, "135m", (64, 96, 2, 4, 2, 331, "float32"))
     figures = figures_of(script, tmp_path, monkeypatch, "bound", "--lengths", "32", "--turns", "1")
     (row,) = figures["rows"]
     for backend in ("folded", "dense"):
