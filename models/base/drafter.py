@@ -512,8 +512,9 @@ class Drafter(PreTrainedModel):
 
     @property
     def draft_vocabulary_rows(self) -> set[str]:
-        """Names that make sense with these tokens only, but may be left out of a start, as they begin as zeros."""
-        return set() if self.markov_head is None else {"markov_head.markov_w2.weight"}
+        """Names of trained tensors that have a row for each drafted token: own heads, and the Markov head's W2."""
+        markov = set() if self.markov_head is None else {"markov_head.markov_w2.weight"}
+        return markov | (self.draft_vocabulary_names - {"d2t", "t2d"})
 
     # ---- training and decoding ----
 

@@ -34,6 +34,7 @@ class Start:
     weights_sha256: dict[str, str]
     fresh: list[str]  # parameters that it has not
     unused: list[str]  # and those that only it has
+    draft_vocabulary: str | None = None  # what became of the draft vocabulary, in words; None without one
 
 
 @dataclass

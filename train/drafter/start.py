@@ -2,6 +2,10 @@
 
 What both have by one name and in one shape is copied, tensor by tensor; a drafter's parameters are named after what
 they are, so an EAGLE's `layers` and `fc` are what the parallel flavour's are. The rest stays as the kind starts it.
+
+A draft vocabulary is the trained drafter's only where it has trained rows for these tokens, as heads of its own or a
+Markov head's W2. Where the rows are the target's nothing of it was trained, and the tokens are those most frequent in
+this run's own answers, as for a new drafter.
 """
 
 from pathlib import Path
@@ -75,9 +79,9 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
             f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe its `drafter.options`"
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
-    draft_vocabulary = drafter.draft_vocabulary_names
-    if not draft_vocabulary <= taken:
-        taken -= draft_vocabulary | drafter.draft_vocabulary_rows  # as a whole or not at all
+    vocabulary, its_rows = drafter.draft_vocabulary_names, drafter.draft_vocabulary_rows
+    if not (vocabulary <= taken and its_rows & taken):
+        taken -= vocabulary | its_rows  # as a whole or not at all
     parameters = dict(drafter.named_parameters())
     if not taken & parameters.keys():
         raise UserError(
@@ -90,11 +94,20 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
             f"key `drafter.init`: {source} was trained on features of the target's layers {list(theirs_read)}, not "
             f"{list(read)}: set drafter.options.feature_layers to those"
         )
+    anew = drafter.draft_vocabulary
     for name in taken:
         mine[name].copy_(theirs[name])
     drafter.read_draft_vocabulary()
-    fresh, unused = sorted(mine.keys() - taken), sorted(theirs.keys() - taken)
-    return Start(source, kind, weights_sha256(folder), fresh, unused)
+    maps = {"d2t", "t2d"}  # no parameters: they are told of in words
+    fresh, unused = sorted(mine.keys() - taken - maps), sorted(theirs.keys() - taken - maps)
+    words = None
+    if vocabulary and not maps <= taken:
+        words = "its draft vocabulary is chosen from this run's answers"
+    elif vocabulary:
+        words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
+        if anew is not None and (now := drafter.draft_vocabulary) is not None:
+            words += f", {now.coverage:.2%} of this run's answer tokens where a new one would be {anew.coverage:.2%}"
+    return Start(source, kind, weights_sha256(folder), fresh, unused, words)
 
 
 def start_sentence(start: Start) -> str:
@@ -102,4 +115,5 @@ def start_sentence(start: Start) -> str:
     digest = " ".join(start.weights_sha256.values())[:SHOWN_HASH_DIGITS]
     rest = f"; new here: {some_of(start.fresh)}" if start.fresh else ""
     rest += f"; left out: {some_of(start.unused)}" if start.unused else ""
+    rest += "" if start.draft_vocabulary is None else f"; {start.draft_vocabulary}"
     return f"started from the weights of a trained {start.kind} drafter (SHA-256 {digest}...){rest}"

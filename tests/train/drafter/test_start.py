@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from support.tiny_runs import InterruptAt, recipe_file, recipe_in, same_weights, tiny_run, weights_of
 
 from draftsmith.eval.commands import stages
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.registry import Start, load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
@@ -19,7 +20,7 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.start import start_from
+from draftsmith.train.drafter.start import start_from, start_sentence
 from draftsmith.train.drafter.trainer import DrafterTrainer
 
 STILL = {"learning_rate": 0.0, "max_steps": 1}
@@ -56,6 +57,7 @@ def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Pat
     sha256 = json.loads((source / "training.json").read_text())["weights_sha256"]
     assert training["start"] == {
         "source": str(source), "kind": "eagle", "weights_sha256": sha256, "fresh": ["masks"], "unused": [],
+        "draft_vocabulary": None,
     }  # fmt: skip
     assert training["settings"]["drafter.init (its weights)"] == sha256["model.safetensors"]
     provenance = json.loads((RunFolder(recipe).root / "provenance.json").read_text())
@@ -126,37 +128,56 @@ def test_no_source(tmp_path: Path, init: str, sentence: str) -> None:
         train_drafter(from_source(tmp_path, init, drafter_of("eagle_parallel")))
 
 
-def test_the_draft_vocabulary_comes_along(tmp_path: Path) -> None:
-    """Of the same size: the source's tokens, though these data would give others. Of another size: none of it."""
+def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> None:
+    """Rows of own heads and of a Markov head keep their tokens; a borrowed head gets those of this run's answers."""
     target, _ = load_target(tiny_run(tmp_path).target)
 
-    def built(kind: str, tokens: range) -> Drafter:
-        drafter = load_drafter_class(kind).from_target(target, {"draft_vocab_size": len(tokens)})
-        counts_v = torch.zeros(target.config.vocab_size)
-        counts_v[list(tokens)] = 1
-        drafter.choose_draft_tokens(counts_v)
+    def built(kind: str, tokens: list[int], size: int | None = None, **options: Any) -> Any:
+        """A drafter of so many tokens, prepared with answers of these, the first of which are the most frequent."""
+        options["draft_vocab_size"] = size or len(tokens)
+        drafter = load_drafter_class(kind).from_target(target, options)
+        answers = [token for place, token in enumerate(tokens) for _ in range(len(tokens) - place)]
+        drafter.prepare(Dataset.from_dict({"input_ids": [answers], "loss_mask": [[1] * len(answers)]}))
         return drafter
 
-    def ids_of(drafter: Drafter) -> list[int]:
-        assert drafter.draft_ids is not None
+    def started(drafter: Any, source: Drafter) -> tuple[list[int], Start]:
+        """Its tokens, and what it started from."""
+        source.save_pretrained(tmp_path / "source")
+        start = start_from(drafter, tmp_path / "source", "source")
         assert drafter.t2d.nonzero().flatten().tolist() == drafter.draft_ids.tolist()
-        return drafter.draft_ids.tolist()
+        assert not {"d2t", "t2d"} & {*start.fresh, *start.unused}
+        return drafter.draft_ids.tolist(), start
 
-    source = tmp_path / "source"
-    built("eagle3", range(20, 28)).save_pretrained(source)
-    same, other = built("eagle3", range(30, 38)), built("peagle", range(30, 39))
-    start = start_from(same, source, "source")
-    assert ids_of(same) == list(range(20, 28))
-    assert (start.fresh, start.unused) == ([], [])
-    start = start_from(other, source, "source")
-    assert ids_of(other) == list(range(30, 39))
-    assert start.unused == ["d2t", "lm_head.weight", "t2d"]
-    # A borrowed head's rows follow.
-    built("eagle", range(20, 28)).save_pretrained(source)
-    borrowed = built("eagle_parallel", range(30, 38))
-    start_from(borrowed, source, "source")
-    assert ids_of(borrowed) == list(range(20, 28))
-    assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[20:28])
+    old, anew = list(range(20, 28)), list(range(26, 36))
+    # Own heads: 26 and 27 of the answers' tokens are among the old ones, 10 + 9 times of 55; of eight new ones 52.
+    source = built("eagle3", old)
+    source.lm_head.weight.data.normal_()
+    own = built("eagle3", anew, 8)
+    tokens, start = started(own, source)
+    assert tokens == old
+    assert torch.equal(own.lm_head.weight, source.lm_head.weight)
+    assert start_sentence(start).endswith(
+        "; its draft vocabulary of 8 tokens is that of the trained rows, 34.55% of this run's answer tokens where a "
+        "new one would be 94.55%"
+    )
+    # Of another size: none of it.
+    tokens, start = started(built("peagle", anew), source)
+    assert (tokens, start.unused) == (anew, ["lm_head.weight"])
+    # A borrowed head: as in a drafter without a start, though the sizes are the same.
+    borrowed = built("eagle_parallel", anew, 8)
+    tokens, start = started(borrowed, built("eagle", old))
+    assert tokens == anew[:8]
+    assert borrowed.draft_vocabulary == built("eagle_parallel", anew, 8).draft_vocabulary
+    assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[anew[:8]])
+    assert start_sentence(start).endswith("; its draft vocabulary is chosen from this run's answers")
+    # A Markov head has rows for its tokens, if the source has trained them.
+    for rank, expected in ((3, old), (0, anew[:8])):
+        source = built("parallel", old, markov_rank=rank)
+        if rank:
+            source.markov_head.markov_w2.weight.data.normal_()
+        markov = built("parallel", anew, 8, markov_rank=3)
+        assert started(markov, source)[0] == expected
+        assert markov.markov_head.markov_w2.weight.any() == (rank > 0)
 
 
 def test_a_markov_head_without_its_tokens_stays_behind(tmp_path: Path) -> None:
