@@ -6,7 +6,9 @@ target, questions, machine and minute for every row, and one baseline. A drafter
 measured against the changed target, in a run of its own.
 
 Measured runs: each has its own baseline in its own process, so speeds are compared as speedups over it. Every method is
-set against the first run's fastest; what the difference may be by chance of the questions is a paired bootstrap.
+set against the first run's fastest; what the difference may be by chance of the questions is a paired bootstrap. Where
+the questions are of several tasks, means over these are the headline, by which the fastest is chosen and others are
+judged; the pooled figures are beside them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_eval
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
-from draftsmith.eval.report.summary import question_sums
+from draftsmith.eval.report.summary import headline, question_sums
+from draftsmith.eval.report.text import ends_in_brackets
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
@@ -172,7 +175,7 @@ def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
 
 def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[dict[str, Any]]:
     methods = [
-        (folder, key, question_sums(records, key))
+        (folder, key, question_sums(records, key), question_sums(records, key, over_tasks=True))
         for folder, records in runs.items()
         for key, answer in records[0].answers.items()
         if answer.method != AUTOREGRESSIVE and answer.temperature == temperature
@@ -181,18 +184,27 @@ def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[di
     ours = [method for method in methods if method[0] == first]
     if not ours:
         return []
-    reference = max(ours, key=lambda method: bootstrap.figure_of(bootstrap.speedup, method[2]))
+    reference = max(ours, key=lambda method: bootstrap.figure_of(bootstrap.speedup, method[-1]))
     rows = []
     for method in [reference, *(method for method in methods if method is not reference)]:
-        folder, key, sums = method
+        folder, key, *sums = method
         row: dict[str, Any] = {"run": str(folder), "method": key.rpartition("@")[0], "temperature": temperature}
-        for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
-            value, of_reference = (bootstrap.figure_of(figure, each) for each in (sums, reference[2]))
-            row |= {name: value, f"{name}_interval": bootstrap.interval(figure, sums)}
-            row[f"{name}_ratio"] = value / of_reference
-            row[f"{name}_ratio_interval"] = bootstrap.paired_ratio(figure, sums, reference[2])
-        rows.append({**row, "reference": method is reference})
+        pooled, figures = (_against(*both) for both in zip(sums, reference[2:], strict=True))
+        tasks = sums[-1].tasks
+        over_tasks = None if tasks is None else {"tasks": len(set(tasks)), **figures}
+        rows.append({**row, **pooled, "over_tasks": over_tasks, "reference": method is reference})
     return rows
+
+
+def _against(sums: bootstrap.QuestionSums, reference: bootstrap.QuestionSums) -> dict[str, Any]:
+    """Compute tau and speedup, and both over the reference's, each with its interval."""
+    row: dict[str, Any] = {}
+    for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
+        value, of_reference = (bootstrap.figure_of(figure, each) for each in (sums, reference))
+        row |= {name: value, f"{name}_interval": bootstrap.interval(figure, sums)}
+        row[f"{name}_ratio"] = value / of_reference
+        row[f"{name}_ratio_interval"] = bootstrap.paired_ratio(figure, sums, reference)
+    return row
 
 
 def _questions(records: list[QuestionRecord]) -> list[int | str]:
@@ -210,7 +222,7 @@ def _check_alike(both: str, first: list[QuestionRecord], other: list[QuestionRec
         example = sorted(map(str, differing))[0]
         raise UserError(
             f"{both}: {len(differing)} question(s) were asked in one of them only, {example} for example: measure both "
-            "with the same eval.questions, limit_per_category and max_new_tokens"
+            "with the same eval.questions, limits and max_new_tokens"
         )
     if not set(_temperatures(first)) & set(_temperatures(other)):
         raise UserError(f"{both}: they have no temperature in common: measure both with the same eval.temperatures")
@@ -234,19 +246,25 @@ def _check_alike(both: str, first: list[QuestionRecord], other: list[QuestionRec
 def show_runs(rows: list[dict[str, Any]]) -> None:
     """Print the rows as tables, one for each temperature."""
     headings = ("run", "method", "tau", "speedup", "speed against the first", "")
+    tasks = (rows[0]["over_tasks"] or {}).get("tasks") if rows else None
+    over = f"means over {tasks} tasks, each counted alike" if tasks else "pooled over all questions"
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         cells = [
             (
                 row["run"],
                 row["method"],
-                *(f"{row[name]:.2f}{_ends(row[f'{name}_interval'])}" for name in ("tau", "speedup")),
-                "" if row["reference"] else f"{row['speedup_ratio']:.2f}x{_ends(row['speedup_ratio_interval'])}",
+                *(f"{shown[name]:.2f}{ends_in_brackets(shown[f'{name}_interval'])}" for name in ("tau", "speedup")),
+                "" if row["reference"] else _ratio(shown),
                 verdict(row),
+                *(
+                    [f"{row['tau']:.2f}", f"{row['speedup']:.2f}", "" if row["reference"] else _ratio(row)]
+                    * bool(tasks)
+                ),
             )
-            for row in rows
-            if row["temperature"] == temperature
+            for row, shown in ((row, headline(row)) for row in rows if row["temperature"] == temperature)
         ]
-        print_table(headings, cells, f"T = {temperature:g}, intervals of 95 % over questions")
+        pooled = ("pooled: tau", "speedup", "against the first") if tasks else ()
+        print_table((*headings, *pooled), cells, f"T = {temperature:g}, {over}; intervals of 95 % over questions")
     console.print(
         "speedup: each over its own run's baseline, in that run's process; a machine that was busier in one of them "
         "shows in both and mostly cancels",
@@ -256,7 +274,7 @@ def show_runs(rows: list[dict[str, Any]]) -> None:
 
 def verdict(row: dict[str, Any]) -> str:
     """Say what the questions show of a method against the reference."""
-    ends = row["speedup_ratio_interval"]
+    ends = headline(row)["speedup_ratio_interval"]
     if row["reference"]:
         return "the reference"
     if ends is None:
@@ -264,5 +282,5 @@ def verdict(row: dict[str, Any]) -> str:
     return "faster" if ends[0] > 1 else "slower" if ends[1] < 1 else "no difference shown"
 
 
-def _ends(ends: list[float] | None) -> str:
-    return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+def _ratio(figures: dict[str, Any]) -> str:
+    return f"{figures['speedup_ratio']:.2f}x{ends_in_brackets(figures['speedup_ratio_interval'])}"

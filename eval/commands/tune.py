@@ -9,6 +9,9 @@
    round, are measured beside the tree that is the default so far, in turns; the fastest is written into the drafter's
    config, where `tree: tuned` finds it. So tuning never loses.
 
+Where the questions are of several tasks each task counts alike, as in the headline of an evaluation: tau is the mean of
+the tasks' taus, and the fastest tree that of the largest mean, over tasks, of its speed over the default's.
+
 Other tree, other positions: a round starts where the last one ended, and the trace's rounds end where the large tree's
 did. That error is why step 3 measures.
 """
@@ -24,7 +27,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.sources.questions import load_questions, task_of
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_folder, load_models
@@ -50,7 +53,8 @@ FINALISTS = 3
 ADAPTIVE_NODES = 32
 
 
-Trace = list[list[int]]  # of every round, the accepted path: each node's place in the order of confidence, from 0
+Rounds = list[list[int]]  # of every round, the accepted path: each node's place in the order of confidence, from 0
+Trace = list[Rounds]  # of every task
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,12 @@ def traced_path(round_: Round) -> list[int]:
 
 
 def expected_tau(trace: Trace, depth: int, nodes: int) -> float:
-    """Return the tokens per round that a smaller tree, or shorter chain, than the traced one would have kept."""
-    kept = (len(list(takewhile(lambda rank: rank < nodes, path[:depth]))) for path in trace)
-    return 1 + sum(kept) / len(trace)
+    """Return the tokens per round, a mean over tasks, that a tree or chain within the traced one would have kept."""
+
+    def kept(rounds: Rounds) -> float:
+        return statistics.fmean(len(list(takewhile(lambda rank: rank < nodes, path[:depth]))) for path in rounds)
+
+    return 1 + statistics.fmean(kept(rounds) for rounds in trace if rounds)
 
 
 def candidates(
@@ -125,13 +132,15 @@ def candidates(
 class Tuned:
     """Hold what was found.
 
-    measured: tokens per second of each finalist and of the default, medians over turns; kept: written to the drafter's
+    measured: of each finalist and of the default, tokens per second, and the mean over tasks of its speed over the
+    default's, by which it is chosen; medians over turns. tasks: how many there are. kept: written to the drafter's
     config.
     """
 
     default: MethodRecipe
     chosen: MethodRecipe
-    measured: list[tuple[MethodRecipe, float]]
+    measured: list[tuple[MethodRecipe, float, float]]
+    tasks: int
     promised: list[Candidate]
     verify_curve: Curve
     kept: bool = True
@@ -140,20 +149,24 @@ class Tuned:
         return {
             "chosen": shape_of(self.chosen),
             "default": shape_of(self.default),
-            "measured": [{**shape_of(method), "tokens_per_s": speed} for method, speed in self.measured],
+            "tasks": self.tasks,
+            "measured": [
+                {**shape_of(method), "tokens_per_s": speed, "against_default": gain}
+                for method, speed, gain in self.measured
+            ],
             "promised": [{**shape_of(each.method), **each.figures} for each in self.promised],
             "verify_curve": self.verify_curve,
         }
 
     def show(self) -> None:
-        base = next(speed for method, speed in self.measured if method is self.default)
         promised = {describe(c.method): f"{c.tau:.2f}" for c in self.promised}
         rows = [
-            (name := describe(method), promised.get(name, "-"), f"{speed:.0f}", f"{speed / base:.2f}x")
-            for method, speed in sorted(self.measured, key=lambda pair: -pair[1])
+            (name := describe(method), promised.get(name, "-"), f"{speed:.0f}", f"{gain:.2f}x")
+            for method, speed, gain in sorted(self.measured, key=lambda each: -each[2])
         ]
         headings = ("tree", "tau from the trace", "tokens/s", "against the default")
-        print_table(headings, rows, "trees, measured side by side")
+        over = f"; tau and the last column: means over {self.tasks} tasks, each counted alike" if self.tasks > 1 else ""
+        print_table(headings, rows, f"trees, measured side by side{over}")
         best = f"[bold]{describe(self.chosen)}[/bold]"
         if self.kept:
             console.print(f"{best} from now on for methods with `tree: tuned`")
@@ -193,8 +206,10 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     target, tokenizer, drafters = load_models(recipe.model_copy(update={"eval": only_own}))
     drafter = drafters[folder]
     limit = longest_sequence_tokens(target)
-    asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), questions, new_tokens, limit)
-    prompts = [ids for _, ids in asked]
+    loaded = load_questions(recipe.eval.questions)
+    task = {question.question_id: task_of(question.category) for question in loaded}
+    asked = first_turn_prompts(tokenizer, loaded, questions, new_tokens, limit)
+    prompts, tasks = [ids for _, ids in asked], [task[name] for name, _ in asked]
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     decoder = compile_decoder(recipe, drafter.decoder(length))
@@ -210,15 +225,18 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
             return generate(session, drafting, prompt, GREEDY, new_tokens, end_ids, on_round=on_round)
 
         def traced(method: MethodRecipe) -> Trace:
-            drafting, trace = drafter_method(method, decoder, GREEDY), []
+            drafting = drafter_method(method, decoder, GREEDY)
+            by_task: dict[str, Rounds] = {name: [] for name in tasks}
             with progress_bar(len(prompts), f"trace {method.name}", "question") as progress:
-                for prompt in prompts:
-                    answer(drafting, prompt, lambda done: trace.append(traced_path(done)))
+                for name, prompt in zip(tasks, prompts, strict=True):
+                    rounds: list[Round] = []
+                    answer(drafting, prompt, rounds.append)
+                    by_task[name] += map(traced_path, rounds)
                     progress.update()
-            return trace
+            return list(by_task.values())
 
         trace, chain_trace, lookup_trace = map(traced, (large, MethodRecipe(name="chain"), looking))
-        if not any(trace):
+        if not any(map(any, trace)):
             raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
         depths = list(range(1, deepest + 1))
@@ -235,10 +253,11 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         methods = [drafter_method(finalist, decoder, GREEDY) for finalist in finalists]
         for drafting in methods:
             costs.give(drafting)
-        measured = list(zip(finalists, _speeds(answer, methods, prompts, turns), strict=True))
-    chosen = max(measured, key=lambda pair: pair[1])[0]
+        speeds = _speeds(answer, methods, list(zip(tasks, prompts, strict=True)), turns)
+    measured = [(method, *found) for method, found in zip(finalists, speeds, strict=True)]
+    chosen = max(measured, key=lambda each: each[2])[0]
     kept = default.drafter is None or not is_published(default.drafter)
-    tuned = Tuned(default, chosen, measured, promised, costs.curve, kept)
+    tuned = Tuned(default, chosen, measured, len(set(tasks)), promised, costs.curve, kept)
     if kept:
         write_tuned(folder, chosen)
     write_atomically(RunFolder(recipe).eval / "tuned.json", json.dumps(tuned.as_json(), indent=2) + "\n")
@@ -246,21 +265,44 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 
 
 def _speeds(
-    answer: Callable[[Method, list[int]], AnswerRecord], methods: Sequence[Method], prompts: list[list[int]], turns: int
-) -> list[float]:
-    """Return the median tokens per second of each, question by question in turns, the prefill left out."""
-    speeds: list[list[float]] = [[] for _ in methods]
+    answer: Callable[[Method, list[int]], AnswerRecord],
+    methods: Sequence[Method],
+    asked: list[tuple[str, list[int]]],
+    turns: int,
+) -> list[tuple[float, float]]:
+    """Return of each its tokens per second, and the mean over tasks of its speed over the first's: medians over turns.
+
+    Question by question in turns, the prefill left out.
+
+    Args:
+        asked: (task, prompt ids).
+    """
+    speeds: list[list[tuple[float, float]]] = [[] for _ in methods]
     with progress_bar(turns + 1, "measure", "turn") as progress:
         for turn in range(turns + 1):
-            tokens, seconds = [0] * len(methods), [0.0] * len(methods)
-            for index, prompt in enumerate(prompts):
+            counted = [{task: [0.0, 0.0] for task, _ in asked} for _ in methods]  # tokens and seconds
+            for index, (task, prompt) in enumerate(asked):
                 shift = (turn + index) % len(methods)
                 for place in [*range(shift, len(methods)), *range(shift)]:
                     out = answer(methods[place], prompt)
-                    tokens[place] += sum(out.accept_lengths)
-                    seconds[place] += out.wall_time_s - out.prefill_s
+                    counted[place][task][0] += sum(out.accept_lengths)
+                    counted[place][task][1] += out.wall_time_s - out.prefill_s
             if turn > 0:  # the first warms up
-                for speed, count, time_s in zip(speeds, tokens, seconds, strict=True):
-                    speed.append(count / time_s)
+                for found, sums in zip(speeds, counted, strict=True):
+                    found.append(speed_and_gain(sums, counted[0]))
             progress.update()
-    return list(map(statistics.median, speeds))
+    return [
+        (statistics.median(speed for speed, _ in found), statistics.median(gain for _, gain in found))
+        for found in speeds
+    ]
+
+
+def speed_and_gain(sums: dict[str, list[float]], of_first: dict[str, list[float]]) -> tuple[float, float]:
+    """Tokens per second over all tasks, and the mean over tasks of it over the first method's.
+
+    A task of answers that end with the prefill's token has no speed.
+    """
+    tokens, seconds = map(sum, zip(*sums.values(), strict=True))
+    decoded = [task for task, (count, _) in of_first.items() if count]
+    gains = [sums[task][0] / sums[task][1] * of_first[task][1] / of_first[task][0] for task in decoded]
+    return tokens / seconds, statistics.fmean(gains) if gains else 1.0

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from draftsmith.eval.bench.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.summary import OVERALL, shown_categories
+from draftsmith.eval.report.summary import MEAN_OF_TASKS, OVERALL, drafted_rows, shown_categories
 from draftsmith.eval.report.text import NOT_LOSSLESS
 
 # Okabe and Ito: told apart by colour-blind readers too.
@@ -61,13 +61,20 @@ def _bars(
     rows = {(series_name(row, summary), row["category"]): row for row in summary if row["method"] != AUTOREGRESSIVE}
     series = list(dict.fromkeys(name for name, _ in rows))
     categories = [*shown_categories(summary), OVERALL]
+    over_tasks = {
+        (series_name(row, summary), MEAN_OF_TASKS): row["over_tasks"]
+        for row in drafted_rows(summary)
+        if row.get("over_tasks")
+    }
+    if over_tasks:
+        rows, categories = rows | over_tasks, [*categories, MEAN_OF_TASKS]
     width_inches = 1.1 * len(categories) * max(1, len(series)) ** 0.5 + 2
     figure, axes = plt.subplots(figsize=(min(max(7.0, width_inches), MOST_INCHES), 4.6))
     width = 0.8 / max(1, len(series))
     for number, name in enumerate(series):
         places = [index - 0.4 + width * (number + 0.5) for index in range(len(categories))]
         heights = [rows[name, category][value_key] or 0.0 for category in categories]
-        spreads = [rows[name, category][spread_key] or 0.0 for category in categories] if spread_key else None
+        spreads = [rows[name, category].get(spread_key) or 0.0 for category in categories] if spread_key else None
         bars = axes.bar(
             places,
             heights,

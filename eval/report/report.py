@@ -17,10 +17,11 @@ from draftsmith.eval.report.summary import (
     best_row,
     by_temperature,
     drafted_rows,
+    headline,
     method_key,
     seed_spread,
 )
-from draftsmith.eval.report.text import NOT_LOSSLESS, identity, number, only_ties
+from draftsmith.eval.report.text import NOT_LOSSLESS, ends_in_brackets, identity, number, only_ties
 from draftsmith.recipes.schema import DRAFTER_KIND
 
 TAU_DEFINITION = (
@@ -31,6 +32,11 @@ TAU_DEFINITION = (
 SPEEDUP_DEFINITION = (
     "speedup = all tokens over all seconds, against the same of the baseline; by question, as Spec-Bench has it: the "
     "mean of the questions' tokens per second, against the baseline's; tau by question: the mean of the questions' tau"
+)
+
+TASKS_MEANING = (
+    "Each of the tasks counts alike, however long its answers are: means of their pooled figures, which methods are "
+    "ordered and chosen by. Pooled, all questions together, is beside them"
 )
 
 LENIENCE_WARNING = (
@@ -45,6 +51,8 @@ BASELINE_MEANING = (
 )
 SLOW_SHARE = 0.7  # below it the report says that the speedup is partly the baseline's slowness
 GIGABYTE = 1e9
+
+FIGURES = (("tau", "tau_interval"), ("speedup_mean", "speedup_interval"))
 
 FASTER, NO_GAIN, SLOWER, UNCLEAR = "faster", "no gain", "SLOWER", "too few questions"
 # Classes of the page's style sheet.
@@ -91,14 +99,17 @@ def verdicts(summary: list[Row], timing: list[Row]) -> list[Verdict]:
 def _verdict(rows: list[Row], timed: dict[str, Row]) -> Verdict:
     best = best_row(rows)
     assert best is not None
-    word = verdict_word(best["speedup_interval"])
-    name, times = best["method"], f"{best['speedup_mean']:.2f} times the speed of the target alone"
+    shown, tasks = headline(best), best.get("over_tasks")
+    word = verdict_word(shown["speedup_interval"])
+    name, times = best["method"], f"{shown['speedup_mean']:.2f} times the speed of the target alone"
+    if tasks:
+        times += f" in the mean over {tasks['tasks']} tasks ({best['speedup_mean']:.2f} pooled)"
     among = f", the fastest of {len(rows)} methods," if len(rows) > 1 else ""
     sentence = {
         FASTER: f"{name}{among} generates at {times}.",
         NO_GAIN: f"{name}{among} reaches {times}, but the interval includes 1: no gain is shown.",
         SLOWER: f"{name}{among} slows the target down, to {times}.",
-        UNCLEAR: f"{name}{among} reached {times}, on too few questions to say how surely.",
+        UNCLEAR: f"{name}{among} reached {times}, on too few questions{' of a task' * bool(tasks)} to say how surely.",
     }[word]
     why, timing = None, timed.get(method_key(best))
     if timing is not None:
@@ -270,6 +281,18 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
             )
     console = console or Console()
     console.print(table)
+    of_tasks = [row for row in drafted_rows(summary) if row.get("over_tasks")]
+    if of_tasks:
+        title = f"mean over {of_tasks[0]['over_tasks']['tasks']} tasks, intervals of 95 % over questions"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+        for heading in ("method", "tau", "speedup", "pooled\ntau", "pooled\nspeedup"):
+            table.add_column(heading, overflow="fold", justify="left" if heading == "method" else "right")
+        for row in sorted(of_tasks, key=lambda row: (row["temperature"], -headline(row)["speedup_mean"])):
+            shown = headline(row)
+            cells = [f"{number(shown[key])}{ends_in_brackets(shown[ends])}" for key, ends in FIGURES]
+            pooled = [number(row[key]) for key, _ in FIGURES]
+            table.add_row(escape(series_name(row, summary)), *cells, *pooled)
+        console.print(table)
     over_seeds = seed_spread(summary)
     if over_seeds:
         title = "over training seeds (mean ± standard deviation)"
@@ -285,6 +308,8 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
         console.print(sentence)
     console.print(TAU_DEFINITION, style="italic")
     console.print(SPEEDUP_DEFINITION, style="italic")
+    if of_tasks:
+        console.print(TASKS_MEANING, style="italic")
     if sentences:
         console.print(BASELINE_MEANING, style="italic")
     if not all(row["lossless"] for row in summary):

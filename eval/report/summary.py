@@ -7,6 +7,10 @@ speedup of a run     (tokens / s of the method) / (tokens / s of the autoregress
                      process, prefill included on both sides; mean and standard deviation are over the runs. Pooled:
                      all tokens / all seconds
 ..._interval         95 % over questions like these: `bootstrap.py`
+over_tasks           means over Spec-Bench's tasks of each one's pooled tau and speedup (all runs together), each task
+                     counting alike however long its answers are, with their intervals; of two tasks and more. They
+                     are the headline then, by which methods are ordered and chosen (`headline`); the pooled figures
+                     are beside them
 speedup_by_question  the same, with means over questions of each one's tokens / s (Spec-Bench, evaluation/speed.py,
                      whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above
 tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
@@ -46,7 +50,7 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
-OVERALL = "overall"
+OVERALL, MEAN_OF_TASKS = "overall", "mean of tasks"
 # Of each category, what a document may quote.
 OF_A_CATEGORY = (
     "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
@@ -120,7 +124,8 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         **latencies(turns),
         "lossless": first.lossless,
         **draft_vocabulary_figures(turns),
-        **_intervals(records, key, category),
+        **_intervals(question_sums(records, key, category), first),
+        "over_tasks": _over_tasks(records, key) if category == OVERALL else None,
         **_identity(records, key, category, ties),
     }
 
@@ -131,7 +136,7 @@ def question_sums(
     """Sum up the answers of `method@temperature` by question, in the order of the first run.
 
     Args:
-        over_tasks: Each of Spec-Bench's tasks is to count alike, in place of each token.
+        over_tasks: Each of Spec-Bench's tasks is to count alike, in place of each token, where there are several.
     """
     by_question: dict[int | str, list[tuple[MethodRecord, MethodRecord]]] = {}
     tasks: dict[int | str, str] = {}
@@ -139,12 +144,26 @@ def question_sums(
         if _belongs(record, category):
             by_question.setdefault(record.question_id, []).append(record.beside_baseline(key))
             tasks[record.question_id] = task_of(record.category)
-    return bootstrap.QuestionSums.of(list(by_question.values()), list(tasks.values()) if over_tasks else None)
+    several = over_tasks and len(set(tasks.values())) > 1
+    return bootstrap.QuestionSums.of(list(by_question.values()), list(tasks.values()) if several else None)
 
 
-def _intervals(records: list[QuestionRecord], key: str, category: str) -> dict[str, list[float] | None]:
-    sums = question_sums(records, key, category)
-    drafts = bool(sums.rounds.sum()) and records[0].answers[key].method != AUTOREGRESSIVE
+def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
+    """Compute the means over tasks, under the names of the pooled figures; None where there are not several tasks."""
+    sums = question_sums(records, key, over_tasks=True)
+    if sums.tasks is None:
+        return None
+    drafted = all(own.rounds.sum() for _, own in sums.by_task())  # a task of answers of one token has no tau
+    return {
+        "tasks": len(set(sums.tasks)),
+        "tau": bootstrap.figure_of(bootstrap.tau, sums) if drafted else None,
+        "speedup_mean": bootstrap.figure_of(bootstrap.speedup, sums),
+        **_intervals(sums, records[0].answers[key]),
+    }
+
+
+def _intervals(sums: bootstrap.QuestionSums, answer: MethodRecord) -> dict[str, list[float] | None]:
+    drafts = bool(sums.rounds.sum()) and answer.method != AUTOREGRESSIVE
     figures = {"tau_interval": bootstrap.tau, "speedup_interval": bootstrap.speedup}
     return {name: bootstrap.interval(figure, sums) if drafts else None for name, figure in figures.items()}
 
@@ -294,9 +313,14 @@ def by_temperature(rows: list[Row]) -> dict[float, list[Row]]:
     return {temperature: [row for row in rows if row["temperature"] == temperature] for temperature in temperatures}
 
 
+def headline(row: Row) -> Row:
+    """The figures to name first, to order and to choose by: the means over tasks where there are several."""
+    return row.get("over_tasks") or row
+
+
 def best_row(rows: list[Row]) -> Row | None:
     """The fastest; what is not lossless only wins where nothing else was measured."""
-    return max(rows, key=lambda row: (row["lossless"], row["speedup_mean"]), default=None)
+    return max(rows, key=lambda row: (row["lossless"], headline(row)["speedup_mean"]), default=None)
 
 
 def shown_categories(summary: list[Row]) -> list[str]:
@@ -320,7 +344,7 @@ def seed_spread(summary: list[Row]) -> list[Row]:
     """For each method and temperature that several seeds were trained of: means and standard deviations over them."""
     groups: dict[tuple[str, float], list[Row]] = {}
     for row in summary:
-        if row["category"] == OVERALL and row["tau"] is not None:
+        if row["category"] == OVERALL and headline(row)["tau"] is not None:
             name = re.sub(rf"{SEED_SUFFIX}\d+(?=/|$)", "", row["method"])
             groups.setdefault((name, row["temperature"]), []).append(row)
     return [
@@ -329,7 +353,7 @@ def seed_spread(summary: list[Row]) -> list[Row]:
             "temperature": temperature,
             "seeds": len(rows),
             **{
-                f"{figure}_{kind}": over([row[key] for row in rows])
+                f"{figure}_{kind}": over([headline(row)[key] for row in rows])
                 for figure, key in (("tau", "tau"), ("speedup", "speedup_mean"))
                 for kind, over in (("mean", statistics.fmean), ("std", statistics.stdev))
             },
@@ -368,8 +392,7 @@ def evaluation_figures(
     """What a document may quote, for `recipes/results.py`: each figure under a name of its own.
 
     By `method@temperature`: the row over all questions, a round's time, and the main figures by category. Beside them
-    what each method was asked for, as `eval.methods` takes it. `over_tasks`: means over Spec-Bench's tasks, each of
-    which counts alike, however long its answers are.
+    what each method was asked for, as `eval.methods` takes it.
 
     Args:
         questions: How many were asked.
@@ -384,11 +407,6 @@ def evaluation_figures(
         else:
             by_category = figures.setdefault("by_category", {})
             by_category[row["category"]] = {key: row[key] for key in OF_A_CATEGORY}
-    for name, figures in rows.items():
-        tasks = [row for row in summary if method_key(row) == name and row["category"] == row.get("task")]
-        if len(tasks) > 1:
-            means = {key: statistics.fmean(row[key] for row in tasks) for key in ("tau", "speedup_mean")}
-            figures["over_tasks"] = {"tasks": len(tasks), **means}
     for row in timing:
         rows[method_key(row)]["timing"] = row
     methods = {}

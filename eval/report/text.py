@@ -19,6 +19,10 @@ def interval(ends: list[float] | None) -> str:
     return "-" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
+def ends_in_brackets(ends: list[float] | None) -> str:
+    return "" if ends is None else f" ({interval(ends)})"
+
+
 def percent(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}%}"
 

@@ -22,8 +22,12 @@ def add_to_trackers(recipe: Recipe, summary: list[dict[str, Any]]) -> None:
     """
     folder = RunFolder(recipe)
     about = tracked_run(folder) | {"recipe": masked(recipe.model_dump())}
-    columns = list(summary[0])
+    columns = [column for column in summary[0] if column != "over_tasks"]
     rows = [[row[column] for column in columns] for row in summary]
+    if any(row.get("over_tasks") for row in summary):
+        columns += ["tau over tasks", "speedup over tasks"]
+        for cells, figures in zip(rows, (row["over_tasks"] or {} for row in summary), strict=True):
+            cells += [figures.get("tau"), figures.get("speedup_mean")]
     for tracker in about.get("trackers", []):
         ADD[tracker](folder, about, columns, rows)
 

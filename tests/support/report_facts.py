@@ -107,9 +107,9 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def records_of(
-    methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,), questions: int = 6
+    methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,), questions: int = 8
 ) -> list[QuestionRecord]:
-    """Three questions of each of two categories and so on; the baseline takes 2 s for each, a method what is said.
+    """Two questions of each of four categories, of three tasks; the baseline takes 2 s for each, a method what is said.
 
     Rounds have phases: 20 ms of drafting, 50 of the target's forward, 5 and 5; the baseline's step takes 60.
     """

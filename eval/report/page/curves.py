@@ -15,7 +15,7 @@ from typing import Any
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.charts import ALPHAS, THEORY
-from draftsmith.eval.report.summary import Row, drafted_rows
+from draftsmith.eval.report.summary import Row, drafted_rows, headline
 from draftsmith.eval.report.text import drafter_name, without_places
 from draftsmith.models.base.registry import Training
 from draftsmith.recipes.schema import DRAFTER_KIND
@@ -206,7 +206,7 @@ def compared_drafters(
         name = recipe["name"] if method["drafter"] is None else drafter_name(method["drafter"])
         row = speeds.get(method["name"])
         if method["kind"] == DRAFTER_KIND and name in trained and row is not None:
-            best[name] = max(best.get(name, row), row, key=lambda each: each["speedup_mean"])
+            best[name] = max(best.get(name, row), row, key=lambda each: headline(each)["speedup_mean"])
     if len(best) < 2:
         return []
     every = [trained[name].settings for name in best]
@@ -219,7 +219,7 @@ def compared_drafters(
         values = (f"{key.rpartition('.')[2]} {settings[key]}" for key in differing if settings.get(key) is not None)
         differs = without_places(", ".join(values))
         found.append(ComparedDrafter(name, trained[name], _held_out(trained[name]), differs, row))
-    return sorted(found, key=lambda each: -each.row["speedup_mean"])
+    return sorted(found, key=lambda each: -headline(each.row)["speedup_mean"])
 
 
 def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:

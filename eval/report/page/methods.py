@@ -16,7 +16,16 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.page.curves import Scale, scale_around
 from draftsmith.eval.report.report import NO_GAIN, SLOWER, verdict_word
-from draftsmith.eval.report.summary import OVERALL, Row, by_temperature, drafted_rows, method_key, question_sums
+from draftsmith.eval.report.summary import (
+    MEAN_OF_TASKS,
+    OVERALL,
+    Row,
+    by_temperature,
+    drafted_rows,
+    headline,
+    method_key,
+    question_sums,
+)
 
 # Speedups from which a cell has the next tint.
 LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5)
@@ -31,12 +40,14 @@ WINDOW_STEPS = 10.0  # steps of the target alone that a timeline is long, at mos
 class MethodTable:
     """The methods of one temperature, the fastest first; rows: of the summary.
 
-    against_best: by `method@temperature`, 95 % of its speedup over the fastest one's; scale: of all speedups.
+    tasks: over how many the headline is a mean, 0 where it is pooled; against_best: by `method@temperature`, 95 % of
+    its speedup over the fastest one's; scale: of all speedups.
     """
 
     temperature: float
     baseline_tokens_per_s: float | None
     rows: list[Row]
+    tasks: int
     against_best: dict[str, list[float] | None]
     scale: Scale
 
@@ -51,8 +62,9 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
     drafted = drafted_rows(summary)
     if not drafted:
         return []
-    ends = [end for row in drafted for end in (row["speedup_interval"] or [row["speedup_mean"]])]
-    scale = scale_around([*ends, *(row["speedup_mean"] for row in drafted)], 1.0)
+    shown = list(map(headline, drafted))
+    ends = [end for figures in shown for end in figures["speedup_interval"] or []]
+    scale = scale_around([*ends, *(figures["speedup_mean"] for figures in shown)], 1.0)
     baselines = {
         row["temperature"]: row["tokens_per_s"]
         for row in summary
@@ -60,14 +72,16 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
     }
     tables = []
     for temperature, rows in by_temperature(drafted).items():
-        rows.sort(key=lambda row: -row["speedup_mean"])
-        sums = {method_key(row): question_sums(list(records), method_key(row)) for row in rows if records}
+        rows.sort(key=lambda row: -headline(row)["speedup_mean"])
+        keys = [method_key(row) for row in rows if records]
+        sums = {key: question_sums(list(records), key, over_tasks=True) for key in keys}
         best = sums.get(method_key(rows[0]))
         against = {
             key: None if best is None or each is best else bootstrap.paired_ratio(bootstrap.speedup, each, best)
             for key, each in sums.items()
         }
-        tables.append(MethodTable(temperature, baselines.get(temperature), rows, against, scale))
+        tasks = (rows[0].get("over_tasks") or {}).get("tasks", 0)
+        tables.append(MethodTable(temperature, baselines.get(temperature), rows, tasks, against, scale))
     return tables
 
 
@@ -76,12 +90,13 @@ def category_tables(
 ) -> list[tuple[float, list[tuple[Row, list[Row | None]]]]]:
     """Of each temperature, list every method's overall row, the fastest first, and its row of each category."""
     cells = {(method_key(row), row["category"]): row for row in summary}
+    cells |= {(method_key(row), MEAN_OF_TASKS): headline(row) for row in drafted_rows(summary)}
     return [
         (
             temperature,
             [
                 (row, [cells.get((method_key(row), category)) for category in categories])
-                for row in sorted(rows, key=lambda row: -row["speedup_mean"])
+                for row in sorted(rows, key=lambda row: -headline(row)["speedup_mean"])
             ],
         )
         for temperature, rows in by_temperature(drafted_rows(summary)).items()

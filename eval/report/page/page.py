@@ -16,7 +16,15 @@ from draftsmith.eval.bench.traced import by_question
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import report, text
 from draftsmith.eval.report.page import curves, methods
-from draftsmith.eval.report.summary import OVERALL, Row, parts_of_mt_bench, seed_spread, shown_categories
+from draftsmith.eval.report.summary import (
+    MEAN_OF_TASKS,
+    OVERALL,
+    Row,
+    headline,
+    parts_of_mt_bench,
+    seed_spread,
+    shown_categories,
+)
 from draftsmith.recipes.run_folder import write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND
 
@@ -75,6 +83,7 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
     environment.filters |= {"number": text.number, "ms": text.milliseconds, "identity": text.identity}
     environment.filters |= {"percent": text.percent, "interval": text.interval, "escaped": text.escaped}
     environment.filters |= {"code": _code, "tint": methods.tint, "verdict_word": report.verdict_word}
+    environment.filters |= {"headline": headline}
     return environment
 
 
@@ -85,6 +94,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     overall = [row for row in summary if row["category"] == OVERALL]
     told = report.verdicts(summary, timing)
     categories, parts = [*shown_categories(summary), OVERALL], parts_of_mt_bench(summary)
+    columns = [*categories, MEAN_OF_TASKS] if any(row.get("over_tasks") for row in overall) else categories
     kinds = facts["drafter_kinds"]
     drafters = f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters" if kinds[1:] else "no trained drafter"
     if len(kinds) == 1:
@@ -102,6 +112,8 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "proof": report.proof_sentence(proof),
         "tau_definition": report.TAU_DEFINITION,
         "speedup_definition": report.SPEEDUP_DEFINITION,
+        "tasks_meaning": report.TASKS_MEANING,
+        "of_tasks": [row for row in overall if row.get("over_tasks")],
         "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
         "overall": overall,
         "seed_spread": seed_spread(summary),
@@ -117,8 +129,8 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "by_part": _by_category(summary, parts),
         # For the page.
         "methods": methods.method_tables(summary, records),
-        "categories": categories,
-        "tables": methods.category_tables(summary, categories),
+        "categories": columns,
+        "tables": methods.category_tables(summary, columns),
         "parts": parts,
         "part_tables": methods.category_tables(summary, parts) if parts else [],
         "levels": methods.LEVELS,

@@ -48,13 +48,22 @@ class Place:
 
     def value(self, path: str) -> float | None:
         """A figure of the row, down through its mappings and lists; None where it was not measured."""
+        found = self._found(path)
+        return found if isinstance(found, int | float) else None
+
+    def interval(self, path: str) -> str:
+        """An interval's ends, or a dash."""
+        ends = self._found(path)
+        return f"{ends[0]:.2f} to {ends[1]:.2f}" if isinstance(ends, list) else NOT_MEASURED
+
+    def _found(self, path: str) -> Any:
         found: Any = self.row
         for key in path.split("."):
             if isinstance(found, list):
                 found = found[int(key)] if int(key) < len(found) else None
             elif isinstance(found, dict):
                 found = found.get(key)
-        return found if isinstance(found, int | float) else None
+        return found
 
     def quoted(self, path: str, form: str = "{:.2f}") -> str:
         """The figure as a link, `[2.78](results/name.json#figures.rows.key.path)`, or a dash."""
@@ -86,16 +95,18 @@ def ratio(above: Place, below: Place, path: str, form: str = TIMES) -> str:
 
 
 def table(heads: Sequence[str], rows: list[list[str]], labels: int = 1) -> str:
-    """Write a table in Markdown, without rows of which nothing was measured; a sentence if there are no others.
+    """Write a table in Markdown, without rows and columns of which nothing was measured; a sentence if none is left.
 
     Args:
         labels: The first columns, which say what a row is of.
     """
-    measured = [row for row in rows if any(cell not in ("", NOT_MEASURED) for cell in row[labels:])]
+    empty = ("", NOT_MEASURED)
+    measured = [row for row in rows if any(cell not in empty for cell in row[labels:])]
     if not measured:
         return "*Not measured yet.*"
+    shown = [n for n in range(len(heads)) if n < labels or any(row[n] not in empty for row in measured)]
     lines = [heads, ["---"] * len(heads), *measured]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line[n] for n in shown)} |" for line in lines)
 
 
 # ---- ParallelSpec ----
@@ -143,16 +154,23 @@ EMBEDDED = Target(
 
 
 def main_table(results: Path, target: Target, temperature: float) -> str:
-    """The papers' main table: speedup by task and over all questions, tau, and each flavour over what it replaces."""
+    """The papers' main table: speedup by task and their mean, the headline, then pooled, tau, and each flavour's gain.
+
+    Results of earlier versions have no interval of the mean over tasks, and those of one task no such mean.
+    """
     tasks = [f"by_category.{task}.speedup_mean" for task in TASKS] if target.tasks else []
+    over_tasks = ["over_tasks.speedup_mean", "over_tasks.tau"]
 
     def figures(found: Place) -> list[str]:
-        low, high = (found.row or {}).get("speedup_interval") or (None, None)
         return [
-            *(found.quoted(path, TIMES) for path in (*tasks, "speedup_mean")),
+            *(found.quoted(path, TIMES) for path in tasks),
+            found.quoted(over_tasks[0], TIMES),
+            found.interval("over_tasks.speedup_interval"),
+            found.quoted(over_tasks[1]),
+            found.quoted("speedup_mean", TIMES),
+            found.interval("speedup_interval"),
             found.quoted("tau"),
             found.quoted("timing.cost_ratio"),
-            NOT_MEASURED if low is None else f"{low:.2f} to {high:.2f}",
         ]
 
     rows: list[list[str]] = []
@@ -164,11 +182,14 @@ def main_table(results: Path, target: Target, temperature: float) -> str:
                 again = place(results, target.file, method.replace("/", f"{SEED_SUFFIX}1/"), temperature)
                 rows.append([f"{name}, second seed", *figures(again)])
         base, flavour = places
-        over = (ratio(flavour, base, path) for path in (*tasks, "speedup_mean", "tau"))
-        rows.append(["*flavour over base*", *over, "", ""])
+        *by_task, speed, tau, pooled, pooled_tau = (
+            ratio(flavour, base, path) for path in (*tasks, *over_tasks, "speedup_mean", "tau")
+        )
+        rows.append(["*flavour over base*", *by_task, speed, "", tau, pooled, "", pooled_tau, ""])
     unique = [row for number, row in enumerate(rows) if row not in rows[:number]]
     names = TASKS.values() if target.tasks else ()
-    return table(["drafter, tree of 12", *names, "overall", "tau", "draft / step", "95 %"], unique)
+    means = ["mean of tasks", "95 %", "mean tau", "pooled", "95 %", "tau"]
+    return table(["drafter, tree of 12", *names, *means, "draft / step"], unique)
 
 
 def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:

@@ -1,6 +1,7 @@
 """Several recipes in one table: one baseline, one process, data made once. And finished runs beside each other."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from draftsmith.eval.commands.compare import (
     compare_runs,
     expand_variants,
     joint_recipe,
+    verdict,
     with_seeds,
 )
 from draftsmith.eval.commands.stages import reuse_data
@@ -137,11 +139,18 @@ def test_a_whole_comparison(finished: FinishedRun) -> None:
     assert (runs / "table" / "report.md").read_text() == report
 
 
-def run_in(folder: Path, seconds: list[float], order: int = 1, prompts: str = "34cd", first_id: int = 1) -> Path:
+def run_in(
+    folder: Path,
+    seconds: list[float],
+    order: int = 1,
+    prompts: str = "34cd",
+    first_id: int = 1,
+    categories: tuple[str, ...] = ("math",),
+) -> Path:
     """A run of one question for each of these seconds, its baseline at 2 s each."""
     log = RecordLog(folder / "eval" / "records.jsonl")
     for number, taken in list(enumerate(seconds, start=first_id))[::order]:
-        record = replace(made_up(0, taken, 2.0), question_id=number)
+        record = replace(made_up(0, taken, 2.0), question_id=number, category=categories[number % len(categories)])
         for answer in record.answers.values():
             answer.settings["prompts"] = prompts
         log.append(record)
@@ -160,6 +169,24 @@ def test_ratios_by_hand(tmp_path: Path) -> None:
     assert other["speedup_ratio_interval"] == pytest.approx([2.0, 2.0])
     assert other["tau"] == pytest.approx(3.0)
     assert other["tau_ratio_interval"] == pytest.approx([1.0, 1.0])
+
+
+def test_each_task_counts_alike(tmp_path: Path) -> None:
+    """Four of MT-bench's questions, alike in both runs, and two of QA, twice as fast in the second.
+
+    By task 2 and 4 against 2 and 2 make 1.5; pooled 12 s in 5 s against 12 in 6 make 1.2.
+    """
+    categories = ("math", "writing", "qa")
+    first = run_in(tmp_path / "a", [1.0] * 6, categories=categories)
+    second = run_in(tmp_path / "b", [1.0, 0.5, 1.0] * 2, categories=categories)
+    _, other = compare_runs([first, second])
+    assert (other["speedup_ratio"], other["over_tasks"]["speedup_ratio"]) == (pytest.approx(1.2), pytest.approx(1.5))
+    assert other["over_tasks"]["speedup_ratio_interval"] == pytest.approx([1.5, 1.5])
+    assert other["over_tasks"]["tasks"] == 2
+    assert verdict(other) == "faster"
+    shown = CliRunner().invoke(app, ["compare", str(first), str(second)], env={"COLUMNS": "200"}).output
+    assert "T = 0, means over 2 tasks, each counted alike; intervals of 95 % over questions" in shown
+    assert re.search(r"3\.00 \(3\.00 to 3\.00\).*1\.50x \(1\.50 to 1\.50\).*faster.*2\.40.*1\.20x", shown)
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
 
 def test_one_after_the_other(stages: Stages) -> None:
     folder, tuned, proof = RunFolder(stages.recipe), stages.tuned, stages.proof
-    speeds = {id(method): speed for method, speed in tuned.measured}
+    speeds = {id(method): gain for method, _, gain in tuned.measured}
     assert speeds[id(tuned.chosen)] == max(speeds.values())
-    assert any(method is tuned.default for method, _ in tuned.measured)
+    assert any(method is tuned.default for method, *_ in tuned.measured)
     tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
     assert tree["tree"] == tuned.chosen.tree
     # Packed layers ask for their weights' version, which tensors made in inference mode do not have.

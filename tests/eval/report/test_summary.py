@@ -13,6 +13,7 @@ from draftsmith.eval.decoding.loop import AnswerRecord
 from draftsmith.eval.report.summary import (
     acceptance_by_depth,
     baseline_speeds,
+    best_row,
     evaluation_figures,
     latencies,
     parts_of_mt_bench,
@@ -31,7 +32,7 @@ def test_no_category_twice() -> None:
     assert shown_categories(summary) == ["translation", "rag", "mt_bench"]
     assert parts_of_mt_bench(summary) == ["writing", "math"]
     tokens = {each["category"]: each["tokens"] for each in summary if each["method"] == "chain"}
-    assert sum(tokens[name] for name in ("translation", "rag", "mt_bench")) == tokens["overall"] == 60
+    assert sum(tokens[name] for name in ("translation", "rag", "mt_bench")) == tokens["overall"] == 80
     assert {each["category"]: each["task"] for each in summary} == {
         "writing": "mt_bench", "math": "mt_bench", "mt_bench": "mt_bench", "translation": "translation", "rag": "rag",
         "overall": None,
@@ -152,13 +153,34 @@ def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dic
 
 
 def test_each_task_counts_alike() -> None:
-    """Two tasks of 2 and 4 tokens a round make 3, whatever the parts of the first and all questions together say."""
-    summary = [
-        row("a", "math", 9.0) | {"task": "mt_bench"}, row("a", "mt_bench", 2.0) | {"task": "mt_bench"},
-        row("a", "qa", 4.0) | {"task": "qa"}, row("a", "overall", 2.1) | {"task": None},
+    """MT-bench keeps 36 tokens in 8 rounds, and has 10 s for 5 s: 4.5 and 2; QA 1 and 1: means of 2.75 and 1.5.
+
+    Both runs are pooled within a task: the mean of their speedups, 5/3 and 5/2, is not 2. One question of a task has no
+    interval; with two of each, all alike, it has no width.
+    """
+    records = [
+        replace(question, run=run)
+        for run, seconds in enumerate((2.0, 1.0))
+        for question in (
+            a_question(1, "math", seconds, 4.0, 3), a_question(2, "writing", 1.0, 1.0, 1),
+            a_question(3, "qa", 5.0, 5.0, 9),
+        )
     ]  # fmt: skip
-    figures = evaluation_figures(Recipe(name="table"), summary, [], 26, None, [])
-    assert figures["rows"]["a@0"]["over_tasks"] == {"tasks": 2, "tau": 3.0, "speedup_mean": 1.5}
+    summary = summarize(records)
+    rows = evaluation_figures(Recipe(name="table"), summary, [], 3, None, [])["rows"]
+    assert rows["chain@0"]["over_tasks"] == {
+        "tasks": 2, "tau": pytest.approx(2.75), "speedup_mean": pytest.approx(1.5), "tau_interval": None,
+        "speedup_interval": None,
+    }  # fmt: skip
+    assert rows["autoregressive@0"]["over_tasks"]["speedup_mean"] == pytest.approx(1.0)
+    assert "over_tasks" not in rows["chain@0"]["by_category"]["math"]
+    alike = [a_question(n, ("qa", "math")[n % 2], 2.0, 2.0 + 2 * (n % 2), rounds=3) for n in range(6)]
+    found = summarize(alike)[-1]["over_tasks"]
+    assert (found["speedup_mean"], found["speedup_interval"]) == (pytest.approx(1.5), pytest.approx([1.5, 1.5]))
+    assert summarize(alike[::2])[-1]["over_tasks"] is None
+    longer = row("pooled", "overall", 4.0) | {"lossless": True, "over_tasks": {"speedup_mean": 1.2}}
+    better = row("by task", "overall", 2.0) | {"lossless": True, "over_tasks": {"speedup_mean": 1.3}}
+    assert best_row([longer, better]) is better
 
 
 def test_by_method_with_categories_timing_and_seeds() -> None:
