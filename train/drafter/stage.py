@@ -5,27 +5,22 @@
 """
 
 import json
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import distributed
 from torch.utils import deterministic
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, TrainerControl, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.errors import Terminated, UserError
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import (
     RunFolder,
     alone_in_its_run,
@@ -47,7 +42,7 @@ from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
 from draftsmith.train.drafter.trackers import refuse_missing_trackers, tracked
-from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import (
     enable_gradient_checkpointing,
     recipe_arguments,
@@ -57,8 +52,6 @@ from draftsmith.train.processes.frozen_target import load_frozen_target, outside
 from draftsmith.train.processes.launch import Launch, launch_of, refuse_what_cannot_work, told_of_a_lost_process
 
 SETTINGS = "settings.json"
-# A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
-SAME_SIGNAL_S = 1.0
 # Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
 HARMLESS_TRAIN_KEYS = (
     "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
@@ -147,53 +140,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if stop.requested:  # in the last step
         stop.raise_interrupt()
     return TrainReport.read(run.drafter, was_finished=False)
-
-
-class StopOnInterrupt(TrainerCallback):
-    """Saves and stops after the current step at the first SIGINT or SIGTERM, in all processes of the training.
-
-    A second Ctrl-C acts at once. A second SIGTERM does not: schedulers and launchers send several, and what cannot wait
-    any longer is killed. `requested` is the signal, or 0.
-    """
-
-    def __init__(self) -> None:
-        self.requested = 0
-        self._since_s = 0.0
-        self._previous: dict[int, Any] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if threading.current_thread() is threading.main_thread():  # the only one that may handle signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._request)
-
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if distributed.is_available() and distributed.is_initialized():
-            shared = torch.tensor(self.requested, device=args.device)
-            distributed.all_reduce(shared, distributed.ReduceOp.MAX)  # SIGTERM is larger than SIGINT
-            self.requested = int(shared)
-        if self.requested:
-            control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the signals back; at the end of training, and after an error that `on_train_end` does not see."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def raise_interrupt(self) -> NoReturn:
-        """End the command by what was requested, when all is saved."""
-        raise Terminated if self.requested == signal.SIGTERM else KeyboardInterrupt
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if self.requested and number == signal.SIGINT and now_s - self._since_s > SAME_SIGNAL_S:
-            self.restore()
-            raise KeyboardInterrupt
-        if not self.requested:
-            self.requested, self._since_s = int(number), now_s
 
 
 def _target_and_drafter(

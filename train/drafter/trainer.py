@@ -7,17 +7,20 @@ Shapes: B batch, S sequence, D hidden, F features, G depths.
 
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader
@@ -38,7 +41,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import Terminated, UserError
 from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
@@ -47,6 +50,8 @@ from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.processes.launch import launch_of
 from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
 
+# A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
+SAME_SIGNAL_S = 1.0
 # The batch of a process for which no row is left; two tokens, as the second has a token to its left.
 NO_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0], ROWS_COLUMN: []}
 
@@ -477,3 +482,50 @@ def generator_of(device: torch.device, seed: int, step: int, place: int) -> torc
     """
     state = np.random.SeedSequence((seed, step, place)).generate_state(1, np.uint64)
     return torch.Generator(device).manual_seed(int(state[0]))
+
+
+class StopOnInterrupt(TrainerCallback):
+    """Saves and stops after the current step at the first SIGINT or SIGTERM, in all processes of the training.
+
+    A second Ctrl-C acts at once. A second SIGTERM does not: schedulers and launchers send several, and what cannot wait
+    any longer is killed. `requested` is the signal, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self._since_s = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # the only one that may handle signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._request)
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if distributed.is_available() and distributed.is_initialized():
+            shared = torch.tensor(self.requested, device=args.device)
+            distributed.all_reduce(shared, distributed.ReduceOp.MAX)  # SIGTERM is larger than SIGINT
+            self.requested = int(shared)
+        if self.requested:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back; at the end of training, and after an error that `on_train_end` does not see."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def raise_interrupt(self) -> NoReturn:
+        """End the command by what was requested, when all is saved."""
+        raise Terminated if self.requested == signal.SIGTERM else KeyboardInterrupt
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.requested and number == signal.SIGINT and now_s - self._since_s > SAME_SIGNAL_S:
+            self.restore()
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._since_s = int(number), now_s
