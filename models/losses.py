@@ -13,7 +13,14 @@ was drafted from q is accepted (Leviathan et al., arXiv 2211.17192, section 3.2)
 
 Where we deviate: every row has its own alpha; its authors' code (in SpecForge) takes one, the batch's mean, for both.
 
-A loss is a function of this file and its name in `LossName` and `LOSSES`.
+A loss is a function of this file and its name in `LossName` and `LOSSES`. A recipe may also give several with a weight
+each (`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a single name is that name with weight 1.
+
+With a reduced draft vocabulary V', p is the teacher's distribution over V' alone, as if the rest did not exist. So what
+a row has to say of p counts by m = sum_{v in V'} p_v, the teacher's mass inside (`mass_inside`): where the target wants
+a token that cannot be drafted, its other tokens teach next to nothing. EAGLE-3's authors take 0 or 1 for m, by whether
+the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and SpecForge,
+specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all rows as we do. A label outside V' has no `ce`.
 
 `head_loss` takes them through an LM head. No [N, V] tensor exists: a chunk's logits give its losses, its argmax and,
 where the weight of every row is known beforehand, the gradient of its hidden states and its share of the head's
@@ -33,7 +40,7 @@ Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the te
 B batch, S sequence, r rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -108,16 +115,56 @@ def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
 LossName = Literal["ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
 TEACHER_LOSSES = frozenset(LOSSES) - {"ce"}
+LossWeights = Mapping[str, float]
+
+
+def loss_weights(loss: str | LossWeights) -> LossWeights:
+    """Return the weight of each loss, keys of `LOSSES`, from what a recipe says."""
+    return {loss: 1.0} if isinstance(loss, str) else loss
+
+
+def has_teacher(loss: str | LossWeights) -> bool:
+    """Whether some of it compares with the target's distribution."""
+    return not TEACHER_LOSSES.isdisjoint(loss_weights(loss))
+
+
+class RowFactors(NamedTuple):
+    """What the losses of a row count: with a reduced vocabulary less than 1."""
+
+    ce_n: Tensor  # [N] 1, or 0 for rows whose label the head does not have
+    teacher_n: Tensor | None  # [N] the teacher's mass inside; None for 1
+
+    def of(self, rows: Tensor | slice) -> "RowFactors":
+        """Return those of some rows."""
+        return RowFactors(self.ce_n[rows], None if self.teacher_n is None else self.teacher_n[rows])
+
+
+def row_losses(
+    loss: LossWeights,
+    logits: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor | None = None,
+    factors: RowFactors | None = None,
+) -> Tensor:
+    """Return the weighted sum of the losses of rows [N], each loss times its own factor of the row."""
+    terms = []
+    for name, weight in loss.items():
+        losses, factor = LOSSES[name](logits, labels, teacher_logits), None
+        if factors is not None:
+            factor = factors.ce_n if name == "ce" else factors.teacher_n
+        terms.append(weight * (losses if factor is None else losses * factor))
+    return torch.stack(terms).sum(0)
 
 
 # ---- losses of rows with their gradients, which take the place of the logits ----
 
 
 def losses_in_place(
-    loss: str,
+    loss: LossWeights,
     logits: Tensor,
     labels: Tensor,
     teacher_logits: Tensor | None,
+    factors: RowFactors | None,
     results: Sequence[Tensor],
     wants_grad: bool,
 ) -> None:
@@ -127,18 +174,18 @@ def losses_in_place(
     """
     losses, correct, cross_entropy, *overlap = results
     correct.copy_(_is_argmax(logits, labels))
-    if loss == "kl" and teacher_logits is not None:
+    if loss == {"kl": 1.0} and teacher_logits is not None and factors is None:
         _divergence(logits, labels, teacher_logits, [losses, cross_entropy, *overlap], wants_grad)
         return
     if overlap and teacher_logits is not None:
         log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
         overlap[0].copy_(torch.minimum(log_p, log_q).exp_().sum(-1))
-    if loss == "ce":
+    if loss == {"ce": 1.0} and factors is None:
         _cross_entropy(logits, labels, losses, wants_grad)
         cross_entropy.copy_(losses)
     else:
         cross_entropy.copy_(ce(logits, labels))
-        _any_loss(loss, logits, labels, teacher_logits, losses, wants_grad)
+        _any_loss(loss, logits, labels, teacher_logits, factors, losses, wants_grad)
 
 
 def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
@@ -176,16 +223,22 @@ def _divergence(
 
 
 def _any_loss(
-    loss: str, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, losses: Tensor, wants_grad: bool
+    loss: LossWeights,
+    logits: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor | None,
+    factors: RowFactors | None,
+    losses: Tensor,
+    wants_grad: bool,
 ) -> None:
     """Losses, and in place of the logits d loss / d logits, of any row loss."""
     logits_there = logits.to(losses.dtype)
     if not wants_grad:
-        losses.copy_(LOSSES[loss](logits_there, labels, teacher_logits))
+        losses.copy_(row_losses(loss, logits_there, labels, teacher_logits, factors))
         return
     with torch.enable_grad():
         logits_there = logits_there.detach().requires_grad_()
-        losses_there = LOSSES[loss](logits_there, labels, teacher_logits)
+        losses_there = row_losses(loss, logits_there, labels, teacher_logits, factors)
         (grad,) = torch.autograd.grad(losses_there.sum(), logits_there)
     losses.copy_(losses_there.detach())
     logits.copy_(grad)
@@ -254,12 +307,13 @@ def head_loss(
     head: nn.Module,
     labels_n: Tensor,
     weights_n: Tensor | None,
-    loss: str = "ce",
+    loss: str | LossWeights = "ce",
     teacher: TeacherRows | None = None,
     teacher_head: nn.Module | None = None,
     teacher_columns: Tensor | None = None,
     low_rank: LowRankLogits | None = None,
     overlap_n: Tensor | None = None,
+    factors: RowFactors | None = None,
 ) -> HeadLoss:
     """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
 
@@ -273,38 +327,69 @@ def head_loss(
         weights_n: [N] weight of each row in the sum. None: the caller sums
             `losses_n` itself, once it knows the weights. The gradient of a head that is trained then takes a product
             more.
-        loss: A key of `LOSSES`.
+        loss: A key of `LOSSES`, or weights of several.
         teacher: What the target's head makes p of, for `TEACHER_LOSSES`.
         teacher_head: The target's head, a linear layer [T, D]; `head` by default.
         teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
             softmax over those alone.
         low_rank: Added to the head's logits. The products are in the same dtype.
         overlap_n: [N] to be filled with every row's alpha. Then any loss has a teacher.
+        factors: What the losses of each row count.
     """
-    head, order_n, taught = _linear(head), None, None
-    if loss in TEACHER_LOSSES or overlap_n is not None:
+    head, order_n, taught, common_n = _linear(head), None, None, None
+    loss = loss_weights(loss)
+    if factors is not None and not (has_teacher(loss) and "ce" in loss):
+        # Where all losses have one factor it is the row's, and nothing of [N, V] is multiplied.
+        common_n, factors = factors.teacher_n if has_teacher(loss) else factors.ce_n, None
+        weights_n = weights_n if weights_n is None or common_n is None else weights_n * common_n
+    if has_teacher(loss) or overlap_n is not None:
         if teacher is None:
-            raise ValueError(f"loss `{loss}` compares with the teacher: pass its rows")
+            raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass its rows")
         if _device_type(hidden_nd) == "cpu":
             order_n = teacher.token_n.argsort()
             teacher = teacher._replace(token_n=teacher.token_n[order_n])
         taught = _Teacher.of(teacher, head if teacher_head is None else _linear(teacher_head), teacher_columns)
         taught.overlap_n, taught.together = overlap_n, order_n is not None
-    factors: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
+    products: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
     if order_n is not None:
-        factors[::2] = [rows.index_select(0, order_n) for rows in factors[::2]]
+        products[::2] = [rows.index_select(0, order_n) for rows in products[::2]]
         labels_n, weights_n = labels_n[order_n], None if weights_n is None else weights_n[order_n]
+        factors = None if factors is None else factors.of(order_n)
     if not torch.is_grad_enabled():
-        factors = [factor.detach() for factor in factors]
+        products = [factor.detach() for factor in products]
     dtype = _product_dtype(head.weight)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        loss_sum, *results = _HeadLoss.apply(head.bias, labels_n, weights_n, loss, taught, dtype, *factors)
+        loss_sum, *results = _HeadLoss.apply(head.bias, labels_n, weights_n, (loss, factors), taught, dtype, *products)
     if order_n is not None:
         back_n = order_n.argsort()
         results = [part.index_select(0, back_n) for part in results]
         if overlap_n is not None:
             overlap_n.copy_(overlap_n[back_n])
-    return HeadLoss(loss_sum, *results)
+    losses_n, *others = results
+    return HeadLoss(loss_sum, losses_n if common_n is None else losses_n * common_n, *others)
+
+
+@torch.no_grad()
+def mass_inside(features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p: Tensor) -> Tensor:
+    """Return how much of softmax(head(features)) is inside a vocabulary [V] bool, [P] in fp32 at least.
+
+    It takes a product with the whole head, for every token once, however many depths predict its label. On a CPU
+    only for the wanted tokens [P] bool, the others have 1; elsewhere for all, as counting them would wait.
+    """
+    head, is_cpu = _linear(head), _device_type(features_pd) == "cpu"
+    dtype = _product_dtype(head.weight)
+    mass_p = torch.ones(len(features_pd), dtype=softmax_dtype(dtype), device=features_pd.device)
+    token_n = wanted_p.nonzero().squeeze(1) if is_cpu else torch.arange(len(mass_p), device=mass_p.device)
+    vocabulary, hidden_size = head.weight.shape
+    chunk = chunk_rows(vocabulary, hidden_size, device_type=_device_type(features_pd))
+    with torch.autocast(features_pd.device.type, enabled=False):
+        weight_vd, bias_v = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+        ones_v = inside_v.to(mass_p.dtype)
+        for tokens in token_n.split(chunk):
+            logits = F.linear(features_pd.index_select(0, tokens).to(dtype), weight_vd, bias_v)
+            # A sum of probabilities may be rounded to more than 1.
+            mass_p[tokens] = (logits.softmax(-1, dtype=mass_p.dtype) @ ones_v).clamp(max=1.0)
+    return mass_p
 
 
 @contextmanager
@@ -383,7 +468,8 @@ class _Rows:
     bias_v: Tensor | None
     labels_n: Tensor
     weights_n: Tensor
-    loss: str
+    loss: LossWeights
+    factors: RowFactors | None
     teacher: _Teacher | None
     dtype: torch.dtype  # of the products
 
@@ -439,7 +525,8 @@ class _Rows:
                     None if teacher_logits is None else teacher_logits[there if place_c is None else place_c[there]]
                 )
                 given = [part[there] for part in results]
-                losses_in_place(self.loss, logits[there], labels[there], teacher_there, given, wants_grad)
+                factors = None if self.factors is None else self.factors.of(rows).of(there)
+                losses_in_place(self.loss, logits[there], labels[there], teacher_there, factors, given, wants_grad)
             # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
             for part, weight, grad_nd, grad_vd in zip(taken, weights, row_grads, weight_grads, strict=True):
                 if grad_nd is not None:
@@ -456,7 +543,7 @@ class _HeadLoss(torch.autograd.Function):
         bias_v: Tensor | None,
         labels_n: Tensor,
         weights_n: Tensor | None,
-        loss: str,
+        loss: tuple[LossWeights, RowFactors | None],
         teacher: _Teacher | None,
         dtype: torch.dtype,
         *factors: Tensor,
@@ -470,7 +557,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.summed = weights_n is not None
         if weights_n is None:
             weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(factors[0].dtype))
-        rows = _Rows(terms, bias_v, labels_n, weights_n, loss, teacher, dtype)
+        rows = _Rows(terms, bias_v, labels_n, weights_n, *loss, teacher, dtype)
         keeps = [
             wants and ctx.summed and not _adds_to_a_large_one(weight)
             for wants, weight in zip(wanted[1::2], factors[1::2], strict=True)

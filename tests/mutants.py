@@ -156,6 +156,20 @@ MUTANTS = (
         "tests/models/test_losses.py",
     ),
     Mutant(
+        "the mass outside the draft vocabulary",
+        "models/losses.py",
+        "ones_v = inside_v.to(mass_p.dtype)",
+        "ones_v = (~inside_v).to(mass_p.dtype)",
+        "tests/models/test_losses.py -k mass_inside",
+    ),
+    Mutant(
+        "losses of a sum change their factors",
+        "models/losses.py",
+        'factor = factors.ce_n if name == "ce" else factors.teacher_n',
+        'factor = factors.ce_n if name != "ce" else factors.teacher_n',
+        "tests/models/test_losses.py -k weighted_sums",
+    ),
+    Mutant(
         "the weight of another depth",
         DRAFT_HEAD,
         "return (shares_g / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n",

@@ -50,7 +50,7 @@ from draftsmith.models.base.draft_head import (
 from draftsmith.models.decoding.decoders import ALL_TOKENS, DrafterDecoder, StepwiseDecoder, TokenColumns
 from draftsmith.models.groups.attention import Backend
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, depth_labels, document_starts
-from draftsmith.models.losses import TEACHER_LOSSES, DrafterOutput, LossName, numbers_beside
+from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teacher, loss_weights, numbers_beside
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
@@ -87,7 +87,11 @@ DepthWeights = Annotated[
     Field(description="lambda of each depth, from the first; or one number d for d**0, d**1, ..."),
 ]
 DraftDepth = Annotated[int, Field(ge=1, description="the longest path that is drafted, one forward a level")]
-Loss = Annotated[LossName, Field(description="see `models/losses.py`; `ce` needs no teacher")]
+Loss = Annotated[
+    LossName | Annotated[dict[LossName, PositiveFloat], Field(min_length=1)],
+    one_message(f"must be {', '.join(LOSSES)}, or some of these with a weight each, as in `{{ce: 0.1, tv: 1.8}}`"),
+    Field(description="see `models/losses.py`; `ce` needs no teacher; `{ce: 0.1, tv: 1.8}` for a weighted sum"),
+]
 DraftVocabSize = Annotated[
     PositiveInt | None,
     AfterValidator(_within_the_vocabulary),
@@ -117,6 +121,11 @@ class DrafterOptions(Section):
 
     loss: Loss = "kl"
     draft_vocab_size: DraftVocabSize = None
+    teacher_mass: bool = Field(
+        True,
+        description="with `draft_vocab_size`, weigh a row's losses to the teacher by the probability that the teacher "
+        "gives the draft vocabulary; takes a product with the target's whole head, a tenth of a step on a CPU",
+    )
 
     @classmethod
     def checked(cls, values: dict[str, Any], target_config: dict[str, Any]) -> Self:
@@ -425,7 +434,7 @@ class Drafter(PreTrainedModel):
         # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
         return DraftHead(
             linear=self.head_linear(depth),
-            loss=self.config.loss,
+            loss=loss_weights(self.config.loss),
             teacher=cast(nn.Linear, self.attached.lm_head) if heads else self.borrowed_head,
             teacher_columns=self.draft_ids if heads else None,
             t2d=self.t2d if self._reduced else None,
@@ -542,7 +551,7 @@ class Drafter(PreTrainedModel):
         """
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         rows = self.active_rows(labels_bgs, position_ids)
-        if teacher_features is None and self.config.loss in TEACHER_LOSSES:
+        if teacher_features is None and has_teacher(self.config.loss):
             teacher_features = features
         return self.loss_of_rows(
             rows, Batch(input_ids, labels_bgs, features, position_ids, teacher_features, label_counts)
@@ -574,7 +583,7 @@ class Drafter(PreTrainedModel):
                 position_ids = torch.arange(labels_bgs.shape[2], device=labels_bgs.device)
             labelled_bgs &= ~document_starts(position_ids.expand(labels_bgs.shape[0], -1))[:, None]
         read_bgs = labelled_bgs
-        if self._reduced and self.config.loss == "ce":
+        if self._reduced and not has_teacher(self.config.loss):
             read_bgs = labelled_bgs & self.t2d[labels_bgs.clamp(min=0)]
         counts_2g = torch.stack([labelled_bgs, read_bgs]).sum((1, 3)).float()
         shares = self.config.options.kept_shares if self.training else None

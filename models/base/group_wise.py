@@ -35,7 +35,7 @@ from draftsmith.models.decoding.decoders import (
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of_target
 from draftsmith.models.groups.rows import ActiveRows, active, previous_features
-from draftsmith.models.losses import TEACHER_LOSSES
+from draftsmith.models.losses import has_teacher
 
 
 class GroupWiseOptions(DrafterOptions):
@@ -130,7 +130,7 @@ class GroupWiseDrafter(Drafter):
 
     @property
     def needs_teacher(self) -> bool:
-        return self.config.loss in TEACHER_LOSSES
+        return has_teacher(self.config.loss)
 
     def attach(self, target: PreTrainedModel) -> Self:
         self._rotary = self.make_rotary(target)

@@ -11,9 +11,11 @@ drafter's distributions after the true prefix, by binary cross entropy, whose gr
 may ask it; our trees do not, as q itself predicts better (`docs/results/drafters/confidence.json`).
 
 The published loss of a token is 0.1 CE + 0.9 L1(p, q) + 1.0 BCE, weighted with exp(-(k-1)/gamma), gamma = 4 for blocks
-of 7 (deepseek-ai/DeepSpec, config/dspark; speculators' default is KL in place of the first two). Here it is `loss`, KL
-by default, + `confidence_weight` BCE, with `depth_weights` as in `dflash.py`. With a `draft_vocab_size` p is the
-target's distribution over the drafted tokens, so that alpha is a little too large: by what the others would have.
+of 7 (deepseek-ai/DeepSpec, config/dspark; speculators' default is KL in place of the first two). L1 is sum |p_v - q_v|,
+twice our TV (SpecForge, specforge/algorithms/common/dflash_family_model.py), so theirs is `loss: {ce: 0.1, tv: 1.8}`.
+Here it is `loss`, KL by default, + `confidence_weight` BCE, with `depth_weights` as in `dflash.py`. With a
+`draft_vocab_size` p is the target's distribution over the drafted tokens, so that alpha is a little too large: by what
+the others would have.
 
 Shapes: N labelled rows, G depths, D hidden, r rank of the Markov head.
 """

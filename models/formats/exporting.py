@@ -50,8 +50,8 @@ EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a lat
 # By these in a folder's path vLLM takes it for something else, whatever `method` says: config/speculative.py:1326-1349.
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
-# Options that say nothing of the weights: a loss, and whether a single mask is called shared.
-UNCOMPARED = ("loss", "shared_mask")
+# Options that say nothing of the weights: a loss and what it counts, and whether a single mask is called shared.
+UNCOMPARED = ("loss", "teacher_mass", "shared_mask")
 
 
 @dataclass

@@ -14,11 +14,14 @@ from draftsmith.models import losses as through_head
 from draftsmith.models.losses import (
     LOSSES,
     TEACHER_LOSSES,
+    LossWeights,
     LowRankLogits,
+    RowFactors,
     TeacherRows,
     chunk_rows,
     chunks_made_for,
     head_loss,
+    mass_inside,
     smooth_l1,
 )
 
@@ -147,22 +150,25 @@ class Setting:
         factors = (normal(N, 3).requires_grad_(), normal(V, 3).requires_grad_())
         self.low_rank = LowRankLogits(*factors) if low_rank else None
 
-    def run(self, loss: str) -> through_head.HeadLoss:
+    def run(self, loss: str | LossWeights, factors: RowFactors | None = None) -> through_head.HeadLoss:
         return head_loss(
             self.hidden_nd, self.head, self.labels_n, self.weights_n, loss, self.teacher, self.teacher_head,
-            self.columns, self.low_rank,
+            self.columns, self.low_rank, factors=factors,
         )  # fmt: skip
 
     def taught_in(self, dtype: torch.dtype) -> TeacherRows:
         return self.teacher._replace(features_pd=self.teacher.features_pd.to(dtype))
 
-    def reference(self, loss: str) -> tuple[Tensor, Tensor, Tensor]:
+    def reference(self, loss: LossWeights, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sum, losses and logits by plain autograd."""
         logits, teacher_logits = self.head(self.hidden_nd), self.teacher_head(self.teacher_nd)
         if self.low_rank is not None:
             logits = logits + self.low_rank.rows_nr @ self.low_rank.weight_vr.T
         teacher_logits = teacher_logits if self.columns is None else teacher_logits[:, self.columns]
-        losses_n = LOSSES[loss](logits, self.labels_n, teacher_logits)
+        losses_n = torch.zeros(N, dtype=torch.float64)
+        for name, weight in loss.items():
+            counts = 1.0 if factors is None else factors[name != "ce"]
+            losses_n = losses_n + weight * counts * LOSSES[name](logits, self.labels_n, teacher_logits)
         return (losses_n * self.weights_n).sum(), losses_n, logits
 
     def grads(self, loss: Tensor) -> list[Tensor | None]:
@@ -186,7 +192,7 @@ def test_head_loss_equals_plain_autograd(
     assert chunk_rows(V, D) == chunk
     setting = Setting(trained, reduced, low_rank)
     result = setting.run(name)
-    expected, losses_n, logits = setting.reference(name)
+    expected, losses_n, logits = setting.reference({name: 1.0})
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(result.losses_n, losses_n.detach())
     cross_entropy_n = F.cross_entropy(logits, setting.labels_n, reduction="none")
@@ -215,6 +221,45 @@ def test_weights_may_come_later(name: str, trained: bool, monkeypatch: pytest.Mo
     found = setting.grads(2.5 * (later.losses_n * weights_n).sum())
     assert (found[1] is not None) == trained
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "loss", [{"ce": 0.1, "tv": 1.8}, {"kl": 1.0}, {"lk_alpha": 0.5, "kl": 0.2}, {"ce": 2.0}], ids=str
+)
+@pytest.mark.parametrize("later", [True, False])
+def test_weighted_sums_of_losses_and_what_rows_count(
+    loss: LossWeights, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each term by its own factor of the row, in any order of the rows; a name is the sum with weight 1."""
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
+    setting = Setting(low_rank=True)
+    factors = RowFactors(torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double())
+    expected, losses_n, _ = setting.reference(loss, factors)
+    weights_n = setting.weights_n
+    setting.weights_n = None if later else weights_n
+    result = setting.run(loss, factors)
+    total = (result.losses_n * weights_n).sum() if later else result.loss
+    torch.testing.assert_close(result.losses_n.detach(), losses_n.detach())
+    torch.testing.assert_close(setting.grads(2.5 * total), setting.grads(2.5 * expected))
+    (name, weight), *others = loss.items()
+    if weight == 1.0 and not others:
+        assert torch.equal(setting.run(loss).losses_n, setting.run(name).losses_n)
+
+
+def test_the_mass_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p = (.5, .3, .2) of 0 and 2 is .7; on a CPU of the wanted tokens only, and in chunks."""
+    head = nn.Linear(3, 3).requires_grad_(False)
+    head.load_state_dict({"weight": torch.eye(3), "bias": torch.tensor(P).log()})
+    inside_v, wanted_p = torch.tensor([True, False, True]), torch.tensor([True, False, True, True])
+    features_pd = torch.tensor([[0.0, 0, 0], [0, 9, 0], [0, 9, 0], [7, 0, 7]])
+    few = math.exp(9) * 0.3
+    expected = [0.7, 1.0, 0.7 / (0.7 + few), 1 - 0.3 / (0.3 + 0.7 * math.exp(7))]
+    for chunk in (1, 100):
+        monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * 3)
+        torch.testing.assert_close(mass_inside(features_pd, head, inside_v, wanted_p), torch.tensor(expected))
+    with chunks_made_for("cuda"):
+        assert mass_inside(features_pd, head, inside_v, wanted_p)[1] < 1
+    assert (mass_inside(features_pd.bfloat16(), head.bfloat16(), inside_v | True, wanted_p) <= 1).all()
 
 
 @pytest.mark.parametrize("name", ["ce", "lk_lambda"])

@@ -25,7 +25,7 @@ from draftsmith.models.base.registry import drafter_kinds, load_drafter
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.rows import depth_labels
-from draftsmith.models.losses import LOSSES, smooth_l1
+from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l1
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.drafter.rows import pack_documents
@@ -41,11 +41,24 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random", "draft_vocab_size": 40}],
     "dspark": [
         {"draft_vocab_size": 40, "markov_rank": 5, "loss": "ce", "anchor_ratio": 0.9},
-        {"sample_from_anchor": False, "markov_rank": 5, "loss": "tv", "num_layers": 1, "mask_residual": True},
+        {
+            "sample_from_anchor": False,
+            "markov_rank": 5,
+            "loss": {"ce": 0.1, "tv": 1.8},
+            "num_layers": 1,
+            "mask_residual": True,
+        },
         {"confidence_weight": 0.0, "markov_rank": 5, "loss": "ce", "causal": True},
     ],
     "eagle": [
-        {"loss": "lk_lambda", "attention": "dense", "fc_bias": True, "draft_vocab_size": 40, "first_token": False}
+        {
+            "loss": "lk_lambda",
+            "attention": "dense",
+            "fc_bias": True,
+            "draft_vocab_size": 40,
+            "first_token": False,
+            "teacher_mass": False,
+        }
     ],
     "eagle_parallel": [
         {"mask_residual": True, "keep_ratio": 0.8, "loss": "ce", "fc_bias": True, "first_token": False},
@@ -61,13 +74,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "medusa": [
         {"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda", "draft_vocab_size": 40},
-        {"loss": "kl", "draft_vocab_size": 40},
+        {"loss": {"lk_alpha": 0.5, "ce": 2.0}, "draft_vocab_size": 40},
     ],
     "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce", "draft_vocab_size": 40}],
     "parallel": [
         {"inputs": "embedding", "shared_mask": True, "num_layers": 2},
         {"inputs": "hidden", "mask_residual": True, "feature_layers": [0, 2, -1]},
-        {"markov_rank": 5, "draft_vocab_size": 40, "loss": "kl"},
+        {"markov_rank": 5, "draft_vocab_size": 40, "loss": {"kl": 1.0, "tv": 0.5}},
     ],
     "pass_embeddings": [{"draft_vocab_size": 40}],
     "peagle": [
@@ -284,8 +297,13 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 break
             row, read = logits[b, j, t, kept][None], config.loss != "ce" or label in kept
             place = torch.tensor([kept.index(label) if label in kept else 0])
-            p_row = target.lm_head(teacher[b, t + j])[kept][None] if config.loss != "ce" else row
-            distance = drafter.class_weight * LOSSES[config.loss](row, place, p_row)[0] * read
+            p_all = target.lm_head(teacher[b, t + j]) if has_teacher(config.loss) else logits[b, j, t]
+            counts = {"ce": float(label in kept)}  # the others: the target's probability of the draft vocabulary
+            inside = p_all.softmax(-1)[kept].sum() if config.teacher_mass else 1.0
+            distance = drafter.class_weight * sum(
+                weight * counts.get(name, inside) * LOSSES[name](row, place, p_all[kept][None])[0]
+                for name, weight in loss_weights(config.loss).items()
+            )
             q.append(float(row.detach().softmax(-1)[0, place]) if label in kept else 0.0)
             means[j] += [distance] if read else []
             if hidden is not None:
@@ -308,6 +326,7 @@ BY_DPACE: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"dpace_alpha": 0.3}),
     ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
     ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
+    ("peagle", {"dpace_alpha": 0.5, "draft_vocab_size": 40}),
     ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
     ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
 ]

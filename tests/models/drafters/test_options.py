@@ -10,7 +10,7 @@ from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.recipes.errors import UserError
 
 TARGET_LAYERS = 4
-LOSSES = "loss`: input should be 'ce', 'kl', .* or 'lk_lambda', not 'mse'"
+LOSSES = "loss`: must be ce, kl, .* lk_lambda, or some of these with a weight each, as in `{ce: 0.1, tv: 1.8}`"
 ONE_EACH = r"`depth_weights` must be one positive number or 5 of them \(one for each depth\), not \[1.0\]"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("parallel", {"num_mask": 4}, "unknown key `drafter.options.num_mask`: did you mean `num_masks`"),
@@ -40,7 +40,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"block_size": 1}, "block_size`: input should be greater than or equal to 2, not 1"),
     ("dflash", {"mask_token_id": -1}, "mask_token_id`: must be a token id from 0 to 60, not -1"),
     ("dflash", {"anchor_ratio": 0.0}, "anchor_ratio`: input should be greater than 0, not 0.0"),
-    *((kind, {"loss": "mse"}, LOSSES) for kind in drafter_kinds()),
+    *(("parallel", {"loss": wrong}, LOSSES) for wrong in ("mse", {"ce": 1, "mse": 1}, {"ce": 0}, {})),
     *(
         (kind, {"depth_weights": [1.0]}, ONE_EACH)
         for kind in drafter_kinds()
