@@ -157,7 +157,7 @@ class GroupWiseDrafter(Drafter):
         """Whether the sequences of a batch follow each other in one for attention, so that padding costs nothing."""
         return self.config.attention == "folded" and len(labels_bgs) > 1
 
-    def features_read(self, features: Tensor) -> Tensor:
+    def features_read(self, features: Tensor, rows: ActiveRows, position_ids: Tensor | None) -> Tensor:
         """[B, S, F] what a training step reads of the target's features."""
         return features
 
@@ -165,7 +165,8 @@ class GroupWiseDrafter(Drafter):
         self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
         """[N, D] of the active rows, before the final norm. Features are those AT each token."""
-        real_bse = self.real_inputs(input_ids, previous_features(self.features_read(features), position_ids))
+        features = self.features_read(features, rows, position_ids)
+        real_bse = self.real_inputs(input_ids, previous_features(features, position_ids))
         newest_ne, masks_ke = real_bse.flatten(0, 1).index_select(0, rows.token_n), self.mask_inputs()
         hidden_ne = newest_ne
         if masks_ke is not None and len(masks_ke):

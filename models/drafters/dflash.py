@@ -183,7 +183,7 @@ class DFlashDrafter(GroupWiseDrafter):
         (context_c, context_grid), (block_n, block_grid) = rows.first_and_others()
         # The context's row at token t is h_{t-1}, at its own position; row k of a block is k after its anchor.
         positions_n = self.positions(rows, position_ids) - 1
-        read_pf = previous_features(self.features_read(features), position_ids).flatten(0, 1)
+        read_pf = previous_features(features, position_ids).flatten(0, 1)
         context = self.context_of(read_pf.index_select(0, rows.token_n[context_c])).unsqueeze(0)
         rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
         attention = GroupAttention(self.config.attention, context_grid, self.config.causal)

@@ -10,11 +10,13 @@ In training, uniform noise on the features that are read, never on those that ar
 adds up. Training is one depth of the group-wise code (`group_wise.py`), decoding grows a tree over the layer's own
 KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
 
+The noise is that of the authors' code (SafeAILab/EAGLE, eagle/train/main.py, AddUniformNoise: the 512 is in no paper):
+U(-0.1, 0.1) in a sequence of 512 tokens, times 512 / length in others, so that short ones get more. A length is counted
+up to the last label; each of several packed documents has its own. w_cls = 0.1 is the paper's, and `p_w` in that code.
+
 As in the authors' code, the layer has no input norm and there is no final norm (it is vLLM's layout too). Where we
 differ from that code:
 * KL in place of soft cross entropy: the same gradient, and 0 at the optimum.
-* The noise is U(-0.1, 0.1) as the paper says; the code (SafeAILab/EAGLE, eagle/train/main.py) also scales it with
-  512 / length.
 * `fc` has no bias by default. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for
   Llama 3: `fc_bias`. What it is worth is not measured here.
 
@@ -30,7 +32,11 @@ from draftsmith.models.base.draft_head import RowLosses
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.groups.layers import build_target_layers, layers_config
+from draftsmith.models.groups.rows import ActiveRows
 from draftsmith.models.losses import smooth_l1
+
+# Tokens of a sequence at which the noise is `feature_noise`.
+NOISE_LENGTH = 512
 
 
 class EagleLayerOptions(GroupWiseOptions):
@@ -38,7 +44,10 @@ class EagleLayerOptions(GroupWiseOptions):
 
     class_weight: float = Field(0.1, ge=0, description="w_cls, the weight of `loss` beside the regression's 1")
     feature_noise: float = Field(
-        0.1, ge=0, description="a of the uniform noise U(-a, a) on the features that are read in training"
+        0.1,
+        ge=0,
+        description="a of the uniform noise U(-a, a) * 512 / (length of the sequence) on the features that are read in "
+        "training",
     )
     first_token: FirstToken = True
     fc_bias: bool = Field(False, description="a bias in `fc`, as the authors' Vicuna and Llama 2 drafters have")
@@ -72,13 +81,15 @@ class EagleLayer(GroupWiseDrafter):
 
     # ---- training ----
 
-    def features_read(self, features: Tensor) -> Tensor:
+    def features_read(self, features: Tensor, rows: ActiveRows, position_ids: Tensor | None) -> Tensor:
         """Add uniform noise to the features that are read, in training only."""
         if not self.training or self.config.feature_noise == 0:
             return features
         dtype, device = self.fc.weight.dtype, features.device
         noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
-        return noise.mul_(2.0 * self.config.feature_noise).sub_(self.config.feature_noise).add_(features)
+        lengths_bs = rows.document_lengths(position_ids).clamp(min=1).to(dtype)
+        width_bs1 = (2.0 * NOISE_LENGTH * self.config.feature_noise / lengths_bs).unsqueeze(-1)
+        return noise.sub_(0.5).mul_(width_bs1).add_(features)
 
     @property
     def class_weight(self) -> float:  # type: ignore[override]

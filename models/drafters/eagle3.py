@@ -239,7 +239,7 @@ class Eagle3Drafter(Eagle3Shape):
     ) -> Tensor:
         """[N, D] of the active rows, before the final norm: depth after depth. Features are those AT each token."""
         length = rows.shape[2]
-        previous_bsf = previous_features(self.features_read(features), position_ids)
+        previous_bsf = previous_features(features, position_ids)
         # What the next depth reads with its tokens: g first, then the outputs of the depth before it.
         feedback_pd = self.fused(previous_bsf).flatten(0, 1)
         positions_n, ids_p = self.positions(rows, position_ids), input_ids.flatten()

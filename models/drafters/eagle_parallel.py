@@ -6,8 +6,9 @@ group t, at position t+j, regresses h_{t+j} and is compared with the target's di
 group-wise as for `parallel.py`; decoding is one causal forward (`ParallelDecoder`), with the target's features for
 every committed token.
 
-The paper's loss of a row is SmoothL1 plus *hard* cross entropy with the label, at weight 1 (`loss: ce`, `class_weight:
-1`); our default is EAGLE's, soft and at 0.1. The paper sums over a group and averages over groups. Ours is the mean of
+The paper's loss of a row is SmoothL1 plus *hard* cross entropy with the label (`loss: ce`), with no weight between them
+named; our default is EAGLE's, soft and at 0.1, which is in EAGLE's paper (w_cls) and its authors' code (`p_w`). The
+paper sums over a group and averages over groups. Ours is the mean of
 each depth over its own labels, weighted with lambda_j / sum(lambda): at lambda_j = 1 the paper's sum divided by K+1.
 That is nothing to AdamW, which does not see the scale of a loss, but a `max_grad_norm` of 1 here is one of K+1 there.
 At the end of an answer groups have fewer than K+1 labels: in the paper's sum every label counts the same, in ours those

@@ -243,6 +243,19 @@ class ActiveRows:
         others = self.grid.of_depths(place_n[first:], 1, self.shape[1] - 1)
         return (place_n[:first], self.grid.of_depths(place_n[:first], 0, 1)), (place_n[first:], others)
 
+    def document_lengths(self, position_ids: Tensor | None = None) -> Tensor:
+        """[B, S] how many tokens the document of each token has, up to its last label; 0 where it has none."""
+        batch, _, length = self.shape
+        if position_ids is None:
+            position_ids = torch.arange(length, device=self.token_n.device)
+        place_bs = position_ids.expand(batch, length)
+        document_p = document_starts(place_bs).flatten().cumsum(0) - 1
+        # The newest token of the last group with a label is followed by it, at depth 1.
+        token_m = self.token_n[self.labelled_m]
+        ends_m = place_bs.flatten()[token_m] + 2
+        lengths_d = torch.zeros_like(document_p).scatter_reduce(0, document_p[token_m], ends_m, "amax")
+        return lengths_d[document_p].view(batch, length)
+
     @cached_property
     def labelled_tokens(self) -> list[Tensor]:
         """For each depth the places [M] of its labelled rows' newest tokens in [P]. All rows of masks are labelled."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.target.features import target_features
 
 # Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.
@@ -74,12 +75,38 @@ def test_noise_on_what_is_read_in_training_only() -> None:
     assert drafter(**batch).loss == quiet
     drafter.train()
     assert drafter(**batch).loss != drafter(**batch).loss
-    noise = read[2][:, 1:] - batch["features"][:, :-1]
-    assert 0.19 < noise.abs().max() <= 0.2 + 1e-6
-    assert noise.abs().mean().item() == pytest.approx(0.1, rel=0.1)  # of U(-a, a): a / 2
-    assert noise.mean().item() == pytest.approx(0.0, abs=0.02)
+    noise, width = read[2][:, 1:] - batch["features"][:, :-1], 0.2 * 512 / LENGTH
+    assert 0.95 * width < noise.abs().max() <= width * (1 + 1e-6)
+    assert noise.abs().mean().item() == pytest.approx(width / 2, rel=0.1)  # of U(-a, a): a / 2
+    assert noise.mean().item() == pytest.approx(0.0, abs=0.1 * width)
     assert not torch.equal(read[2], read[3])
     assert (read[2][:, 0] == 0).all()  # there is no feature before the first token
     torch.testing.assert_close(batch, clean, atol=0, rtol=0)
     drafter.config.feature_noise = 0.0
     assert drafter(**batch).loss == quiet
+
+
+def test_noise_is_that_of_each_documents_length() -> None:
+    """0.1 * 512 / 8 in a sequence of 8 tokens that is padded to 14; packed, each document has its own."""
+    drafter = tiny_drafter_of("eagle", tiny_target(), feature_noise=0.1).train()
+
+    def widths(lengths: list[list[int]], packed: bool) -> list[list[float]]:
+        """The largest noise on each document's features; every one ends with a label, and then there is padding."""
+        mask, positions = torch.zeros(len(lengths), LENGTH), torch.zeros(len(lengths), LENGTH, dtype=torch.long)
+        documents = []
+        for b, of_row in enumerate(lengths):
+            begins = [sum(of_row[:d]) for d in range(len(of_row))]
+            for begin, length in zip(begins, of_row, strict=True):
+                mask[b, begin + 2 : begin + length] = 1
+            for begin in [*begins, sum(of_row)]:
+                positions[b, begin:] = torch.arange(LENGTH - begin)
+            documents.append([slice(begin, begin + size) for begin, size in zip(begins, of_row, strict=True)])
+        given, features = positions if packed else None, torch.zeros(len(lengths), LENGTH, 2000)
+        labels = depth_labels(torch.ones_like(positions), mask, 1)
+        noise = drafter.features_read(features, drafter.active_rows(labels, given), given)
+        assert noise.isfinite().all()
+        return [[noise[b, part].abs().max().item() for part in row] for b, row in enumerate(documents)]
+
+    alone, padded = widths([[14], [8]], packed=False)
+    assert (alone, padded) == ([pytest.approx(51.2 / 14, rel=1e-2)], [pytest.approx(51.2 / 8, rel=1e-2)])
+    assert widths([[5, 9]], packed=True) == [[pytest.approx(51.2 / 5, rel=1e-2), pytest.approx(51.2 / 9, rel=1e-2)]]
