@@ -342,7 +342,10 @@ class EvalRecipe(Section):
     )
     limit_per_category: int | None = Field(None, ge=1, description="the first n questions of each")
     limit_per_task: int | None = Field(
-        None, ge=1, description="Spec-Bench's tasks, of which its eight MT-bench categories are one"
+        None,
+        ge=1,
+        description="the first n questions of each of Spec-Bench's tasks, in turn from its categories (MT-bench has "
+        "eight); in place of `limit_per_category`",
     )
     max_new_tokens: int = Field(512, ge=1, description="of every answer")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -364,6 +367,12 @@ class EvalRecipe(Section):
         "where there is a C++ compiler, which it needs, and DRAFTSMITH_COMPILE is not 0",
     )
     methods: list[MethodRecipe] = [MethodRecipe(name="parallel-chain", tree="chain")]
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "EvalRecipe":
+        if self.limit_per_category is not None and self.limit_per_task is not None:
+            raise ValueError("`limit_per_category` and `limit_per_task` exclude each other: set one of them to null")
+        return self
 
 
 class Recipe(Section):

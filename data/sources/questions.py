@@ -80,7 +80,12 @@ def questions_file(source: str) -> Path:
 def load_questions(
     source: str, limit_per_category: int | None = None, limit_per_task: int | None = None
 ) -> list[Question]:
-    """Read and check the questions; with limits the first ones, of a task evenly from its categories.
+    """Read and check the questions.
+
+    Args:
+        source: A file, or a name of `questions_file`.
+        limit_per_category: Keep the first ones of each category.
+        limit_per_task: Keep the first ones of each task, taken in turn from its categories.
 
     Raises:
         UserError: The file is missing or empty, or a line is no question.

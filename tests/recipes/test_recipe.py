@@ -55,6 +55,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "key `data.conversations.split`: must be train, heldout or all (a Hub dataset's own split is `hub_split`)",
     ),
     ({"eval": {"methods": [{"name": "x", "tree": "static"}]}}, "`paths` goes with `tree: static`"),
+    ({"eval": {"limit_per_category": 2, "limit_per_task": 10}}, "`limit_per_category` and `limit_per_task` exclude"),
     ({"eval": {"stop": ["\n\n", ""]}}, "key `eval.stop.1`: string should have at least 1 character, not ''"),
     *(
         ({"name": name}, "key `name`: must be at most 80 letters, digits, ., _ and -, the first one a letter or digit")

@@ -291,8 +291,8 @@ def test_limits(tmp_path: Path) -> None:
     assert kept() == list(range(13))
     assert kept(2) == [0, 1, 4, 5, 8, 9, 10]
     assert kept(None, 4) == [0, 1, 4, 8, 9, 10, 11, 12]
-    assert kept(1, 4) == [0, 4, 8, 9]
     assert kept(None, 1) == [0, 9]
+    assert kept(None, 5) == [0, 1, 4, 5, 8, 9, 10, 11, 12]  # coding has one only
 
 
 def test_a_compiled_run(
