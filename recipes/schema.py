@@ -237,8 +237,8 @@ class DataRecipe(Section):
         0.0,
         ge=0,
         lt=1,
-        description="share of the token rows, by a hash of each, that training leaves out: accuracy by depth and the "
-        "tau of a chain are measured on them at the end, and on the way with `train.eval_strategy`",
+        description="share of the conversations, by a hash of each, that training leaves out: accuracy by depth and "
+        "the tau of a chain are measured on them at the end, and on the way with `train.eval_strategy`",
     )
     train_answer_tokens: int | None = Field(
         None,

@@ -240,7 +240,21 @@ MUTANTS = (
         'if outcome.finish_reason == "":',
         "tests/data/distill/test_distill.py",
     ),
+    Mutant(
+        "rows of one conversation on both sides of training and evaluation",
+        "train/drafter/rows.py",
+        "places = np.array([of_first[row] for row in begins])",
+        "places = np.array([_place(np.asarray(row)) for row in rows])",
+        "tests/train/drafter/test_evaluation.py",
+    ),
     # ---- figures ----
+    Mutant(
+        "a mean over tasks of which each counts by its tokens",
+        "eval/report/summary.py",
+        "several = over_tasks and len(set(tasks.values())) > 1",
+        "several = False",
+        "tests/eval/report/test_summary.py",
+    ),
     Mutant(
         "a speedup over the wrong baseline",
         "eval/bench/records.py",

@@ -44,11 +44,14 @@ MOST_PROCESSES = 8  # by default
 CHUNK_CONVERSATIONS = 128
 CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
+# The column that numbers the conversation a row is of; datasets of earlier versions have none.
+CONVERSATION = "conversation"
 FORMAT_VERSION = 2
 FEATURES = datasets.Features(
     input_ids=datasets.Sequence(datasets.Value("int32")),
     loss_mask=datasets.Sequence(datasets.Value("int8")),
     length=datasets.Value("int32"),
+    conversation=datasets.Value("int32"),
 )
 
 Answered = tuple[Conversation, AnswerIds | None]
@@ -62,7 +65,7 @@ class TokenReport:
 
     shortened: conversations that lost trailing turns to the length; too_long: that did not fit at all.
     answers_cut: first answers that were cut at the length, beyond which nothing of them is left.
-    extra_rows: of answers that the rows they belong to do not hold.
+    extra_rows: of answers that the rows they belong to do not hold; numbered: rows say of which conversation they are.
     fingerprint: of the dataset's inputs; reused: it was there, made from the same ones.
     """
 
@@ -75,6 +78,7 @@ class TokenReport:
     refused: int = 0
     answers_cut: int = 0
     extra_rows: int = 0
+    numbered: bool = False
     path: str = ""
     fingerprint: str = ""
     reused: bool = False
@@ -92,8 +96,8 @@ class TokenReport:
 def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progress: bool = True) -> TokenReport:
     """Tokenise what was distilled to the Arrow dataset `folder.data/tokens`, or keep that if nothing has changed.
 
-    Columns: `input_ids` (int32), `loss_mask` (int8) and `length` (int32), rows in the order of the conversations' ids:
-    one a conversation, and more where `tokenize_rows` says so.
+    Columns: `input_ids` (int32), `loss_mask` (int8), `length` and `conversation` (int32, its number among those read),
+    rows in the order of the conversations' ids: one a conversation, and more where `tokenize_rows` says so.
 
     Raises:
         UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
@@ -105,7 +109,9 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
     with FileLock(folder.data / "tokens.lock"):
         fingerprint = _fingerprint(view, tokenizer, max_length_tokens, cut_answers)
         recorded = _recorded(final)
-        if recorded is not None and recorded.fingerprint == fingerprint:
+        # Rows of one conversation that do not say so would be on both sides of training and evaluation.
+        told = recorded is not None and (recorded.numbered or not recorded.extra_rows)
+        if recorded is not None and told and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -166,13 +172,13 @@ def write_token_rows(
     counts: Counter[str] = Counter()
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
         for counted, rows in _chunks(iter(conversations), (tokenizer, max_length_tokens, cut_answers), processes):
+            for row in rows:
+                writer.write(row | {CONVERSATION: counts["conversations"] + row[CONVERSATION]})
             counts += counted
             bar.update(counted["conversations"])
-            for row in rows:
-                writer.write(row)
         writer.finalize()
     totals: dict[str, Any] = dict(counts)
-    return TokenReport(**totals)
+    return TokenReport(**totals, numbered=True)
 
 
 def _chunks(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
@@ -205,8 +211,8 @@ def _begin(work: Work) -> None:
 def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
     tokenizer, max_length_tokens, cut_answers = work or _work[0]
     counts: Counter[str] = Counter(conversations=len(conversations))
-    found: list[TokenizedConversation] = []
-    for conversation, answer_ids in conversations:
+    found: list[tuple[int, TokenizedConversation]] = []
+    for number, (conversation, answer_ids) in enumerate(conversations):
         try:
             rows, shortened = tokenize_rows(tokenizer, conversation, max_length_tokens, answer_ids)
         except TemplateProblem:
@@ -214,7 +220,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
             continue
         if not rows and cut_answers and answer_ids and answer_ids[0] is not None:
             # Of the first exchange what fits, if that is within its answer.
-            end = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
+            end = next(turns for turns, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
             first = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
             cut = first.cut_to(max_length_tokens)
             rows = [cut] if any(cut.loss_mask) else []
@@ -222,17 +228,18 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         counts["too_long"] += not rows
         counts["shortened"] += shortened
         counts["extra_rows"] += max(0, len(rows) - 1)
-        found += rows
+        found += [(number, row) for row in rows]
     counts["rows"] += len(found)
-    counts["tokens"] += sum(len(row.input_ids) for row in found)
-    counts["loss_tokens"] += sum(sum(row.loss_mask) for row in found)
+    counts["tokens"] += sum(len(row.input_ids) for _, row in found)
+    counts["loss_tokens"] += sum(sum(row.loss_mask) for _, row in found)
     return counts, [
         {
             "input_ids": np.array(row.input_ids, dtype=np.int32),
             "loss_mask": np.array(row.loss_mask, dtype=np.int8),
             "length": len(row.input_ids),
+            CONVERSATION: number,
         }
-        for row in found
+        for number, row in found
     ]
 
 
@@ -309,14 +316,24 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
 
 
 def tokens_hash(tokens: datasets.Dataset) -> str:
-    """Hash ids and masks by SHA-256 (16 hex digits), whatever the Arrow chunks."""
+    """Hash ids, masks and which rows belong together by SHA-256 (16 hex digits), whatever the Arrow chunks."""
     digest = hashlib.sha256()
+    begins = conversation_begins(tokens)
+    if len(set(begins)) < len(begins):  # else the hash is that of datasets which do not say
+        digest.update(np.array(begins, dtype=np.int64).tobytes())
     for name in ("input_ids", "loss_mask"):
         for chunk in tokens.data.column(name).chunks:
             digest.update(chunk.value_lengths().to_numpy(zero_copy_only=False).astype("int64").tobytes())
         for chunk in tokens.data.column(name).chunks:
             digest.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("int64").tobytes())
     return digest.hexdigest()[:16]
+
+
+def conversation_begins(tokens: datasets.Dataset) -> list[int]:
+    """Return for each row the first row of its conversation: itself where the dataset does not say."""
+    numbers = tokens[CONVERSATION] if CONVERSATION in tokens.column_names else range(len(tokens))
+    first: dict[int, int] = {}
+    return [first.setdefault(number, row) for row, number in enumerate(numbers)]
 
 
 def row_lengths(tokens: datasets.Dataset) -> list[int]:

@@ -1,7 +1,8 @@
 """The token rows of a training: which are kept out of it, which share a row, and what a drafter does on those kept out.
 
-Rows stand in the order of a hash of their own tokens: the first ones are kept out, training takes those after them. So
-adding data moves none, parts are nested in each other, and drafters trained on any are measured on the same rows.
+Conversations stand in the order of a hash of their tokens: the first ones are kept out, training takes those after
+them. So adding data moves none, parts are nested in each other, and drafters trained on any are measured on the same
+rows. All rows of a conversation, of which some templates make several, are on one side.
 
 Packing puts several conversations into one row, so that next to nothing of a batch is padding. Which conversations
 share a row is decided once, from their lengths alone (best-fit decreasing). Position ids start anew with each document:
@@ -26,7 +27,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.data.distill.token_dataset import answer_lengths, row_lengths
+from draftsmith.data.distill.token_dataset import answer_lengths, conversation_begins, row_lengths
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
@@ -45,7 +46,8 @@ def split_rows(
     """Return the rows to train on, and about so many of them kept out; both know their numbers (`ROWS_COLUMN`).
 
     Args:
-        eval_rows_frac: Share of all rows to keep out.
+        tokens: Rows; of datasets that do not say their conversation each is one of its own.
+        eval_rows_frac: Share of all conversations to keep out.
         answer_tokens: Train on no more rows than hold so many tokens with loss; by default on all.
 
     Raises:
@@ -54,7 +56,9 @@ def split_rows(
     if not eval_rows_frac and answer_tokens is None:
         return tokens, None
     rows = tokens.with_format("numpy", columns=["input_ids"])["input_ids"]
-    places = np.array([_place(np.asarray(row)) for row in rows])
+    begins = conversation_begins(tokens)
+    of_first = {row: _place(np.asarray(rows[row])) for row in dict.fromkeys(begins)}
+    places = np.array([of_first[row] for row in begins])
     out = places < eval_rows_frac
     numbered = tokens.add_column(ROWS_COLUMN, [[row] for row in range(len(tokens))])
     if eval_rows_frac and (out.all() or not out.any()):

@@ -54,6 +54,7 @@ def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(rows["input_ids"]) == [row.input_ids for row in expected]
     assert list(rows["loss_mask"]) == [row.loss_mask for row in expected]
     assert list(rows["length"]) == [len(row.input_ids) for row in expected]
+    assert list(rows["conversation"]) == [*range(11), *range(13, 42)]
 
 
 def test_a_first_answer_is_cut_at_the_length(tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"shortened"', '"cut"'))
     again = build(tmp_path, max_length_tokens=length)
     assert (again.reused, again.shortened) == (True, 1)
+    # One whose rows did not say which are of one conversation serves only where each has one row.
+    file.write_text(file.read_text().replace('"numbered": true', '"numbered": false'))
+    assert build(tmp_path, max_length_tokens=length).reused
+    file.write_text(file.read_text().replace('"extra_rows": 0', '"extra_rows": 1'))
+    assert not build(tmp_path, max_length_tokens=length).reused
 
 
 def test_nothing_left(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from support.tiny_runs import history_of, make_recipe, same_weights, token_rows
 
+from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
@@ -79,6 +81,29 @@ def test_rows_are_kept_out_by_what_they_are() -> None:
         assert row["input_ids"].tolist() == ids
     with pytest.raises(UserError, match=r"`data\.eval_rows_frac`: 1e-09 of 8 rows leaves 8 to train on and 0 to"):
         split_rows(few, 1e-9)
+
+
+def test_a_conversation_is_on_one_side() -> None:
+    """Three rows of each, of which the first decides: the others' own hashes would put many on the other side."""
+    one_each = token_rows(tuple(range(9, 60)))
+    _, kept = split_rows(one_each, 0.4)
+    assert kept is not None
+    rows = [
+        {"input_ids": row["input_ids"][part:], "loss_mask": row["loss_mask"][part:], "conversation": number}
+        for number, row in enumerate(one_each)
+        for part in range(3)
+    ]
+    tokens = datasets.Dataset.from_list(rows)
+    train, kept_of_three = split_rows(tokens, 0.4)
+    assert kept_of_three is not None
+    numbers = [number for (number,) in kept[ROWS_COLUMN]]
+    assert kept_of_three[ROWS_COLUMN] == [[3 * number + part] for number in numbers for part in range(3)]
+    assert set(train["conversation"]) == set(range(51)) - set(numbers)
+    # Where each has one row, its number changes neither the split nor the hash.
+    alone = one_each.add_column("conversation", list(range(len(one_each))))
+    assert split_rows(alone, 0.4)[1][ROWS_COLUMN] == kept[ROWS_COLUMN]  # type: ignore[index]
+    assert tokens_hash(alone) == tokens_hash(one_each)
+    assert tokens_hash(tokens) != tokens_hash(tokens.remove_columns("conversation"))
 
 
 def test_parts_of_the_data_lie_in_each_other() -> None:
