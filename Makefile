@@ -38,7 +38,7 @@ SMOLLM2_IS_GGUF = $(or $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(wildcard $(SMOLLM
 SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$(SMOLLM2_GGUF)) \
 	$(if $(PROMPTS),'data.conversations.mixture=$(if $(filter %.yaml %.yml,$(PROMPTS)),@$(PROMPTS),[$(foreach file,$(PROMPT_FILES),{source: "$(file)"},)])') \
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
-SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
+SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa_shared medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
 .PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm lint format hooks target docs reference bench gpu release clean
 
@@ -113,7 +113,7 @@ smollm2-table: $(READY) smollm2-target
 # tau against the amount of data.
 smollm2-bench: $(READY) smollm2-target
 	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
-	$(BIN)/python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
+	$(BIN)/python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa_shared $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))
