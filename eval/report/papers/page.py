@@ -30,7 +30,7 @@ TEMPERATURES = (0.0, 1.0)
 ROUNDS = {
     "EAGLE, tree of 12": "smollm2-135m-eagle/eagle-tree",
     "EAGLE-ParallelSpec, tree of 12": "smollm2-135m-two_stage/two-stage-tree",
-    "Medusa, tree of 12": "smollm2-135m-medusa/medusa-tree",
+    "Medusa, shared head, tree of 12": "smollm2-135m-medusa/medusa-tree",
     "Medusa-ParallelSpec, tree of 12": "smollm2-135m/smollm2-tree",
 }
 # Theory knows chains: what the page calls them, the recipe's and the method's name, with the embedded target's own.

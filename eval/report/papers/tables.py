@@ -131,7 +131,7 @@ SMOLLM2 = Target(
     "smollm2_table",
     (
         (
-            ("Medusa", "smollm2-135m-medusa/medusa-tree"),
+            ("Medusa, shared head", "smollm2-135m-medusa/medusa-tree"),
             ("Medusa-ParallelSpec, inner features", "smollm2-135m/smollm2-tree"),
         ),
         (
