@@ -229,6 +229,11 @@ class DataRecipe(Section):
     conversations: ConversationsRecipe = ConversationsRecipe()
     distill: DistillRecipe = DistillRecipe()
     max_length_tokens: int = Field(2048, ge=8, description="longer conversations are shortened, by whole turns")
+    loops: Literal["keep", "mask"] = Field(
+        "keep",
+        description="`mask`: tokens of an answer in copies of twelve and more of its earlier tokens carry no loss, as "
+        "where a small model's greedy answer repeats itself; they are still read",
+    )
     features: FeaturesRecipe = FeaturesRecipe()
     packing: bool = Field(
         False, description="train on rows of several conversations, together at most max_length_tokens long"

@@ -21,7 +21,7 @@ import numpy as np
 from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger import FAILED, LedgerView
-from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
 from draftsmith.data.sources.conversation import STDLIB, STDLIB_FILE, Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.questions import questions_file
@@ -97,6 +97,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     samples = heapq.nsmallest(SAMPLES, counted(), key=lambda c: hashlib.sha256(f"sample {c.id}".encode()).digest())
     answer_tokens = answer_lengths(tokens)
     prompt_tokens = [length - answers for length, answers in zip(row_lengths(tokens), answer_tokens, strict=True)]
+    report = recorded_report(folder / "tokens")
     sources = {}
     for name in dict.fromkeys([*counts.by_source, *distilled]):
         tally = counts.by_source.get(name, Tally())
@@ -123,6 +124,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         },
         "versions": versions(),
+        "loops": {"loops": recipe.data.loops, "copied_tokens": 0 if report is None else report.copied_tokens},
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
     }
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

@@ -55,7 +55,7 @@ FEATURES = datasets.Features(
 )
 
 Answered = tuple[Conversation, AnswerIds | None]
-Work = tuple[Any, int, bool]  # the tokenizer, the length, and whether first answers are cut to it
+Work = tuple[Any, int, bool, bool]  # the tokenizer, the length, whether first answers are cut to it, copies masked
 Chunk = tuple[Counter[str], list[dict[str, Any]]]
 
 
@@ -65,6 +65,7 @@ class TokenReport:
 
     shortened: conversations that lost trailing turns to the length; too_long: that did not fit at all.
     answers_cut: first answers that were cut at the length, beyond which nothing of them is left.
+    copied_tokens: of answers, without loss as they are copies of the same answer (`data.loops: mask`).
     extra_rows: of answers that the rows they belong to do not hold; numbered: rows say of which conversation they are.
     fingerprint: of the dataset's inputs; reused: it was there, made from the same ones.
     """
@@ -77,6 +78,7 @@ class TokenReport:
     too_long: int = 0
     refused: int = 0
     answers_cut: int = 0
+    copied_tokens: int = 0
     extra_rows: int = 0
     numbered: bool = False
     path: str = ""
@@ -85,11 +87,13 @@ class TokenReport:
 
     def sentence(self) -> str:
         """Say it in one line, for the console."""
+        copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
         return (
-            f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in {self.path}; of "
-            f"{self.conversations} conversations {self.shortened} shortened by whole turns, {self.answers_cut} cut in "
-            f"their first answer, {self.too_long} too long, {self.refused} refused by the chat template"
+            f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
+            f"{self.path}; of {self.conversations} conversations {self.shortened} shortened by whole turns, "
+            f"{self.answers_cut} cut in their first answer, {self.too_long} too long, {self.refused} refused by the "
+            "chat template"
         )
 
 
@@ -103,12 +107,12 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
     """
     view, max_length_tokens = LedgerView(folder.data), recipe.data.max_length_tokens
-    cut_answers = recipe.data.distill.cut_answers == "keep"
+    cut_answers, mask_copies = recipe.data.distill.cut_answers == "keep", recipe.data.loops == "mask"
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share a folder end at the same time.
     with FileLock(folder.data / "tokens.lock"):
-        fingerprint = _fingerprint(view, tokenizer, max_length_tokens, cut_answers)
-        recorded = _recorded(final)
+        fingerprint = _fingerprint(view, tokenizer, max_length_tokens, cut_answers, mask_copies)
+        recorded = recorded_report(final)
         # Rows of one conversation that do not say so would be on both sides of training and evaluation.
         told = recorded is not None and (recorded.numbered or not recorded.extra_rows)
         if recorded is not None and told and recorded.fingerprint == fingerprint:
@@ -124,6 +128,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
                 recipe.data.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
                 bar,
                 cut_answers,
+                mask_copies,
             )
         if report.rows == 0:
             shutil.rmtree(building)
@@ -154,6 +159,7 @@ def write_token_rows(
     processes: int,
     bar: Progress,
     cut_answers: bool = False,
+    mask_copies: bool = False,
 ) -> TokenReport:
     """Tokenise to an Arrow file, with the columns of `FEATURES`.
 
@@ -165,13 +171,15 @@ def write_token_rows(
         processes: With 1 all is done in this one.
         bar: Of conversations.
         cut_answers: Keep of a first exchange that is too long what fits, if it ends in the answer.
+        mask_copies: Tokens that an answer copies from itself carry no loss.
 
     Raises:
         UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
     """
     counts: Counter[str] = Counter()
+    work = (tokenizer, max_length_tokens, cut_answers, mask_copies)
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
-        for counted, rows in _chunks(iter(conversations), (tokenizer, max_length_tokens, cut_answers), processes):
+        for counted, rows in _chunks(iter(conversations), work, processes):
             for row in rows:
                 writer.write(row | {CONVERSATION: counts["conversations"] + row[CONVERSATION]})
             counts += counted
@@ -209,7 +217,7 @@ def _begin(work: Work) -> None:
 
 
 def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
-    tokenizer, max_length_tokens, cut_answers = work or _work[0]
+    tokenizer, max_length_tokens, cut_answers, mask_copies = work or _work[0]
     counts: Counter[str] = Counter(conversations=len(conversations))
     found: list[tuple[int, TokenizedConversation]] = []
     for number, (conversation, answer_ids) in enumerate(conversations):
@@ -228,6 +236,10 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         counts["too_long"] += not rows
         counts["shortened"] += shortened
         counts["extra_rows"] += max(0, len(rows) - 1)
+        if mask_copies:
+            with_loss = sum(sum(row.loss_mask) for row in rows)
+            rows = [row.without_copies() for row in rows]
+            counts["copied_tokens"] += with_loss - sum(sum(row.loss_mask) for row in rows)
         found += [(number, row) for row in rows]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
@@ -263,16 +275,16 @@ def tokenize_rows(
     return rows, dropped > 0
 
 
-def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int, cut_answers: bool) -> str:
+def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int, cut_answers: bool, mask_copies: bool) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
     parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(max_length_tokens)]
-    parts += ["cut answers"] if cut_answers else []
+    parts += ["cut answers"] * cut_answers + ["copies without loss"] * mask_copies
     return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 
 
-def _recorded(tokens: Path) -> TokenReport | None:
+def recorded_report(tokens: Path) -> TokenReport | None:
     """The report of the dataset in this folder; None if it cannot be read."""
     try:
         values = read_json(tokens / REPORT_NAME, dict[str, Any], "")

@@ -44,6 +44,7 @@ PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 AnswerIds = list[list[int] | None]
 ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
 END_TOKENS = 16  # more than any template puts after an answer
+COPIED_TOKENS = 12  # so many in a row that an answer has said before are a copy
 CHARACTERS_ALWAYS_READ = 1 << 20
 LOOK_BACK_CHARACTERS = 1000
 
@@ -88,12 +89,52 @@ class TokenizedConversation:
         ends = tuple(end for end in self.answer_ends_tokens if end <= length_tokens)
         return TokenizedConversation(self.input_ids[:length_tokens], self.loss_mask[:length_tokens], (), ends)
 
+    def without_copies(self) -> "TokenizedConversation":
+        """The same tokens without loss on those that an answer copies from itself: see `copies_in`."""
+        mask = list(self.loss_mask)
+        start = 0
+        for carries_loss, run in groupby(self.loss_mask):
+            end = start + len(list(run))
+            if carries_loss:
+                mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
+            start = end
+        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+
+    def with_copies(self) -> "TokenizedConversation":
+        """Undo `without_copies`, but for a copy that an answer ends with: what is between two parts was a copy."""
+        mask = list(self.loss_mask)
+        places = [place for place, carries_loss in enumerate(mask) if carries_loss]
+        begin = places[0] if places else 0
+        for end, after in pairwise(places):
+            if after == end + 1:
+                continue
+            if all(copies_in(self.input_ids[begin : after + COPIED_TOKENS])[end + 1 - begin : after - begin]):
+                mask[end + 1 : after] = [1] * (after - end - 1)
+            else:
+                begin = after
+        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+
     def with_last_answer_only(self) -> "TokenizedConversation":
         """The same tokens with loss on the last run of ones alone."""
         end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
         start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
         mask = [0] * start + self.loss_mask[start:]
         return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+
+
+def copies_in(answer: list[int]) -> list[bool]:
+    """Return for each token whether it is in a copy: in a run of `COPIED_TOKENS` that began earlier in the answer too.
+
+    Both runs may overlap, so of a loop of fewer tokens the first turn alone is no copy. The first tokens never are.
+    """
+    copied = [False] * len(answer)
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(answer) - COPIED_TOKENS + 1):
+        run = tuple(answer[start : start + COPIED_TOKENS])
+        if run in seen:
+            copied[start : start + COPIED_TOKENS] = [True] * COPIED_TOKENS
+        seen.add(run)
+    return copied
 
 
 def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn]) -> list[int]:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.distill import CUT_SHORT
 from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, LedgerView
-from draftsmith.data.distill.token_dataset import load_tokens
+from draftsmith.data.distill.token_dataset import load_tokens, recorded_report
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.tokens.chat_tokens import (
@@ -302,20 +302,25 @@ def _token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagn
     batches = dataset.with_format("numpy").iter(batch_size=1024)
     pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
-    findings += check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy)
+    report = recorded_report(folder / "tokens")
+    masked = report is not None and report.copied_tokens > 0
+    findings += check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy, masked)
     examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
     diagnosis.parts[f"tokens to train on ({len(dataset)} rows)"] = findings
     rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples]
     diagnosis.rows = rows or diagnosis.rows
 
 
-def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy: str) -> list[Finding]:
+def check_rows(
+    rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool = False
+) -> list[Finding]:
     """Check the share of loss, end tokens, double BOS, vocabulary and positions.
 
     Args:
         rows: Read once; may be a generator over more than memory holds.
         expected: What they are held against.
         remedy: The way out where the rows themselves are wrong.
+        copies_masked: Answers have holes without loss, by `data.loops: mask`.
     """
     sums: Counter[str] = Counter()
     double_starts, silent_ends, outside = Counter[int](), Counter[int](), Counter[int]()
@@ -327,7 +332,8 @@ def check_rows(rows: Iterable[TokenizedConversation], expected: Expected, remedy
         outside.update(ids_s[(ids_s < 0) | (ids_s >= expected.vocabulary_size)].tolist())
         if len(ids_s) > 1 and ids_s[0] == ids_s[1] and int(ids_s[0]) in expected.special:
             double_starts[int(ids_s[0])] += 1
-        border_s = np.diff(np.concatenate([[0], mask_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
+        said_s = np.asarray(row.with_copies().loss_mask) if copies_masked else mask_s
+        border_s = np.diff(np.concatenate([[0], said_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
         for begin, end in zip(np.flatnonzero(border_s == 1), np.flatnonzero(border_s == -1), strict=True):
             sums["answers"] += 1
             if int(ids_s[end - 1]) in expected.ends:

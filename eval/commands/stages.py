@@ -24,8 +24,8 @@ from draftsmith.recipes.schema import Recipe
 if TYPE_CHECKING:
     from draftsmith.data.engines.engine import Engine, GenerationSettings, LocalTarget
 
-# Of the data section, what only training and the tokeniser's speed know of.
-NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features"}
+# Of the data section, what only training, the loss mask and the tokeniser's speed know of.
+NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features", "loops"}
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:

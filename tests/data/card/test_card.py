@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import datasets
 from huggingface_hub import DatasetCard
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
@@ -76,10 +77,10 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
 
 
 def card_of(
-    tmp_path: Path, tokenizer: Any, max_length_tokens: int, records: dict[str, dict[str, Any]]
+    tmp_path: Path, tokenizer: Any, max_length_tokens: int, records: dict[str, dict[str, Any]], **section: Any
 ) -> tuple[TokenReport, dict[str, Any]]:
     """Of a run with these lines in its ledger: the tokens' report, and the tokens of the card."""
-    data = {"max_length_tokens": max_length_tokens, "conversations": {"source": "x.jsonl"}}
+    data = {"max_length_tokens": max_length_tokens, "conversations": {"source": "x.jsonl"}, **section}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
     with Ledger(run.data) as ledger:
@@ -118,6 +119,32 @@ def test_tokens_are_counted_as_training_reads_them(tmp_path: Path) -> None:
     assert tokens["prompt"]["longest"] == len(asked) + 1
     assert report.loss_tokens == tokens["answer"]["total"]
     assert report.tokens == tokens["answer"]["total"] + tokens["prompt"]["total"]
+
+
+def test_copies_without_loss_are_counted(tmp_path: Path) -> None:
+    """Of 30 times the same two letters the first two carry loss, and the end; of an answer of 11 letters all do.
+
+    The card counts what is masked on the side of the prompts. Without the option nothing is, and the folder's
+    fingerprint is that of before there was one.
+    """
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    h, i = (TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hi")
+    records = {
+        "1": {"messages": messages("hi", "hi" * 30), "answer_ids": [[*[h, i] * 30, end]]},
+        "2": {"messages": messages("hi", "h" * 11), "answer_ids": [[*[h] * 11, end]]},
+    }
+    kept, _ = card_of(tmp_path / "keep", TOKENIZER, 100, records)
+    masked, tokens = card_of(tmp_path / "mask", TOKENIZER, 100, records, loops="mask")
+    assert (kept.loss_tokens, kept.copied_tokens) == (61 + 12, 0)
+    assert (masked.loss_tokens, masked.copied_tokens) == (3 + 12, 58)
+    assert tokens["answer"]["total"] == 15
+    assert (masked.tokens, masked.fingerprint == kept.fingerprint) == (kept.tokens, False)
+    rows = datasets.load_from_disk(str(tmp_path / "mask" / "mine" / "data" / "tokens"))
+    assert rows["loss_mask"][0][-61:] == [1, 1, *[0] * 58, 1]
+    assert ", 58 in copies without loss)" in masked.sentence()
+    card = (tmp_path / "mask" / "mine" / "data" / "README.md").read_text()
+    assert "58 tokens of answers are in copies of twelve tokens and more" in card
+    assert "in copies" not in (tmp_path / "keep" / "mine" / "data" / "README.md").read_text()
 
 
 def test_nothing_depends_on_the_order(tmp_path: Path) -> None:

@@ -5,7 +5,13 @@ from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation, tokenize_shortened
+from draftsmith.data.tokens.chat_tokens import (
+    TokenizedConversation,
+    copies_in,
+    prompt_token_ids,
+    tokenize_conversation,
+    tokenize_shortened,
+)
 from draftsmith.recipes.errors import UserError
 
 TWO_ROUNDS = Conversation(
@@ -80,3 +86,27 @@ def test_over_long_is_cut_on_a_turn_boundary() -> None:
     assert tokenize_shortened(tokenizer, TWO_ROUNDS, len(whole.input_ids)) == (whole, 0)
     assert tokenize_shortened(tokenizer, TWO_ROUNDS, len(whole.input_ids) - 1) == (first, 2)
     assert tokenize_shortened(tokenizer, TWO_ROUNDS, len(first.input_ids) - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "copied"),
+    [
+        ([*range(12), *range(12)], [0] * 12 + [1] * 12),
+        ([*range(11), 50, *range(11), 51], [0] * 24),  # eleven in a row are no copy
+        ([*range(14), 50, *range(14), 51], [0] * 15 + [1] * 14 + [0]),  # new words after it are none either
+        ([7] * 13, [0] + [1] * 12),
+        ([7] * 12, [0] * 12),
+        ([3, 7, 8] + [7, 8] * 6 + [9], [0] * 3 + [1] * 12 + [0]),  # the first turn of a loop
+        ([], []),
+    ],
+)
+def test_copies_by_hand(answer: list[int], copied: list[int]) -> None:
+    assert list(map(int, copies_in(answer))) == copied
+
+
+def test_an_answer_copies_from_itself_alone() -> None:
+    said = list(range(5, 17))
+    tokens = TokenizedConversation([1, *said, 2, 3, *said, *said, 2], [0] + [1] * 13 + [0] + [1] * 25)
+    assert tokens.without_copies().loss_mask == [0] + [1] * 13 + [0] + [1] * 12 + [0] * 12 + [1]
+    assert tokens.without_copies().input_ids == tokens.input_ids
+    assert tokens.without_copies().with_copies() == tokens

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger
+from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
 from draftsmith.data.sources.conversation import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
@@ -102,6 +103,22 @@ def test_a_healthy_recipe(tmp_path: Path) -> None:
     assert "«Hello there Hello there Hello there Hello there <|im_end|>»\n" in printed
     assert "Next: draftsmith distill" in printed
     assert not (tmp_path / "runs").exists()
+
+
+def test_copies_without_loss_are_part_of_their_answer(tmp_path: Path) -> None:
+    """An answer that loops, and its end after a hole of masked copies: it ends as it should, in one piece."""
+    source = [*TALK, turns("loop", "hello hi " * 20)]
+    ill = clinic(tmp_path, source=source)
+    rows = [tokenize_conversation(ill.tokenizer, parse_conversation(record, "here")) for record in source]
+    masked = [row.without_copies() for row in rows]
+    assert masked != rows
+    ill.distilled(masked)
+    file = tmp_path / "runs" / "mine" / "data" / "tokens" / REPORT_NAME
+    file.write_text(json.dumps(asdict(TokenReport(copied_tokens=1))))
+    ends = ill.examine()[1]["tokens/end tokens"]
+    assert (ends["severity"], ends["figures"]["answers"]) == ("ok", 4)
+    file.unlink()
+    assert ill.examine()[1]["tokens/end tokens"]["severity"] == "defect"
 
 
 # Changes to the clinic or, of the tokens, to their mask; overrides; the defect's place; what is said of it.
