@@ -283,7 +283,7 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
     console.print(table)
     of_tasks = [row for row in drafted_rows(summary) if row.get("over_tasks")]
     if of_tasks:
-        title = f"mean over {of_tasks[0]['over_tasks']['tasks']} tasks, intervals of 95 % over questions"
+        title = f"mean over {tasks_and_questions(of_tasks[0])}; intervals of 95 % over questions"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
         for heading in ("method", "tau", "speedup", "pooled\ntau", "pooled\nspeedup"):
             table.add_column(heading, overflow="fold", justify="left" if heading == "method" else "right")
@@ -316,6 +316,12 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
         console.print(LENIENCE_WARNING, style="bold")
     for sentence in {row["target_change"] for row in summary if row.get("target_change")}:
         console.print(sentence, style="bold")
+
+
+def tasks_and_questions(row: Row) -> str:
+    """Say over which tasks the headline is a mean, and how many questions each has."""
+    asked = ", ".join(f"{task} {count}" for task, count in row["over_tasks"]["questions"].items())
+    return f"{row['over_tasks']['tasks']} tasks (questions: {asked})"
 
 
 def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:

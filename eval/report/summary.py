@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from pathlib import Path
@@ -156,6 +157,7 @@ def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
     drafted = all(own.rounds.sum() for _, own in sums.by_task())  # a task of answers of one token has no tau
     return {
         "tasks": len(set(sums.tasks)),
+        "questions": dict(Counter(sums.tasks)),
         "tau": bootstrap.figure_of(bootstrap.tau, sums) if drafted else None,
         "speedup_mean": bootstrap.figure_of(bootstrap.speedup, sums),
         **_intervals(sums, records[0].answers[key]),

@@ -83,7 +83,7 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
     environment.filters |= {"number": text.number, "ms": text.milliseconds, "identity": text.identity}
     environment.filters |= {"percent": text.percent, "interval": text.interval, "escaped": text.escaped}
     environment.filters |= {"code": _code, "tint": methods.tint, "verdict_word": report.verdict_word}
-    environment.filters |= {"headline": headline}
+    environment.filters |= {"headline": headline, "tasks_and_questions": report.tasks_and_questions}
     return environment
 
 

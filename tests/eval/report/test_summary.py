@@ -170,7 +170,7 @@ def test_each_task_counts_alike() -> None:
     rows = evaluation_figures(Recipe(name="table"), summary, [], 3, None, [])["rows"]
     assert rows["chain@0"]["over_tasks"] == {
         "tasks": 2, "tau": pytest.approx(2.75), "speedup_mean": pytest.approx(1.5), "tau_interval": None,
-        "speedup_interval": None,
+        "speedup_interval": None, "questions": {"mt_bench": 2, "qa": 1},
     }  # fmt: skip
     assert rows["autoregressive@0"]["over_tasks"]["speedup_mean"] == pytest.approx(1.0)
     assert "over_tasks" not in rows["chain@0"]["by_category"]["math"]

@@ -86,6 +86,7 @@ def test_the_first_screen_answers_four_questions(page: str, elements: Elements) 
     first = text[: text.index("By category")]
     assert re.search(r"How much faster\? 2\.64× faster method-0, the fastest of 24 methods, generates at 2\.64", first)
     assert "in the mean over 3 tasks (2.63 pooled)" in first
+    assert "3 tasks (questions: mt_bench 4, translation 2, rag 2)" in text
     assert "Pooled over all questions: speedup 2.63 (95 %: 2." in first
     assert "tau 3.00 (95 %: 3.00 to 3.00) tokens per round · T = 0" in first
     assert "tau 3.00 (95 %: 3.00 to 3.00), 2.00 of them drafted" in first
