@@ -156,6 +156,20 @@ MUTANTS = (
         "tests/models/test_losses.py",
     ),
     Mutant(
+        "a borrowed head keeps the draft vocabulary of its start",
+        "train/drafter/start.py",
+        "if not (vocabulary <= taken and its_rows & taken):",
+        "if not vocabulary <= taken:",
+        "tests/train/drafter/test_start.py -k draft_vocabulary",
+    ),
+    Mutant(
+        "noise of a whole row's length",
+        "models/groups/rows.py",
+        "return lengths_d[document_p].view(batch, length)",
+        "return torch.full_like(document_p, length).view(batch, length)",
+        "tests/models/drafters/test_eagle.py -k noise",
+    ),
+    Mutant(
         "the mass outside the draft vocabulary",
         "models/losses.py",
         "ones_v = inside_v.to(mass_p.dtype)",
