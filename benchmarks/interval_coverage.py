@@ -41,7 +41,7 @@ def draw(counts: tuple[int, ...], chance: np.random.Generator) -> QuestionSums:
 
 def percentile_interval(figure: Figure, sums: QuestionSums) -> list[float]:
     """Take the resampled figures' own quantiles."""
-    counts_rq = resamples(sums.tasks or ("",) * len(sums.rounds))
+    counts_rq = resamples(sums.strata)
     figures_r = np.zeros(len(counts_rq))
     parts = list(sums.by_task())
     for places, own in parts:

@@ -70,11 +70,15 @@ class QuestionSums:
         in_order = None if tasks is None else tuple(tasks)
         return QuestionSums(kept, rounds, tokens, seconds, baseline_tokens, baseline_seconds, in_order)
 
+    @property
+    def strata(self) -> tuple[str, ...]:
+        """The task of each question; one and the same where all are pooled."""
+        return self.tasks or ("",) * len(self.rounds)
+
     def by_task(self) -> Iterator[tuple[NDArray[np.intp], QuestionSums]]:
         """Yield the places and the sums of each task's questions; those of all questions where none are told."""
-        tasks = self.tasks or ("",) * len(self.rounds)
-        for task in dict.fromkeys(tasks):
-            places = np.flatnonzero([each == task for each in tasks])
+        for task in dict.fromkeys(self.strata):
+            places = np.flatnonzero([each == task for each in self.strata])
             sums = {each.name: getattr(self, each.name)[places] for each in fields(self) if each.name != "tasks"}
             yield places, replace(self, tasks=None, **sums)
 
@@ -146,7 +150,7 @@ def _ends(terms: Sequence[tuple[Figure, QuestionSums, float]]) -> list[float] | 
     sums = terms[0][1]
     if len(sums.rounds) < FEWEST_QUESTIONS:
         return None
-    tasks = sums.tasks or ("",) * len(sums.rounds)
+    tasks = sums.strata
     # Of a task with n questions the error is too small by n / (n - 1); one question alone says nothing of it.
     of_task = np.array([tasks.count(task) for task in tasks])
     if of_task.min() < 2:
