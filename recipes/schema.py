@@ -1,6 +1,7 @@
 """The typed recipe. One YAML file drives distil, train and eval; an unknown key is an error, never ignored.
 
-`train:` is handed to `transformers.TrainingArguments` as it is, `drafter.options` to the drafter's own `Options`.
+`train:` is handed to `transformers.TrainingArguments`, but for `global_batch_size`, and `drafter.options` to the
+drafter's own `Options`.
 """
 
 import re
@@ -389,6 +390,10 @@ class Recipe(Section):
     target: TargetRecipe = TargetRecipe()
     data: DataRecipe = DataRecipe()
     drafter: DrafterRecipe = DrafterRecipe()
-    train: dict[str, Any] = Field({}, description="any argument of `transformers.TrainingArguments`, as it is")
+    train: dict[str, Any] = Field(
+        {},
+        description="any argument of `transformers.TrainingArguments`, as it is; and `global_batch_size`, the rows of "
+        "a step of all processes together, of which `per_device_train_batch_size` says how many one computes at once",
+    )
     validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()

@@ -20,7 +20,7 @@ def write(folder: Path, values: Any) -> Path:
 def test_real_recipes_carry_the_papers_hyper_parameters(name: str) -> None:
     recipe = load_recipe(name)
     train = recipe.train
-    assert train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] == 32
+    assert train["global_batch_size"] == 32
     assert (train["learning_rate"], train["adam_beta1"], train["adam_beta2"]) == (5e-4, 0.9, 0.999)
     assert (train["num_train_epochs"], train["weight_decay"]) == (20, 0.0)
     assert recipe.drafter.options["num_masks"] == 4

@@ -1,12 +1,18 @@
-"""The recipe's `train:` section -> `transformers.TrainingArguments`, with mistakes told by key."""
+"""The recipe's `train:` section -> `transformers.TrainingArguments`, with mistakes told by key.
+
+One key is ours: `global_batch_size`, the rows of an optimiser step of all processes together. The learning rate was
+chosen for them, so that they stay whatever is launched; what a process computes at once, and how often, follows.
+"""
 
 import dataclasses
+import logging
 import os
 import typing
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import get_int_from_env
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -14,6 +20,12 @@ from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.processes.launch import leave_at_exit
+
+GLOBAL_BATCH = "global_batch_size"
+# Where launchers tell how many processes there are, as accelerate reads it.
+WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+
+logger = logging.getLogger(__name__)
 
 
 def recipe_arguments(recipe: Recipe) -> TrainingArguments:
@@ -38,7 +50,7 @@ def recipe_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False) -> TrainingArguments:
-    """Hand `values` to `TrainingArguments` as they are, over a few defaults of ours.
+    """Hand `values` to `TrainingArguments` as they are, over a few defaults of ours, the global batch shared out.
 
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
@@ -48,7 +60,10 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
     # Asked for by accelerate too; and transformers refuses bf16 on a CPU that nobody asked for.
     asked_for = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     use_cpu = use_cpu or asked_for or not torch.accelerator.is_available()
-    checked = {key: _checked(key, value, fields, hints) for key, value in values.items()}
+    processes = get_int_from_env(WORLD_SIZES, 1)
+    checked = {
+        key: _checked(key, value, fields, hints) for key, value in _shared_out(values, processes, fields, hints).items()
+    }
     defaults = {
         "output_dir": str(output_dir),
         "seed": seed,
@@ -74,6 +89,37 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
         args._n_gpu = 1
     _refuse_doubled_rows(args)
     return args
+
+
+def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]) -> dict[str, Any]:
+    """Replace the global batch by the rows of a process at once, as many as may be, and how often it accumulates."""
+    values = dict(values)
+    if GLOBAL_BATCH not in values:
+        rows = values.get("per_device_train_batch_size", 8) * values.get("gradient_accumulation_steps", 1)
+        if processes > 1 and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "%d processes make steps of %s rows, not the %s of one: set train.%s in place of "
+                "train.per_device_train_batch_size to keep a step's rows whatever is launched",
+                processes, rows * processes, rows, GLOBAL_BATCH,
+            )  # fmt: skip
+        return values
+    asked = _checked(GLOBAL_BATCH, values.pop(GLOBAL_BATCH), {*fields, GLOBAL_BATCH}, {**hints, GLOBAL_BATCH: int})
+    most = _checked("per_device_train_batch_size", values.get("per_device_train_batch_size", asked), fields, hints)
+    if "gradient_accumulation_steps" in values:
+        raise UserError(f"key `train.gradient_accumulation_steps`: leave it out, as train.{GLOBAL_BATCH} gives it")
+    if not 0 < most <= asked:
+        raise UserError(
+            f"key `train.per_device_train_batch_size` must be from 1 to train.{GLOBAL_BATCH}, which is {asked}, not "
+            f"{most}: it is how many of a step's rows a process computes at once; set train.{GLOBAL_BATCH} for more"
+        )
+    if asked % processes:
+        raise UserError(
+            f"key `train.{GLOBAL_BATCH}`: {asked} rows cannot be shared evenly by {processes} processes: launch as "
+            "many as divide it, or change it"
+        )
+    share = asked // processes
+    rows = next(rows for rows in range(min(most, share), 0, -1) if share % rows == 0)
+    return {**values, "per_device_train_batch_size": rows, "gradient_accumulation_steps": share // rows}
 
 
 def _refuse_doubled_rows(args: TrainingArguments) -> None:

@@ -28,7 +28,11 @@ from draftsmith.recipes.run_folder import RunFolder, bytes_text
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import PackedRows, split_rows
 from draftsmith.train.drafter.trainer import collate_right_padded
-from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
+from draftsmith.train.drafter.training_arguments import (
+    GLOBAL_BATCH,
+    enable_gradient_checkpointing,
+    training_arguments,
+)
 from draftsmith.train.features.cache import refuse_obstacle
 
 LATE_STEP = 1 << 40  # a drafter that warms up is planned as it is afterwards
@@ -214,7 +218,7 @@ class WayOut:
 
     @property
     def trains_the_same(self) -> bool:
-        return "train.gradient_accumulation_steps" in self.lines
+        return "train.per_device_train_batch_size" in self.lines
 
     def __str__(self) -> str:
         lines = " ".join(f"{key}={'true' if value is True else value}" for key, value in self.lines.items())
@@ -250,8 +254,10 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     for fewer in sorted({max(1, rows // 2), max(1, rows // 4), 1} - {rows}, reverse=True):
         if rows % fewer == 0:
-            more = accumulation * rows // fewer
-            yield {"train.per_device_train_batch_size": fewer, "train.gradient_accumulation_steps": more}
+            lines = {"train.per_device_train_batch_size": fewer}
+            if GLOBAL_BATCH not in recipe.train:
+                lines["train.gradient_accumulation_steps"] = accumulation * rows // fewer
+            yield lines
     for key, value, helps in (
         ("data.max_length_tokens", recipe.data.max_length_tokens // 2, True),
         ("target.dtype", "bfloat16", recipe.target.dtype not in ("bfloat16", "float16")),

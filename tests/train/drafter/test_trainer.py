@@ -15,6 +15,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage
+from draftsmith.train.drafter import training_arguments as training_arguments_module
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
@@ -123,12 +124,32 @@ def test_packed_rows_are_another_training(target_folder: Path) -> None:
             {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},
             "`train.train_sampling_strategy`: batch_rebalance doubles an epoch's last rows: use group_by_length",
         ),
+        ({"global_batch_size": 4, "per_device_train_batch_size": 8}, "from 1 to train.global_batch_size, which is 4"),
+        ({"global_batch_size": "many"}, "key `train.global_batch_size`: input should be a valid integer"),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "leave it out, as train.global_batch_size gives"),
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],
 )
 def test_wrong_train_keys(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         training_arguments(values, tmp_path, seed=0, use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("processes", "most", "expected"),
+    [(1, None, (32, 1)), (1, 4, (4, 8)), (8, 4, (4, 1)), (16, 4, (2, 1)), (1, 5, (4, 8)), (4, 3, (2, 4))],
+)
+def test_a_step_has_as_many_rows_whatever_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, most: int | None, expected: tuple[int, int]
+) -> None:
+    values = {"global_batch_size": 32, **({} if most is None else {"per_device_train_batch_size": most})}
+    monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: processes)
+    args = training_arguments(values, tmp_path, seed=0, use_cpu=True)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == expected
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps * processes == 32
+    monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: 16)
+    with pytest.raises(UserError, match="30 rows cannot be shared evenly by 16 processes"):
+        training_arguments({"global_batch_size": 30}, tmp_path, seed=0, use_cpu=True)
 
 
 def test_rows_kept_out_are_read_as_many_at_a_time_as_others(tmp_path: Path) -> None:

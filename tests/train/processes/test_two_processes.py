@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 SHARDED: dict[str, Any] = {"features": {"sharded": True}}
 STEPS = 30
-CURVE = {"max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
+CURVE = {"global_batch_size": 6, "max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
 HALF = {**CURVE, "max_steps": 12, "bf16": True}
 
 
@@ -53,8 +53,8 @@ def launched(name: str, recipe: Recipe) -> Recipe:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """One process with the batch of two."""
-    recipe = tiny_run(tmp_path_factory.mktemp("alone"), train={**CURVE, "per_device_train_batch_size": 6})
+    """One process of the same recipe, whose step has as many rows."""
+    recipe = tiny_run(tmp_path_factory.mktemp("alone"), train=CURVE)
     train_drafter(recipe)
     return recipe
 
@@ -124,7 +124,7 @@ def test_stopped_and_resumed_is_unbroken_bit_for_bit(
 @pytest.mark.parametrize("name", EVERY_LAUNCH)
 def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
     """Rounded otherwise in batches of another shape, but the same training: from weights in fp32 to weights in fp32."""
-    half_alone = tiny_run(tmp_path, "alone", train={**HALF, "per_device_train_batch_size": 6})
+    half_alone = tiny_run(tmp_path, "alone", train=HALF)
     train_drafter(half_alone)
     recipe = launched(name, tiny_run(tmp_path, name, train=HALF))
     assert record(recipe)["tokens"] == record(half_alone)["tokens"]
