@@ -83,6 +83,11 @@ class TargetRecipe(Section):
     device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; by default CUDA if there is one, else CPU")
     trust_remote_code: bool = Field(False, description="run the model's own Python code, which may do anything")
     chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="variables of the template, everywhere that it is used, as whoever serves the target sets them: "
+        "`{enable_thinking: false}` for Qwen3 without thoughts",
+    )
 
 
 class ColumnsRecipe(Section):

@@ -42,6 +42,7 @@ HELD_POLL_S = 2.0  # between two looks at conversations that another process wor
 LONGEST_WRITE_INTERVAL_S = 1.0
 CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
+CUT_AT_FIRST, MOST_CUT_FRAC = 500, 0.2  # so many answers are looked at, and this share of them may be cut
 CUT_SHORT = "answer cut short by max_new_tokens"
 PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
@@ -286,6 +287,7 @@ class _Distillation:
                     reason = CUT_SHORT
                     # Its tokens are the target's own. A text alone would be tokenised with an end that nobody said.
                     if not (self.recipe.data.distill.cut_answers == "keep" and token_ids and text.strip()):
+                        self._check_cut()
                         break
                 elif not text.strip():
                     reason = EMPTY_ANSWER
@@ -297,6 +299,20 @@ class _Distillation:
             if reason is not None:
                 break
         return self._settled(source, turns, answer_ids, reason)
+
+    def _check_cut(self) -> None:
+        """
+        Raises:
+            UserError: Of the first answers too many were cut, each of which costs its conversation.
+        """
+        answers, cut = self.report.answers, self.report.answers_cut_short
+        if answers <= CUT_AT_FIRST and cut > MOST_CUT_FRAC * CUT_AT_FIRST:
+            raise UserError(
+                f"{cut} of the first {answers} answers were cut at {self.settings.max_new_tokens} tokens, and with "
+                "each its conversation ends: raise data.distill.max_new_tokens, set data.distill.cut_answers=keep to "
+                "train on what was said until then, or, for a target that thinks first, target.chat_template_kwargs="
+                "{enable_thinking: false}; what was answered is kept"
+            )
 
     def _prompt_of(self, turns: list[Turn]) -> list[int] | str:
         """Return the prompt's ids, or the reason why the target cannot be asked."""

@@ -125,6 +125,12 @@ class OpenAIEngine:
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
         if setting.recipe.data.distill.top_k > 0 and not options.extensions:
             raise UserError(f"data.distill.top_k is not of OpenAI's API: it needs {self.option('extensions')}: true")
+        self._template_kwargs = setting.recipe.target.chat_template_kwargs
+        if self._template_kwargs and options.api == "chat" and not options.extensions:
+            raise UserError(
+                f"target.chat_template_kwargs is not of OpenAI's API: it needs {self.option('extensions')}: true, or "
+                f"{self.option('api')}: completions"
+            )
         turns = PROBE[:1]
         self._trial = Request(
             key="",
@@ -353,6 +359,7 @@ class OpenAIEngine:
             arguments["seed"] = request.seed
         if self.options.extensions:
             body = {"top_k": settings.top_k or -1, "stop_token_ids": list(self._end_ids), "return_token_ids": True}
+            body |= {"chat_template_kwargs": self._template_kwargs} if is_chat and self._template_kwargs else {}
             body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
             arguments["extra_body"] = body
         return arguments

@@ -44,7 +44,7 @@ from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.formats import exporting
-from draftsmith.models.target.loading import load_target, target_location
+from draftsmith.models.target.loading import load_target, target_location, template_variables
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
@@ -61,6 +61,7 @@ SAMPLE_CONVERSATIONS = 256
 EXAMPLE_ROWS = 64
 MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
 LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the work is for nothing
+THINKING = "enable_thinking"  # as Qwen3, GLM, Granite and others name it
 LONGER_ANSWERS = "set data.conversations.source to conversations with longer answers"
 NO_STOP = "so the drafter would not learn to stop"
 ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
@@ -197,6 +198,12 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
         diagnosis.parts["data"] = [Finding("chat template", "defect", str(error))]
         return
     expected = Expected(tokenizer, vocabulary_size, max_positions, special, ends)
+    if THINKING in template_variables(str(tokenizer.get_chat_template())):
+        sentence = (
+            f"the chat template reads {THINKING}, which nothing sets, so that the target may think before it answers: "
+            f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if it is served so"
+        )
+        diagnosis.parts["chat template"] = [Finding("thoughts", "warning", sentence)]
     _source(recipe, expected, diagnosis)
     run = RunFolder(recipe)
     if (run.data / "tokens").is_dir():
@@ -460,7 +467,7 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     if refused is not None:
         return [Finding("export", "defect", f"{exporting.kind_of(config)}: {refused}")]
     command = exporting.serving_command(
-        config, to, target_location(recipe.target), "FOLDER", exporting.loading_words(recipe.target)
+        config, to, target_location(recipe.target), "FOLDER", exporting.loading_words(recipe.target, to)
     )
     found = [
         Finding("export", "ok", f"`draftsmith export --to {to}` can write it"),

@@ -146,10 +146,15 @@ def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     return {**values, "parallel_drafting": True} if exporter.parallel else values
 
 
-def loading_words(recipe: TargetRecipe) -> list[str]:
-    """Say how the recipe loads its target in options of vLLM and SGLang, whose own choice of dtype may differ."""
+def loading_words(recipe: TargetRecipe, to: str) -> list[str]:
+    """Say how the recipe loads its target in options of vLLM and SGLang, whose own choice of dtype may differ.
+
+    SGLang has no option for variables of the chat template: they go with each request.
+    """
     words = ["--dtype", recipe.dtype] if recipe.dtype in ("float32", "bfloat16", "float16") else []
     words += [] if recipe.revision is None else ["--revision", recipe.revision]
+    if recipe.chat_template_kwargs and to != "sglang":
+        words += ["--default-chat-template-kwargs", json.dumps(recipe.chat_template_kwargs)]
     return [*words, "--trust-remote-code"] if recipe.trust_remote_code else words
 
 
@@ -206,7 +211,7 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target, loading = target_location(recipe.target), loading_words(recipe.target)
+    target, loading = target_location(recipe.target), loading_words(recipe.target, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading)
     return Exported(folder, made, caveat(drafter.config, to))
 

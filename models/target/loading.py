@@ -1,9 +1,13 @@
 """The target model p: loaded once, and frozen."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,9 +20,12 @@ from transformers import (
 
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
-from draftsmith.recipes.errors import UserError, reason
+from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import TargetRecipe
 
+# What transformers, SGLang and vLLM give a chat template themselves.
+GIVEN_TO_TEMPLATES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
 
 
@@ -53,7 +60,7 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
     """The target's tokenizer.
 
     Raises:
-        UserError: It cannot be found or read, or has no chat template.
+        UserError: It cannot be found or read, has no chat template, or one that does not know `chat_template_kwargs`.
     """
     location = target_location(recipe)
     tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **_where(recipe)))
@@ -65,7 +72,46 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
             f"the tokenizer of target.model {recipe.model} has no chat template: set target.chat_template to its Jinja "
             "text, or use the chat-tuned version of the model"
         )
+    if recipe.chat_template_kwargs:
+        tokenizer.chat_template = with_variables(tokenizer.get_chat_template(), recipe.chat_template_kwargs)
     return tokenizer
+
+
+def template_variables(template: str) -> set[str]:
+    """The names that a chat template reads and does not set itself; none if it is no Jinja."""
+    try:
+        without_marks = GENERATION_MARK.sub("", template)
+        return find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks))
+    except TemplateSyntaxError:
+        return set()
+
+
+def with_variables(template: str, values: dict[str, Any]) -> str:
+    """Set variables of a chat template in its own text, so that whoever renders it has them.
+
+    Raises:
+        UserError: The template reads no such variable.
+    """
+    known = template_variables(template)
+    for name in values:
+        if name not in known:
+            switches = known - GIVEN_TO_TEMPLATES
+            raise UserError(
+                f"key `target.chat_template_kwargs`: the target's chat template reads no variable {name}: "
+                f"{did_you_mean(name, sorted(switches), 'leave it out')}"
+            )
+    # A template's own first line break would be taken for the one after a block.
+    settings = (f"{{% set {name} = {_jinja(value)} %}}\n" for name, value in values.items())
+    return "".join(settings) + template
+
+
+def _jinja(value: Any) -> str:
+    """A JSON value as Jinja writes it: its null is none."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_jinja(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value)
 
 
 def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:

@@ -33,6 +33,7 @@ from draftsmith.eval.methods.registry import method_of
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
+from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
 OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # the smallest that a document names has this much
@@ -162,7 +163,7 @@ def check_recipe(recipe: Recipe, distils: bool = False) -> None:
     for method in recipe.eval.methods:
         if method.kind != DRAFTER_KIND:
             method_of(method)
-    assert set(recipe.train) <= {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert set(recipe.train) <= {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(TrainingArguments))}
 
 
 def check_make(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

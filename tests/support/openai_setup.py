@@ -41,9 +41,14 @@ def servers_to_start() -> Iterator[StartServer]:
 def engines_to_start() -> Iterator[StartEngine]:
     started: list[OpenAIEngine] = []
 
-    def start(*servers: FakeServer, distill: dict[str, Any] | None = None, **options: Any) -> OpenAIEngine:
+    def start(
+        *servers: FakeServer,
+        distill: dict[str, Any] | None = None,
+        target: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> OpenAIEngine:
         options = {"base_urls": [server.url for server in servers], "timeout_s": 5, "give_up_after_s": 5, **options}
-        engine = OpenAIEngine.make(OpenAIEngine.Options(**options), setting(**(distill or {})))
+        engine = OpenAIEngine.make(OpenAIEngine.Options(**options), setting(target, **(distill or {})))
         started.append(engine)
         return engine
 
@@ -52,8 +57,9 @@ def engines_to_start() -> Iterator[StartEngine]:
         engine.close()
 
 
-def setting(**distill: Any) -> EngineSetting:
-    recipe = Recipe.model_validate({"name": "x", "data": {"distill": {"engine": "openai", **distill}}})
+def setting(target: dict[str, Any] | None = None, **distill: Any) -> EngineSetting:
+    values = {"name": "x", "target": target or {}, "data": {"distill": {"engine": "openai", **distill}}}
+    recipe = Recipe.model_validate(values)
     return EngineSetting(recipe, TOKENIZER, "nowhere", (END_ID,))
 
 

@@ -8,6 +8,7 @@ deleting the marked line, is left alone.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -77,6 +78,10 @@ def write_drafter_card(
     if by_hand:
         return None
     named = None if publication is None else publication.base_model
+    of_target = {} if named else recipe.target.model_dump(include={"revision", "gguf_file"}, exclude_none=True)
+    of_target = {key: json.dumps(value) for key, value in of_target.items()}  # as Python writes it, in double quotes
+    if recipe.target.chat_template_kwargs:
+        of_target["chat_template_kwargs"] = repr(recipe.target.chat_template_kwargs)
     target = named or _public(recipe.target.model)
     training = TrainReport.read(folder) if (folder / TRAINING_FILE).is_file() else None
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
@@ -88,7 +93,7 @@ def write_drafter_card(
         mark=MARK,
         recipe=recipe,
         target=target,
-        of_target={} if named else recipe.target.model_dump(include={"revision", "gguf_file"}, exclude_none=True),
+        of_target=of_target,
         source=", ".join(_public(source.source) for source in recipe.data.conversations.sources),
         what=_what_it_is(recipe.drafter.kind),
         recipe_yaml=_shown_recipe(recipe),

@@ -12,6 +12,7 @@ import pytest
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
+from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
 from draftsmith.data.distill.ledger import Distilled, LedgerView
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
@@ -201,6 +202,18 @@ def test_answers_cut_short_and_dropped(source: Path, tmp_path: Path) -> None:
     assert "alone" not in by_question
     assert [turn.role for turn in by_question["one"].turns] == ["user", "assistant"]
     assert "1 (1 answer cut short by max_new_tokens)" in report.sentence()
+
+
+def test_many_cut_answers_stop_it_at_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eleven are not above a fifth, and above a sixth, which is noticed at the second."""
+    engine = CutEngine(tiny_tokenizer(templates.CHATML))
+    monkeypatch.setattr(distill_module, "CUT_AT_FIRST", 11)
+    assert run(make_recipe(source), tmp_path / "few", engine).answers_cut_short == 2
+    monkeypatch.setattr(distill_module, "MOST_CUT_FRAC", 1 / 6)
+    with pytest.raises(UserError, match=r"2 of the first \d+ answers were cut at 512 tokens.*enable_thinking: false"):
+        run(make_recipe(source), tmp_path / "many", engine)
+    assert kept(tmp_path / "many")  # what was answered is there
+    run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
 
 
 def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:

@@ -97,6 +97,17 @@ def test_chat_and_text_without_token_ids(start_server: StartServer, start_engine
     assert server.requests[0]["messages"] in [request.messages for request in asked]
 
 
+def test_variables_of_the_chat_template_go_with_messages(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Prompts as ids were made with them; a server that renders messages has to be told."""
+    switch = {"chat_template_kwargs": {"enable_thinking": False}}
+    for api, sent in (("chat", switch["chat_template_kwargs"]), ("completions", None)):
+        server = start_server()
+        run(start_engine(server, api=api, target=switch), requests(1))
+        assert server.requests[-1].get("chat_template_kwargs") == sent
+    with pytest.raises(UserError, match=r"needs data.distill.options.extensions: true, or .*api: completions"):
+        start_engine(start_server(), api="chat", extensions=False, target=switch)
+
+
 def test_a_server_that_refuses_unknown_fields(start_server: StartServer, start_engine: StartEngine) -> None:
     server = start_server(fields={"model", "prompt", "max_tokens", "temperature", "top_p", "seed"})
     with pytest.raises(UserError, match=r"Unrecognized request argument: .*options.extensions: false"):

@@ -230,6 +230,15 @@ def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
     assert findings["source/over-long"]["figures"] == {"shortened": 1, "too_long": 0, "conversations": 3}
 
 
+def test_a_target_that_may_think(tmp_path: Path) -> None:
+    thinks = "{% if enable_thinking %}{% endif %}" + templates.CHATML
+    case = clinic(tmp_path, template=thinks)
+    _, findings, _ = case.examine()
+    assert findings["chat/thoughts"]["severity"] == "warning"
+    assert "target.chat_template_kwargs={enable_thinking: false}" in findings["chat/thoughts"]["sentence"]
+    assert "chat/thoughts" not in case.examine("target.chat_template_kwargs={enable_thinking: false}")[1]
+
+
 def test_little_loss_is_a_warning(tmp_path: Path) -> None:
     case = clinic(tmp_path)
     row = case.rows()[0]

@@ -259,9 +259,12 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_server_loads_the_target_as_the_recipe_does() -> None:
     """`auto`, and fp64, which engines have not, leave the choice to the engine."""
     values = {"model": "org/llm", "revision": "v2", "trust_remote_code": True, "dtype": "bfloat16"}
-    loading = loading_words(TargetRecipe.model_validate(values))
+    loading = loading_words(TargetRecipe.model_validate(values), "vllm")
     assert loading == ["--dtype", "bfloat16", "--revision", "v2", "--trust-remote-code"]
-    assert [loading_words(TargetRecipe(dtype=dtype)) for dtype in ("auto", "float64")] == [[], []]
+    assert [loading_words(TargetRecipe(dtype=dtype), "vllm") for dtype in ("auto", "float64")] == [[], []]
+    silent = TargetRecipe(chat_template_kwargs={"enable_thinking": False})
+    assert loading_words(silent, "vllm") == ["--default-chat-template-kwargs", '{"enable_thinking": false}']
+    assert loading_words(silent, "sglang") == []
     command = serving_command(drafter_of("eagle3", "llama", FEATURES).config, "sglang", "org/llm", "F", loading)
     assert command is not None
     assert shlex.split(command)[2:10] == ["sglang.launch_server", "--model-path", "org/llm", *loading]

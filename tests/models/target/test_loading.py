@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.chat_families import FAMILIES
 from support.tiny_runs import save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config
 
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.loading import load_target, with_variables
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
@@ -88,6 +89,35 @@ def test_embedded_target_that_is_not_there(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(target_module, "EMBEDDED_TARGET", tmp_path)
     with pytest.raises(UserError, match="make target"):
         load_target(TargetRecipe(model="embedded"))
+
+
+SWITCHED = (
+    "{% generation %}{% if enable_thinking is defined and not enable_thinking %}{{ tone }}:{{ rules[1]['a'] }}"
+    "{% endif %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_variables_of_the_chat_template(folder: Path) -> None:
+    """They are set wherever the template is rendered, by whomever: with values of every type of JSON."""
+    values = {"enable_thinking": False, "tone": 'a "quoted" é', "rules": [None, {"a": 1.5}]}
+    _, tokenizer = load_target(recipe_for(folder, chat_template=SWITCHED, chat_template_kwargs=values))
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == 'a "quoted" é:1.5hi'
+    _, plain = load_target(recipe_for(folder, chat_template=SWITCHED))
+    assert plain.apply_chat_template(messages, tokenize=False) == "hi"
+    asked = plain.apply_chat_template(messages, tokenize=False, **values)
+    assert asked == tokenizer.apply_chat_template(messages, tokenize=False)
+    with pytest.raises(UserError, match="reads no variable enable_think: did you mean `enable_thinking`"):
+        load_target(recipe_for(folder, chat_template=SWITCHED, chat_template_kwargs={"enable_think": False}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_variable_that_a_template_has_itself_changes_no_other_word(name: str) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    shown = tokenizer.apply_chat_template(messages, tokenize=False)
+    tokenizer.chat_template = with_variables(tokenizer.chat_template, {"messages": messages})
+    assert tokenizer.apply_chat_template(messages[:1], tokenize=False) == shown
 
 
 def test_unknown_device(folder: Path) -> None:

@@ -13,7 +13,7 @@ from support.finished_run import FinishedRun
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, TargetRecipe
 from draftsmith.train.drafter.card import front_matter, write_drafter_card
 
 FIGURES: dict[str, Any] = {
@@ -75,6 +75,15 @@ def test_acceptance_by_depth_and_what_the_draft_vocabulary_cost(tmp_path: Path) 
     assert "tree at T = 1: 96.2% of the tokens that its rounds kept are in its draft vocabulary; 7.1% of the" in text
     assert "which cost at most 0.13 of tau" in text
     assert text.count("draft vocabulary") == 1
+
+
+def test_the_code_loads_the_target_as_the_recipe_does(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    target = {"model": "org/llm", "revision": "v2", "chat_template_kwargs": {"enable_thinking": False}}
+    file = write_drafter_card(recipe.model_copy(update={"target": TargetRecipe.model_validate(target)}))
+    assert file is not None
+    loaded = 'TargetRecipe(model="org/llm", revision="v2", chat_template_kwargs={\'enable_thinking\': False})'
+    assert loaded in file.read_text()
 
 
 def test_training_figures_and_proof(tmp_path: Path) -> None:
