@@ -40,7 +40,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa_shared medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
-.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm lint format hooks target docs reference bench gpu release clean
+.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm test-llamacpp lint format hooks target docs reference bench gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -59,6 +59,7 @@ help:
 	@echo "make nightly      the long tests, which make test leaves out, and make mutants"
 	@echo "make mutants      shows that the fast tests catch two dozen mistakes"
 	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (2.5 GB, made by make vllm-env)"
+	@echo "make test-llamacpp  the tests with a real llama-server, in $(LLAMACPP) (made by make llamacpp-env, 10 minutes)"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
@@ -147,14 +148,18 @@ paper: $(READY)
 
 # worksteal: a worker that has nothing left to do takes half of what another one still has.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not llamacpp"
 
 # Without a wheel there is no environment, which vllm-env has said.
 test-vllm: vllm-env
 	@if test -e $(VLLM_READY); then OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm; else echo "test-vllm: skipped"; fi
 
+# Without a compiler or the source there is no server, which .ci/llamacpp_env has said.
+test-llamacpp: $(READY)
+	@if PYTHON=$(BIN)/python .ci/llamacpp_env $(LLAMACPP); then OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m llamacpp; else echo "test-llamacpp: skipped"; fi
+
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not llamacpp"
 
 nightly: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly

@@ -29,7 +29,6 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from parts.llamacpp import OF_TORCH, Complete, llama_server, programs_and_files
 from parts.timing import benchmark_parser, write_figures
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -45,6 +44,7 @@ from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.serving.llama_server import OF_TORCH, Complete, llama_server, programs_and_files
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.draft_model import DraftModel
@@ -131,7 +131,8 @@ def llama_side(complete: Complete, dtype: str, asked: Asked) -> Side:
 
     def answer(prompt: list[int]) -> Answer:
         begin_s = time.perf_counter()
-        ids, decode_s = complete(prompt, asked.tokens)
+        answer = complete(prompt, asked.tokens)
+        ids, decode_s = answer.ids, answer.rest_s
         return Answer(ids, time.perf_counter() - begin_s, decode_s)
 
     return Side(answer, SAME_WEIGHTS if dtype in OF_TORCH.values() else OTHER_MODEL)

@@ -254,9 +254,16 @@ def push(
 def export(
     recipe: RecipePath,
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, eagle, medusa, hydra.")] = "vllm",
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, gguf, eagle, medusa, hydra.")] = "vllm",
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Where to; by default export/FORMAT in the run's folder.")
+    ] = None,
+    target_gguf: Annotated[
+        Path | None,
+        typer.Option(help="gguf: the target as llama.cpp serves it; by default the recipe's target.gguf_file."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="gguf: of the weights: f32, f16, bf16 (the default), q8_0 or q4_0.")
     ] = None,
 ) -> None:
     """Write the trained drafter as another program loads it, check it, and print the command that serves it."""
@@ -264,7 +271,7 @@ def export(
     from draftsmith.models.formats.exporting import export_run
 
     heading("export", f"{loaded.name}: --to {to}")
-    exported = export_run(loaded, to, folder)
+    exported = export_run(loaded, to, folder, target_gguf, dtype)
     for line in exported.lines():
         console.print(line, markup=False, soft_wrap=True)
     tell({**asdict(exported.made), "folder": str(exported.folder), "caveat": exported.caveat})

@@ -44,6 +44,7 @@ from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.formats import exporting
+from draftsmith.models.target.gguf_file import gguf_file_of
 from draftsmith.models.target.loading import load_target, target_location, template_variables
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
@@ -132,6 +133,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
         UserError: The target cannot be loaded, so that nothing can be examined, or there is no such format.
     """
     if serve is not None:
+        serve = exporting.FORMAT_OF_ENGINE.get(serve, serve)
         exporting.check_format(serve)
     target, tokenizer = load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
@@ -466,9 +468,10 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{exporting.kind_of(config)}: {refused}")]
-    command = exporting.serving_command(
-        config, to, target_location(recipe.target), "FOLDER", exporting.loading_words(recipe.target, to)
-    )
+    target_place = target_location(recipe.target)
+    if to == "gguf":
+        target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(gguf_file_of(recipe.target))
+    command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe.target, to))
     found = [
         Finding("export", "ok", f"`draftsmith export --to {to}` can write it"),
         *([] if command is None else [Finding("command", "ok", command)]),

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
-from draftsmith.models.formats import causal_lm, dflash, eagle, heads
+from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
 from draftsmith.models.formats.importing import read_checkpoint
-from draftsmith.models.formats.layout import Exporter, config_differences, drafted_tokens
+from draftsmith.models.formats.layout import Checkpoint, Exporter, config_differences, drafted_tokens
+from draftsmith.models.target.gguf_file import gguf_file_of
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.errors import UserError, did_you_mean
@@ -33,12 +35,14 @@ FORMATS = {
     "vllm": "vLLM 0.32 (0.33 but for Medusa)",
     "sglang": "SGLang 0.5.23",
     "speculators": "speculators, read by vLLM 0.32",
+    "gguf": "llama.cpp, as in llama-cpp-python 0.3.36",
     "eagle": "SafeAILab/EAGLE",
     "medusa": "FasterDecoding/Medusa",
     "hydra": "zankner/Hydra",
 }
+FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # where an engine is not called as its format
 EXPORTERS: dict[tuple[str, str], Exporter] = {
-    **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS,
+    **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
 }  # fmt: skip
 # Why no format has a place for a kind, where more can be said than which kinds have one.
 NO_PLACE = {
@@ -149,8 +153,11 @@ def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
 def loading_words(recipe: TargetRecipe, to: str) -> list[str]:
     """Say how the recipe loads its target in options of vLLM and SGLang, whose own choice of dtype may differ.
 
-    SGLang has no option for variables of the chat template: they go with each request.
+    SGLang has no option for variables of the chat template: they go with each request. llama.cpp's dtype is its file's.
     """
+    if to == "gguf":
+        kwargs = recipe.chat_template_kwargs
+        return ["--jinja", *(["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else [])]
     words = ["--dtype", recipe.dtype] if recipe.dtype in ("float32", "bfloat16", "float16") else []
     words += [] if recipe.revision is None else ["--revision", recipe.revision]
     if recipe.chat_template_kwargs and to != "sglang":
@@ -178,6 +185,9 @@ def serving_command(
             words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
             words += ["--speculative-num-draft-tokens", str(tokens + 1)]
         return shlex.join(words)
+    if to == "gguf":
+        words = ["llama-server", "--model", target, "--model-draft", str(Path(folder) / llamacpp.FILE)]
+        return shlex.join([*words, "--spec-type", exporter.method, "--spec-draft-n-max", str(tokens), *loading])
     return None
 
 
@@ -196,13 +206,21 @@ def trained_drafter(recipe: Recipe) -> Drafter:
     return read_drafter(folder, "auto")
 
 
-def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
+def export_run(
+    recipe: Recipe, to: str, folder: Path | None, target_gguf: Path | None = None, dtype: str | None = None
+) -> Exported:
     """Export the run's own drafter.
+
+    Args:
+        target_gguf: For `gguf`, the target as llama.cpp serves it; by default the recipe's `target.gguf_file`.
+        dtype: For `gguf`, of the weights: one of `llamacpp.DTYPES`, by default bf16.
 
     Raises:
         UserError: No such format, no trained drafter, or one that the format cannot express.
     """
     check_format(to)
+    if to != "gguf" and (target_gguf is not None or dtype is not None):
+        raise UserError(f"options --target-gguf and --dtype go with --to gguf, not {to}")
     run = RunFolder(recipe)
     drafter = trained_drafter(recipe)
     folder = run.root / "export" / to if folder is None else folder.expanduser()
@@ -211,13 +229,49 @@ def export_run(recipe: Recipe, to: str, folder: Path | None) -> Exported:
     if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target, loading = target_location(recipe.target), loading_words(recipe.target, to)
-    made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading)
+    loading, gguf, target = loading_words(recipe.target, to), None, target_location(recipe.target)
+    if to == "gguf":
+        target = str(gguf_of_target(recipe.target, target_gguf))
+        if dtype not in (None, *llamacpp.DTYPES):
+            raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
+        gguf = GgufTarget(Path(target), dtype or "bf16")
+    made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, caveat(drafter.config, to))
 
 
+@dataclass(frozen=True)
+class GgufTarget:
+    """The target's GGUF file, and the dtype of the drafter's weights in its own."""
+
+    file: Path
+    dtype: str
+
+
+def gguf_of_target(recipe: TargetRecipe, file: Path | None) -> Path:
+    """Return the target's GGUF file: the one that is named, or the recipe's.
+
+    Raises:
+        UserError: There is none.
+    """
+    if file is None and recipe.gguf_file is not None:
+        return gguf_file_of(recipe)
+    if file is None or not file.expanduser().is_file():
+        given = "" if file is None else f"{file} is no file: "
+        raise UserError(
+            f"{given}--to gguf needs the target as llama.cpp serves it, whose tokenizer goes into the drafter's file: "
+            "--target-gguf FILE"
+        )
+    return file.expanduser()
+
+
 def export_drafter(
-    drafter: Drafter, to: str, folder: Path, target: str, drafter_folder: Path, loading: Sequence[str] = ()
+    drafter: Drafter,
+    to: str,
+    folder: Path,
+    target: str,
+    drafter_folder: Path,
+    loading: Sequence[str] = (),
+    gguf: GgufTarget | None = None,
 ) -> Export:
     """Write `folder` in this format.
 
@@ -226,6 +280,7 @@ def export_drafter(
         target: Where the target is, for the command.
         drafter_folder: Where the drafter was read from.
         loading: How the target is loaded, for the command: of `loading_words`.
+        gguf: For `gguf`.
 
     Raises:
         UserError: The format cannot express it, or the folder holds something else.
@@ -251,18 +306,24 @@ def export_drafter(
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
+    tokenizer = [] if gguf is None else llamacpp.tokenizer_of(gguf.file, config.target_config)
     try:
         written = exporter.write(drafter)
         partial.mkdir()
         (partial / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
         # Copies: safetensors refuses tensors that share memory.
         tensors = {name: value.detach().cpu().clone().contiguous() for name, value in written.tensors.items()}
-        if exporter.weights_file.endswith(".safetensors"):
+        if gguf is not None:
+            whole = Checkpoint(written.config, tensors)
+            llamacpp.write_gguf(
+                partial / llamacpp.FILE, whole, kind_of(config), config.target_config, tokenizer, gguf.dtype
+            )
+        elif exporter.weights_file.endswith(".safetensors"):
             save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
         else:
             torch.save(tensors, partial / exporter.weights_file)
         share_as_usual(partial)
-        check_written(partial, drafter, exporter)
+        check_written(partial, drafter, exporter, None if gguf is None else gguf.dtype)
         (partial / EXPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(old)
@@ -273,12 +334,21 @@ def export_drafter(
     return made
 
 
-def check_written(folder: Path, drafter: Drafter, exporter: Exporter) -> None:
+def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype: str | None = None) -> None:
     """
+    Args:
+        gguf_dtype: Of the weights in a GGUF file, which are rounded to it.
+
     Raises:
         RuntimeError: The folder holds not what its reader asks for, or not the drafter: a bug of ours.
     """
-    read, config = read_checkpoint(folder), drafter.config
+    config = drafter.config
+    if gguf_dtype is None:
+        read = read_checkpoint(folder)
+    else:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, kind_of(config), config.target_config)
+        read = Checkpoint(values, tensors)
     wrong = []
     if "num_attention_heads" in read.config:
         differences = config_differences(read.config, config.target_config, exactly=True, layers=exporter.layers)
@@ -296,11 +366,18 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter) -> None:
         names = [
             name
             for name in sorted(state.keys() | back.state.keys())
-            if name not in state
-            or name not in back.state
-            or state[name].dtype != back.state[name].dtype
-            or not torch.equal(state[name].cpu(), back.state[name])
+            if name not in state or name not in back.state or not _same(state[name].cpu(), back.state[name], gguf_dtype)
         ]
         wrong += [f"read back, {some_of(names)} differ"] if names else []
     if wrong:
         raise RuntimeError(f"the export is not what it should be: {'; '.join(wrong)}")
+
+
+def _same(ours: Tensor, read: Tensor, gguf_dtype: str | None) -> bool:
+    """Whether a tensor is what was written, up to the rounding of a GGUF file's dtype."""
+    if gguf_dtype is None:
+        return ours.dtype == read.dtype and torch.equal(ours, read)
+    if not ours.is_floating_point() or ours.shape != read.shape:
+        return torch.equal(ours, read)
+    largest = ours.float().abs().max() if ours.ndim > 1 else 0.0  # vectors are not rounded
+    return bool((ours.float() - read).abs().max() <= llamacpp.ROUNDING[gguf_dtype] * largest)

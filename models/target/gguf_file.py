@@ -31,7 +31,7 @@ def converted_folder(recipe: TargetRecipe) -> Path:
     Raises:
         UserError: There is no such file, the package gguf is missing, or transformers does not know its architecture.
     """
-    file = _local_file(recipe)
+    file = gguf_file_of(recipe)
     dtype = "float32" if recipe.dtype == "auto" else recipe.dtype
     folder = cache_root() / "gguf" / f"{file.stem}-{sampled_hash([file])}-{dtype}"
     if (folder / "config.json").is_file():
@@ -43,7 +43,7 @@ def converted_folder(recipe: TargetRecipe) -> Path:
     return folder
 
 
-def _local_file(recipe: TargetRecipe) -> Path:
+def gguf_file_of(recipe: TargetRecipe) -> Path:
     """In the folder `target.model`, or downloaded from the repository of that name."""
     assert recipe.gguf_file is not None
     folder = Path(recipe.model).expanduser()

@@ -1,12 +1,16 @@
-"""Drafters that real vLLM is shown: kind, format and options, each drafting three tokens."""
+"""Drafters that real engines are shown: kind, format and options, each drafting three tokens; what ours accepts."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.formats.layout import drafted_tokens
+from draftsmith.models.target.features import target_features
 
+NEW_TOKENS = 48  # of an answer that is compared
 TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks learn slowly
 
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -49,6 +53,26 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pard": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "shared_mask": True}),
 }
 
+# What real llama.cpp is shown.
+IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {"ttt_steps": 3, "first_token": False}),
+    "eagle3-reduced": (
+        "eagle3",
+        {
+            "ttt_steps": 3, "draft_vocab_size": 1000, "first_token": False, "norm_before_residual": True,
+            "norm_before_fc": True, "feature_layers": [1, 4, 7],
+        },
+    ),
+    "dflash": ("dflash", {"block_size": 4, "num_layers": 2}),
+    "dflash-reduced": (
+        "dflash",
+        {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000, "feature_layers": [4, 7], "causal": True},
+    ),
+    "dspark": ("dspark", {"block_size": 3, "num_layers": 2, "markov_rank": 32}),
+    "dspark-reduced": ("dspark", {"block_size": 3, "num_layers": 1, "markov_rank": 32, "draft_vocab_size": 1000}),
+    "draft_model": ("draft_model", {"draft_depth": 3, "num_layers": 2}),
+}  # fmt: skip
+
 
 def briefly_trained(
     kind: str, options: dict[str, Any], target: Any, prompts: list[list[int]], answers: list[list[int]]
@@ -84,3 +108,59 @@ def _share_first_key_norm(drafter: Drafter) -> None:
     """
     for layer in drafter.layers:
         layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)
+
+
+@dataclass
+class Setup:
+    """The target, prompts, and greedy answers past the length that is compared."""
+
+    target: Any
+    prompts: list[list[int]]
+    answers: list[list[int]]  # greedy, past the length that is compared
+
+
+def chain(decoder: Any, depth: int) -> list[int]:
+    """Greedy tokens of the next depths."""
+    if hasattr(decoder, "draft"):
+        logits = decoder.draft()[:depth]
+        return decoder.columns.tokens(logits.argmax(-1).tolist())
+    tokens: list[int] = []
+    logits = decoder.begin()
+    for place in range(depth):
+        tokens += decoder.columns.tokens(logits.argmax(-1).tolist())
+        if place + 1 < depth:
+            logits = decoder.expand(tokens[-1:], [place])
+    return tokens
+
+
+def our_counts(drafter: Drafter, setup: Setup, within: bool = False) -> tuple[int, list[int], int]:
+    """Rounds, accepted drafts by position, and drafted tokens of a chain in our decoder.
+
+    Args:
+        within: As llama.cpp drafts, nothing beyond the last token but one; vLLM always drafts a whole chain.
+    """
+    longest = drafted_tokens(drafter.config)
+    rounds, accepted, drafted = 0, [0] * longest, 0
+    for prompt, answer in zip(setup.prompts, setup.answers, strict=True):
+        ids = torch.tensor(prompt + answer)
+        features = target_features(setup.target, ids.unsqueeze(0), layers=drafter.feature_layers)[0]
+        decoder = drafter.decoder(len(ids))
+        known = len(prompt)
+        decoder.start(ids[:known], features[:known])
+        new = 1  # the prefill's own
+        while known - len(prompt) < NEW_TOKENS:
+            decoder.observe(ids[known : known + new], features[known - 1 : known + new - 1])
+            known += new
+            if known - len(prompt) >= NEW_TOKENS:
+                break
+            depth = min(longest, NEW_TOKENS - 1 - (known - len(prompt))) if within else longest
+            if not depth:
+                break
+            drafted += depth
+            right = [a == b for a, b in zip(chain(decoder, depth), ids[known:].tolist(), strict=False)]
+            count = right.index(False) if False in right else depth
+            rounds += 1
+            for place in range(count):
+                accepted[place] += 1
+            new = count + 1
+    return rounds, accepted, drafted

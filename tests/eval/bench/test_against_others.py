@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import llamacpp
 from support.benchmark_scripts import benchmark, figures_of
 from support.finished_run import write_lines
 from support.tiny_runs import recipe_file, tiny_run
 
+from draftsmith.eval.serving import llama_server
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.drafter.stage import train_drafter
 
@@ -89,7 +89,7 @@ def test_all_sides_give_the_same_answers(
 
 def test_a_llama_server_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"option --llama-server: .* is no program"):
-        llamacpp.find_server(tmp_path)
+        llama_server.find_server(tmp_path)
 
 
 def test_a_wrong_answer_is_counted_by_hand() -> None:

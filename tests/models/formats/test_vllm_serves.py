@@ -11,13 +11,11 @@ import re
 import shlex
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.served_drafters import SERVED, briefly_trained
+from support.served_drafters import NEW_TOKENS, SERVED, Setup, briefly_trained, our_counts
 from support.tiny_runs import recipe_file, recipe_in
 from support.vllm_server import VllmServer, vllm_environment
 from typer.testing import CliRunner
@@ -29,8 +27,6 @@ from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import export_drafter, speculative_config
-from draftsmith.models.formats.layout import drafted_tokens
-from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -41,14 +37,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
-QUESTIONS, NEW_TOKENS, LONGEST_DRAFT = 12, 48, 3
-
-
-@dataclass
-class Setup:
-    target: Any
-    prompts: list[list[int]]
-    answers: list[list[int]]  # greedy, past the length that is compared
+QUESTIONS, LONGEST_DRAFT = 12, 3
 
 
 @pytest.fixture(scope="module")
@@ -82,45 +71,6 @@ def answered(
     return [list(output.outputs[0].token_ids) for output in outputs], counters
 
 
-def chain(decoder: Any, depth: int) -> list[int]:
-    """Greedy tokens of the next depths."""
-    if hasattr(decoder, "draft"):
-        logits = decoder.draft()[:depth]
-        return decoder.columns.tokens(logits.argmax(-1).tolist())
-    tokens: list[int] = []
-    logits = decoder.begin()
-    for place in range(depth):
-        tokens += decoder.columns.tokens(logits.argmax(-1).tolist())
-        if place + 1 < depth:
-            logits = decoder.expand(tokens[-1:], [place])
-    return tokens
-
-
-def our_counts(drafter: Drafter, setup: Setup) -> tuple[int, list[int]]:
-    """Rounds, and accepted drafts by position, of a chain in our decoder."""
-    depth = drafted_tokens(drafter.config)
-    rounds, accepted = 0, [0] * depth
-    for prompt, answer in zip(setup.prompts, setup.answers, strict=True):
-        ids = torch.tensor(prompt + answer)
-        features = target_features(setup.target, ids.unsqueeze(0), layers=drafter.feature_layers)[0]
-        decoder = drafter.decoder(len(ids))
-        known = len(prompt)
-        decoder.start(ids[:known], features[:known])
-        new = 1  # the prefill's own
-        while known - len(prompt) < NEW_TOKENS:
-            decoder.observe(ids[known : known + new], features[known - 1 : known + new - 1])
-            known += new
-            if known - len(prompt) >= NEW_TOKENS:
-                break
-            right = [a == b for a, b in zip(chain(decoder, depth), ids[known:].tolist(), strict=False)]
-            count = right.index(False) if False in right else depth
-            rounds += 1
-            for place in range(count):
-                accepted[place] += 1
-            new = count + 1
-    return rounds, accepted
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
     kind, to, options = SERVED[name]
@@ -129,7 +79,7 @@ def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> No
     speculative = speculative_config(drafter.config, str(tmp_path / "served"))
     answers, counters = answered(setup.prompts, NEW_TOKENS, speculative)
     assert answers == [answer[:NEW_TOKENS] for answer in setup.answers]
-    rounds, accepted = our_counts(drafter, setup)
+    rounds, accepted, _ = our_counts(drafter, setup)
     print(name, "vLLM:", counters, "ours:", rounds, accepted)
     assert made.num_speculative_tokens == len(accepted) == 3
     assert min(accepted) > 0
@@ -180,7 +130,7 @@ def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
         server.stop()
     choices = [answer["choices"][0] for answer in answers]
     assert [choice["token_ids"] for choice in choices] == [answer[:NEW_TOKENS] for answer in setup.answers]
-    rounds, accepted = our_counts(drafter, setup)
+    rounds, accepted, _ = our_counts(drafter, setup)
     assert min(accepted) > 0
     assert (counted(metrics, "drafts"), counted(metrics, "accepted_tokens_per_pos")) == ([rounds], accepted)
     events = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]

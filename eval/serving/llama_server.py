@@ -1,4 +1,4 @@
-"""llama.cpp beside us: a GGUF target in several dtypes, each served by a `llama-server` of its own and asked over HTTP.
+"""llama.cpp beside us: a GGUF target in several dtypes, with a drafter or without, each served by a `llama-server`.
 
 F32 and BF16 hold the weights of our target in fp32 and bf16. Q8_0 and Q4_0 are other models: their weights are rounded
 to 8 and to 4 bits. `make llamacpp-env` builds the programs.
@@ -10,14 +10,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
 import torch
-from huggingface_hub import hf_hub_download
 
+from draftsmith.models.target.gguf_file import gguf_file_of
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import cache_root
@@ -28,7 +29,19 @@ OF_TORCH = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the targe
 BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp" / "bin"
 STARTS_WITHIN_S, STOPS_WITHIN_S, ANSWERS_WITHIN_S = 300.0, 10.0, 600.0
 LEAST_CONTEXT_TOKENS = 2048
-Complete = Callable[[list[int], int], tuple[list[int], float]]
+
+
+@dataclass(frozen=True)
+class LlamaAnswer:
+    """ids: end token included; rest_s: from the first token to the last; drafted, accepted: tokens, by its timings."""
+
+    ids: list[int]
+    rest_s: float
+    drafted: int = 0
+    accepted: int = 0
+
+
+Complete = Callable[[list[int], int], LlamaAnswer]
 
 
 def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path | None) -> tuple[Path, dict[str, Path]]:
@@ -45,10 +58,7 @@ def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path |
     elif device.type != "cpu":
         print(f"no llama.cpp: it runs on the CPU, the target on {device.type}")
     else:
-        folder = Path(recipe.model).expanduser()
-        file = folder / recipe.gguf_file
-        if not folder.is_dir():
-            file = Path(hf_hub_download(recipe.model, recipe.gguf_file, revision=recipe.revision))
+        file = gguf_file_of(recipe)
         return server, {dtype: in_dtype(file, dtype, server) for dtype in DTYPES}
     return Path(), {}
 
@@ -97,15 +107,18 @@ def in_dtype(file: Path, dtype: str, server: Path) -> Path:
 
 
 @contextmanager
-def llama_server(program: Path, file: Path, threads: int, context_tokens: int) -> Iterator[Complete]:
+def llama_server(
+    program: Path, file: Path, threads: int, context_tokens: int, drafting: Sequence[str] = (), ends: bool = True
+) -> Iterator[Complete]:
     """Start a server of one sequence for a GGUF file, and end it afterwards.
 
     Args:
         context_tokens: Of the longest prompt with its answer.
+        drafting: Options of its draft: `--model-draft` and what goes with it.
+        ends: Whether an end token ends an answer.
 
     Yields:
-        A function of a prompt's ids and the most tokens of its answer, which is greedy: the answer's ids, its end
-        token included, and the seconds from its first token to its last.
+        A function of a prompt's ids and the most tokens of its answer, which is greedy.
 
     Raises:
         UserError: It does not start, or does not answer with tokens.
@@ -114,7 +127,7 @@ def llama_server(program: Path, file: Path, threads: int, context_tokens: int) -
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = {"-m": file, "-t": threads, "-c": max(LEAST_CONTEXT_TOKENS, context_tokens), "-np": 1, "--port": port}
-    command = [str(program), *(str(word) for option in options.items() for word in option), "--no-webui"]
+    command = [str(program), *(str(word) for option in options.items() for word in option), "--no-webui", *drafting]
     # A new connection for each answer: the server closes those that wait while others have their turn.
     alone = httpx2.Limits(max_keepalive_connections=0)
     with (
@@ -136,10 +149,10 @@ def llama_server(program: Path, file: Path, threads: int, context_tokens: int) -
                 return http.get("/health").status_code == 200
             return False
 
-        def complete(prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
+        def complete(prompt: list[int], new_tokens: int) -> LlamaAnswer:
             asked = {
                 "prompt": prompt, "n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "n_probs": 0,
-                "return_tokens": True, "ignore_eos": False,
+                "return_tokens": True, "ignore_eos": not ends,
             }  # fmt: skip
             try:
                 response = http.post("/completion", json=asked)
@@ -150,7 +163,9 @@ def llama_server(program: Path, file: Path, threads: int, context_tokens: int) -
             said = response.json()
             if not said.get("tokens") or "timings" not in said:
                 raise error("gives no tokens or no timings: it may be too old")
-            return said["tokens"], said["timings"]["predicted_ms"] / 1000
+            timed = said["timings"]
+            counts = (timed.get(key, 0) for key in ("draft_n", "draft_n_accepted"))
+            return LlamaAnswer(said["tokens"], timed["predicted_ms"] / 1000, *counts)
 
         try:
             began_s = time.monotonic()

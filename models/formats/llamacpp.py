@@ -1,0 +1,328 @@
+"""llama.cpp's layout: one GGUF file, read by the architectures `eagle3`, `dflash` (DSpark too) and the target's own.
+
+What its loaders ask for was read in the sdist llama-cpp-python 0.3.36: `src/models/eagle3.cpp` and `dflash.cpp`,
+`common/speculative.cpp`, and the converters `conversion/llama.py` and `qwen.py`. It counts the layers that are read as
+we do: k = after k layers of the target. `d2t` holds ids, not offsets. Where it turns pairs of neighbours (RoPE of the
+type NORM: `eagle3`, `llama`), the rows of queries and keys are interleaved.
+
+The tokenizer is that of the target's GGUF, key by key, as llama.cpp refuses a draft model with another. An embedding or
+a head that the file has not is the target's own, in whatever precision that is.
+
+Shapes: H heads, Dh head size, I inputs.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftsmith.models.formats import causal_lm, dflash, eagle
+from draftsmith.models.formats.layout import (
+    NO_ATTENTION_BIAS,
+    Checkpoint,
+    Exporter,
+    Refusal,
+    no_target,
+    no_target_but,
+    only,
+)
+from draftsmith.recipes.errors import UserError, reason
+
+FILE = "drafter.gguf"
+# Of the weights; a norm, and what has a row that is no multiple of a block, stays in fp32.
+DTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+BLOCK = 32  # values that q8_0 and q4_0 scale together
+# How far a weight may be from the drafter's, as a share of the largest of its tensor.
+ROUNDING = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 2**-7, "q4_0": 2**-3}
+# Ours to theirs; `#` is a number.
+NAMES = {
+    "midlayer": "layers.0",
+    "lm_head": "output",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "hidden_norm": "enc.output_norm",
+    "input_norm": "enc.output_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}
+LAYER_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "hidden_norm": "attn_norm_2",
+}  # fmt: skip
+OF_A_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+# The architecture of a draft model, by the target's model_type; where neighbours are turned together.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+TURNS_NEIGHBOURS = ("llama", "eagle3")
+
+ROPE = Refusal(
+    "a target whose RoPE changes with the length (dynamic, longrope, yarn)",
+    lambda config: (
+        (config.target_config.get("rope_parameters") or {}).get("rope_type", "default")
+        not in ("default", "linear", "llama3")
+    ),
+    "its files have one factor for each frequency of RoPE, and {config.target_config[rope_parameters][rope_type]} has "
+    "others for other lengths",
+    "a target with plain RoPE",
+)
+OF_EAGLE3 = (
+    *eagle.REFUSALS,
+    no_target("qwen3", "its EAGLE-3 layer has no q/k norms"),
+    NO_ATTENTION_BIAS,
+    Refusal(
+        "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,
+        "its EAGLE-3 loader takes three layers of the target, not {config.feature_layers}",
+        "three layers in drafter.options.feature_layers",
+    ),
+    only("fc_norm", False, "its EAGLE-3 loader knows no fc_norm"),
+    only("norm_output", False, "its EAGLE-3 loader knows no norm_output"),
+    ROPE,
+)  # fmt: skip
+OF_DRAFT_MODELS = (
+    *causal_lm.OF_DRAFT_MODELS,
+    no_target_but(ARCHITECTURES, "draft models of {config.target_config[model_type]}'s layers are not written yet"),
+    ROPE,
+)
+
+
+def _for_llamacpp(exporter: Exporter, method: str, *refusals: Refusal) -> Exporter:
+    """An engine's layout in a GGUF file; a head of all tokens stays the target's."""
+    return replace(exporter, method=method, refusals=refusals, weights_file=FILE)
+
+
+EXPORTERS = {
+    ("eagle3", "gguf"): _for_llamacpp(eagle.EXPORTERS["eagle3", "vllm"], "draft-eagle3", *OF_EAGLE3),
+    ("dflash", "gguf"): _for_llamacpp(
+        dflash.EXPORTERS["dflash", "vllm"], "draft-dflash", *dflash.OF_DFLASH, ROPE
+    ),
+    ("dspark", "gguf"): _for_llamacpp(
+        dflash.EXPORTERS["dspark", "vllm"], "draft-dspark", *dflash.OF_DSPARK, ROPE
+    ),
+    ("draft_model", "gguf"): _for_llamacpp(
+        causal_lm.EXPORTERS["draft_model", "vllm"], "draft-simple", *OF_DRAFT_MODELS
+    ),
+}  # fmt: skip
+
+
+# ---- ours to theirs ----
+
+
+# Name, value and types of a key of a GGUF file; an array has the type of its elements last.
+Key = tuple[str, Any, list[Any]]
+
+
+def write_gguf(
+    file: Path,
+    written: Checkpoint,
+    kind: str,
+    target_config: Mapping[str, Any],
+    tokenizer: Sequence[Key],
+    dtype: str,
+) -> None:
+    """Write a checkpoint in an engine's layout as a GGUF file.
+
+    Args:
+        kind: Of the drafter.
+        tokenizer: The target's, of `tokenizer_of`.
+        dtype: One of `DTYPES`.
+
+    Raises:
+        UserError: The package gguf is not installed.
+    """
+    gguf = _package()
+    architecture = architecture_of(kind, target_config)
+    writer = gguf.GGUFWriter(file, architecture)
+    for name, value, kinds in tokenizer:
+        writer.add_key_value(name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    for key, value in _keys(written.config, kind).items():
+        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add[type(value)](name, value)
+    tensors = {name: value for name, value in written.tensors.items() if name != "t2d"}
+    for name, value in tensors.items():
+        if name == "d2t":
+            ids = value + torch.arange(len(value))
+            writer.add_tensor(name, ids.to(torch.int64).numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
+            continue
+        if architecture in TURNS_NEIGHBOURS:
+            value = _turned(name, value, written.config)
+        _add(gguf, writer, theirs(name), value.float().numpy(), dtype)
+    if (factors := _rope_factors(target_config)) is not None:
+        _add(gguf, writer, "rope_freqs.weight", factors.numpy(), "f32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def architecture_of(kind: str, target_config: Mapping[str, Any]) -> str:
+    """Return `general.architecture` of a drafter's file."""
+    return {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dflash"}.get(kind) or ARCHITECTURES[
+        target_config["model_type"]
+    ]
+
+
+def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Metadata by key, without the architecture before it."""
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    values: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_size,
+        "attention.value_length": head_size,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.dimension_count": head_size,
+        "rope.freq_base": float(config.get("rope_theta") or rope["rope_theta"]),
+    }
+    if kind == "eagle3":
+        values |= {
+            "target_layers": list(config["eagle_aux_hidden_state_layer_ids"]),
+            "target_hidden_size": config["hidden_size"],
+            "norm_before_residual": bool(config["norm_before_residual"]),
+            "norm_before_fc": bool(config.get("norm_before_fc")),
+        }
+    elif kind in ("dflash", "dspark"):
+        of_block = config["dflash_config"]
+        values |= {
+            "target_layers": [layer + 1 for layer in of_block["target_layer_ids"]],
+            "block_size": config["block_size"],
+            "attention.causal": bool(of_block["causal"]),
+            "tokenizer.ggml.mask_token_id": of_block["mask_token_id"],
+        }
+    if kind == "dspark":
+        values |= {"sample_from_anchor": True, "has_confidence_head": bool(config["enable_confidence_head"])}
+    return values
+
+
+def theirs(name: str) -> str:
+    """Return llama.cpp's name of a tensor of an engine's layout."""
+    name = name.removeprefix("model.")
+    first, _, rest = name.partition(".")
+    name = f"{NAMES[first]}.{rest}" if first == "midlayer" else name
+    if found := OF_A_LAYER.fullmatch(name):
+        return f"blk.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
+    stem, _, what = name.rpartition(".")
+    return f"{NAMES.get(stem, stem)}.{what}"
+
+
+def _add(gguf: Any, writer: Any, name: str, values: np.ndarray, dtype: str) -> None:
+    quantized = dtype in ("q8_0", "q4_0")
+    if values.ndim < 2 or dtype == "f32" or (quantized and values.shape[-1] % BLOCK):
+        writer.add_tensor(name, np.ascontiguousarray(values))
+        return
+    kind = gguf.GGMLQuantizationType[dtype.upper()]
+    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+
+
+def _turned(name: str, value: Tensor, config: Mapping[str, Any], back: bool = False) -> Tensor:
+    """Interleave the two halves of a head's rows [H*Dh, I], or undo it; other tensors stay."""
+    found = re.search(r"self_attn\.([qk])_proj\.", name)
+    if not found:
+        return value
+    heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+    parts = (heads, -1, 2) if back else (heads, 2, -1)
+    return value.unflatten(0, parts).transpose(1, 2).flatten(0, 2)
+
+
+def _rope_factors(target_config: Mapping[str, Any]) -> Tensor | None:
+    """[Dh/2] by which each frequency of RoPE is divided, if any is."""
+    kind = (target_config.get("rope_parameters") or {}).get("rope_type", "default")
+    if kind == "default":
+        return None
+    config = AutoConfig.for_model(
+        target_config["model_type"],
+        **{key: value for key, value in target_config.items() if key not in ("model_type", "architectures")},
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    head_size = 2 * len(scaled)
+    plain = config.rope_parameters["rope_theta"] ** (-torch.arange(0, head_size, 2).float() / head_size)
+    return plain / scaled
+
+
+def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
+    """Every key of the tokenizer of a target's GGUF file.
+
+    Raises:
+        UserError: The file cannot be read, or is of a target of another size.
+    """
+    gguf = _package()
+    try:
+        fields = gguf.GGUFReader(file).fields
+        architecture = fields["general.architecture"].contents()
+        found = {
+            "num_hidden_layers": fields[f"{architecture}.block_count"].contents(),
+            "hidden_size": fields[f"{architecture}.embedding_length"].contents(),
+            "vocab_size": len(fields["tokenizer.ggml.tokens"].data),
+        }
+    except Exception as error:  # of any kind: its reader checks little
+        raise UserError(f"{file} cannot be read as the GGUF file of a target ({reason(error)})") from None
+    for key, value in found.items():
+        if value != target_config[key]:
+            raise UserError(f"{file} is another target's: its {key} is {value}, not {target_config[key]}")
+    return [(name, field.contents(), field.types) for name, field in fields.items() if name.startswith("tokenizer.")]
+
+
+def _package() -> Any:
+    """
+    Raises:
+        UserError: It is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("--to gguf needs the package gguf: pip install 'draftsmith[gguf]'") from None
+    return gguf
+
+
+# ---- theirs to ours ----
+
+
+def read_gguf(file: Path, config: Mapping[str, Any], kind: str, target_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read the tensors back, in fp32, under the names of the engine's layout that they were written from.
+
+    Args:
+        config: Of that layout.
+    """
+    gguf = _package()
+    tensors = {}
+    prefix = "model." if kind == "draft_model" else ""
+    ours = {value: key for key, value in LAYER_NAMES.items()}
+    of_kind = {
+        key: value for key, value in NAMES.items() if key != ("hidden_norm" if kind == "eagle3" else "input_norm")
+    }
+    others = {value: key for key, value in of_kind.items() if key != "midlayer"}
+    for tensor in gguf.GGUFReader(file).tensors:
+        if tensor.name == "rope_freqs.weight":
+            continue
+        if tensor.name == "d2t":
+            ids = torch.from_numpy(tensor.data.copy())
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            continue
+        value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).copy())
+        value = value.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+        stem, _, what = tensor.name.rpartition(".")
+        if found := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
+            layer = "midlayer" if kind == "eagle3" and found[1] == "0" else f"layers.{found[1]}"
+            name = f"{prefix}{layer}.{ours[found[2]]}.{what}"
+        else:
+            name = f"{others.get(stem, stem)}.{what}"
+            name = name if name.startswith("lm_head") else prefix + name
+        if architecture_of(kind, target_config) in TURNS_NEIGHBOURS:
+            value = _turned(name, value, config, back=True)
+        tensors[name] = value
+    return tensors

@@ -1,0 +1,42 @@
+"""The embedded target as the GGUF file that llama.cpp serves, with its tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+from transformers import PreTrainedModel
+
+from draftsmith.models.formats.layout import Checkpoint
+from draftsmith.models.formats.llamacpp import Key, write_gguf
+
+
+def tokenizer_keys(tokenizer: Any, vocabulary: int) -> list[Key]:
+    """A byte-level BPE tokenizer's keys."""
+    kinds = gguf.GGUFValueType
+    names = [tokenizer.convert_ids_to_tokens(number) or f"[unused{number}]" for number in range(vocabulary)]
+    special = set(tokenizer.all_special_ids)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    keys = {
+        "model": ("gpt2", [kinds.STRING]),
+        "pre": ("gpt-2", [kinds.STRING]),
+        "tokens": (names, [kinds.ARRAY, kinds.STRING]),
+        "token_type": (
+            [int(gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL) for n in range(vocabulary)],
+            [kinds.ARRAY, kinds.INT32],
+        ),
+        "merges": ([" ".join(pair) for pair in merges], [kinds.ARRAY, kinds.STRING]),
+        "eos_token_id": (tokenizer.eos_token_id, [kinds.UINT32]),
+        "add_bos_token": (False, [kinds.BOOL]),
+    }
+    found = [(f"tokenizer.ggml.{name}", value, types) for name, (value, types) in keys.items()]
+    return [*found, ("tokenizer.chat_template", tokenizer.get_chat_template(), [kinds.STRING])]
+
+
+def embedded_gguf(folder: Path, target: PreTrainedModel, tokenizer: Any) -> Path:
+    """Write the target in fp32; a target is written as a draft model of all its layers would be."""
+    config, file = target.config.to_dict(), folder / "target.gguf"
+    tensors = {name: value.cpu() for name, value in target.state_dict().items() if name != "lm_head.weight"}
+    keys = tokenizer_keys(tokenizer, config["vocab_size"])
+    write_gguf(file, Checkpoint(config, tensors), "draft_model", config, keys, "f32")
+    return file
