@@ -26,7 +26,7 @@ from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.run_folder import RunFolder, versions
 from draftsmith.recipes.schema import Recipe, check_name
 
-LEVELS, NO_OPTIONS = "1,4,16,64", "{}"
+LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
 ]
@@ -108,9 +108,13 @@ def evaluate_command(
     recipe: RecipePath,
     overrides: Overrides = None,
     engine: Annotated[
-        str | None, typer.Option(help="vllm: the same questions through real vLLM, with and without the drafter.")
+        str | None,
+        typer.Option(help="vllm or llamacpp: the same questions through it, with and without the drafter."),
     ] = None,
-    concurrency: Annotated[str, typer.Option(help="Questions in flight, a measurement each.")] = LEVELS,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Questions in flight, a measurement each; by default 1,4,16,64, in llama.cpp 1."),
+    ] = None,
     engine_options: Annotated[
         str, typer.Option(help="Of the vLLM that is started, as data.distill.options: '{max_model_len: 2048, ...}'.")
     ] = NO_OPTIONS,
@@ -123,23 +127,38 @@ def evaluate_command(
     correct_cpu_sampling: Annotated[
         bool, typer.Option("--correct-cpu-sampling", help="Replace vLLM 0.32's faulty function for T > 0 on a CPU.")
     ] = False,
+    llama_server: Annotated[
+        Path | None,
+        typer.Option(help="llamacpp: the program; by default that of PATH, or what `make llamacpp-env` built."),
+    ] = None,
+    target_gguf: Annotated[
+        Path | None, typer.Option(help="llamacpp: the target; by default the recipe's target.gguf_file.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="llamacpp: of the drafter: f32, f16, bf16 (the default), q8_0 or q4_0.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="llamacpp: drafted in a round at most; by default as trained.")
+    ] = None,
 ) -> None:
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
     loaded = load_recipe(recipe, overrides)
     chosen = (engine_options, server, plain_server, server_model, api_key_env, correct_cpu_sampling)
+    of_llamacpp = (llama_server, target_gguf, dtype, draft_tokens)
     if engine is None:
-        if (concurrency, *chosen) != (LEVELS, NO_OPTIONS, None, None, None, None, False):
-            raise UserError("options of an engine go with `--engine vllm`")
+        if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(of_llamacpp):
+            raise UserError("options of an engine go with `--engine vllm` or `--engine llamacpp`")
         run_eval(loaded)
         tell(measured_result(loaded))
         _where_to_go_next(loaded)
         return
-    if engine != "vllm":
-        raise UserError(f"there is no engine {engine}: {did_you_mean(engine, ['vllm'], 'use vllm')}")
+    if engine not in LEVELS:
+        raise UserError(f"there is no engine {engine}: {did_you_mean(engine, list(LEVELS), 'use vllm or llamacpp')}")
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 
     heading("measure", f"{loaded.name} in {engine}")
-    tell(asdict(evaluate_in_engine(loaded, ServingOptions(concurrency, *chosen))))
+    options = ServingOptions(concurrency or LEVELS[engine], *chosen, engine, *of_llamacpp)
+    tell(asdict(evaluate_in_engine(loaded, options)))
 
 
 @app.command()

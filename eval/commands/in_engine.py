@@ -1,15 +1,17 @@
-"""`draftsmith eval --engine vllm`: the same questions through real vLLM, with and without the exported drafter."""
+"""`draftsmith eval --engine vllm`, or `llamacpp`: the same questions through it, with and without our drafter."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,17 +34,18 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.serving.asking import (
     DEFINITIONS,
     DRAFTING,
-    GIVEN,
+    ENGINES,
     PLAIN,
-    STARTED,
     Asked,
     Served,
     ServedRow,
     ask,
+    served_file,
     with_speedups,
 )
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, TimedAnswer
+from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.decoders import cache_shape
 from draftsmith.models.formats import exporting
@@ -66,10 +69,12 @@ BYTES_OF_AN_ELEMENT = 4
 class ServingOptions:
     """Hold the options of a measurement in an engine.
 
+    engine: vllm or llamacpp.
     concurrency: numbers of questions in flight, one measurement each, as `1,4,16`.
     server: URL of one that drafts; plain_server: the same target without a drafter. Without, vLLM's is started.
     server_model: its name there; api_key_env: the environment variable that holds the key.
     engine_options: of a server that is started, `VllmOptions` in YAML. correct_cpu_sampling: see `cpu_sampling`.
+    llama_server: the program; target_gguf, dtype: of `export_run`; draft_tokens: at most, in a round of llama.cpp's.
 
     Raises:
         UserError: What is given does not go together.
@@ -82,8 +87,22 @@ class ServingOptions:
     server_model: str | None = None
     api_key_env: str | None = None
     correct_cpu_sampling: bool = False
+    engine: str = "vllm"
+    llama_server: Path | None = None
+    target_gguf: Path | None = None
+    dtype: str | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        of_llamacpp = {
+            "--llama-server": self.llama_server, "--target-gguf": self.target_gguf, "--dtype": self.dtype,
+            "--draft-tokens": self.draft_tokens,
+        }  # fmt: skip
+        of_vllm = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
+        foreign = of_llamacpp if self.engine == "vllm" else of_vllm
+        for name, value in foreign.items():
+            if value:
+                raise UserError(f"option {name} is not of --engine {self.engine}: leave it out")
         words = [word.strip() for word in self.concurrency.split(",")]
         if not all(word.isdecimal() and int(word) > 0 for word in words):
             wanted = "numbers above 0 with commas between them, as 1,4,16"
@@ -93,12 +112,16 @@ class ServingOptions:
             "--server-model": self.server_model,
             "--api-key-env": self.api_key_env,
         }
-        of_started = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
+        of_started = {**of_vllm, **of_llamacpp}
         for name, value in (of_given if self.server is None else of_started).items():
             if value and self.server is None:
-                raise UserError(f"option {name} goes with --server, the URL of a vLLM server that drafts")
+                raise UserError(f"option {name} goes with --server, the URL of a server that drafts")
             if value:
                 raise UserError(f"option {name} is for a server that is started here: give it without --server")
+
+    @property
+    def name(self) -> str:
+        return ENGINES[self.engine]
 
     @property
     def levels(self) -> list[int]:
@@ -118,11 +141,11 @@ class _Setting:
 
 @alone_in_its_run("eval")
 def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
-    """Measure, show, and write `eval/vllm.json` (`vllm-server.json` of a given server); the report, if there is one,
-    again.
+    """Measure, show, and write `eval/vllm.json` (`vllm-server.json` of a given server; or `llamacpp`); the report, if
+    there is one, again.
 
     Raises:
-        UserError: No trained drafter, one that vLLM cannot serve, no vLLM, no server, or a wrong option.
+        UserError: No trained drafter, one that the engine cannot serve, no engine, no server, or a wrong option.
     """
     if recipe.eval.stop:
         raise UserError("eval.stop: strings that end an answer are not sent to an engine: set eval.stop=[]")
@@ -133,7 +156,8 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     setting = _Setting(recipe, options, questions, of_engine)
     notes: list[str] = []
     with ExitStack() as stack:
-        opened = _started_servers(setting, notes) if options.server is None else _given_servers(setting, notes, stack)
+        start = _started_servers if options.engine == "vllm" else _started_llama_servers
+        opened = start(setting, notes) if options.server is None else _given_servers(setting, notes, stack)
         measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
     rows = with_speedups([asked.row() for asked in measured])
     depth = max((len(row.acceptance_by_depth) for row in rows), default=0)
@@ -141,9 +165,9 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     own, missing = own_rows(recipe, prompts, depth)
     notes += missing + _count_sentences(measured)
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
-    served = Served(place, rows, own, notes, len(questions))
+    served = Served(place, rows, own, notes, len(questions), options.name)
     # Written before the target is loaded for the greedy answers that differ: measuring takes long.
-    file = RunFolder(recipe).eval / (STARTED if options.server is None else GIVEN)
+    file = served_file(recipe, options.engine, options.server is not None)
     lines = [
         {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency, **asdict(answer)}
         for each in measured
@@ -196,6 +220,34 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
 
     speculative = exporting.speculative_config(drafter.config, str(exported.folder.absolute()))
     return {PLAIN: started(), DRAFTING: started(speculative_config=speculative)}
+
+
+def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
+    """The same with `llama-server`, which takes the target's own GGUF file."""
+    recipe, options = setting.recipe, setting.options
+    program = find_server(options.llama_server)
+    if program is None:
+        raise UserError("there is no llama-server: `make llamacpp-env` builds it, and --llama-server names one")
+    exported = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype)
+    depth = exported.made.num_speculative_tokens
+    length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
+    file, most = Path(exported.made.target), max(options.levels)
+    longest = options.draft_tokens or depth
+    notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; at most {longest} tokens drafted.")
+
+    @contextmanager
+    def started(*drafting: str) -> Iterator[Endpoint]:
+        how: tuple[Any, ...] = (length + depth + 1, "--metrics", "-t", torch.get_num_threads(), *drafting)
+        with (
+            started_server(program, file, *how, at_once=most) as (url, _),
+            closing(LlamaEndpoint(url, setting.of_engine, is_ours=True)) as endpoint,
+        ):
+            yield endpoint
+
+    assert exported.made.command is not None
+    words = shlex.split(exported.made.command)
+    words[words.index("--spec-draft-n-max") + 1] = str(longest)
+    return {PLAIN: started(), DRAFTING: started(*words[words.index("--model-draft") :])}
 
 
 def read_engine_options(text: str) -> VllmOptions:
@@ -264,11 +316,12 @@ def _given_servers(
     opened: dict[str, AbstractContextManager[Endpoint]] = {}
     for side, url in ((PLAIN, options.plain_server), (DRAFTING, options.server)):
         if url is not None:
-            endpoint = Endpoint(url, setting.of_engine, options.server_model, options.api_key_env)
+            given = (url, setting.of_engine, options.server_model, options.api_key_env)
+            endpoint = (Endpoint if options.engine == "vllm" else LlamaEndpoint)(*given)
             opened[side] = nullcontext(stack.enter_context(closing(endpoint)))
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
-    if max(setting.recipe.eval.temperatures) > 0:
+    if max(setting.recipe.eval.temperatures) > 0 and options.engine == "vllm":
         notes.append("A vLLM 0.32 server on a CPU draws from another distribution at temperatures above 0.")
     return opened
 
@@ -289,8 +342,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
         could_draft = arm == DRAFTING and any(len(answer.ids) > 1 for answer in warmed.answers)
         if options.server is not None and could_draft and not warmed.counts.drafts:
             raise UserError(
-                f"{options.server} drafts nothing: start it with the --speculative-config that `draftsmith export` "
-                "prints"
+                f"{options.server} drafts nothing: start it with the command that `draftsmith export` prints"
             )
         for temperature in choices.temperatures:
             settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
@@ -299,7 +351,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
                 asked = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
                 if not asked.answers:
                     reasons = ", ".join(asked.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
-                    raise UserError(f"vLLM {arm} answered nothing ({reasons})")
+                    raise UserError(f"{options.name} {arm} answered nothing ({reasons})")
                 yield asked
 
 

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,9 @@ from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 
 PLAIN, DRAFTING = "without drafter", "with drafter"
-# In the run's eval folder: of servers that were started for it, and of given ones.
-STARTED, GIVEN = "vllm.json", "vllm-server.json"
+ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # as the command line, and people, call them
 DEFINITIONS = (
-    "tau = 1 + accepted / drafts as vLLM counts them, over all drafts together; by question: the mean of the "
+    "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; by question: the mean of the "
     "questions' tau, asked one at a time; committed: without what was accepted past an answer's end, which is "
     "draftsmith's tau. Kept at depth 1, 2, ...: share of drafts; given the one before: of those whose token one depth "
     "before was kept. At once: questions in flight; first token and ms per token: medians over answers."
@@ -158,6 +158,7 @@ class Served:
     own: list[ServedRow]
     notes: list[str]
     questions: int = 0
+    engine: str = ENGINES["vllm"]
     greedy: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -166,7 +167,7 @@ class Served:
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         """Return headings and cells of two tables: the clock, and the drafts."""
-        named = [("vLLM", row) for row in self.rows] + [("draftsmith", row) for row in self.own]
+        named = [(self.engine, row) for row in self.rows] + [("draftsmith", row) for row in self.own]
         drafting = [(who, row) for who, row in named if row.arm == DRAFTING]
         shown = ((CLOCK, named), (DRAFTS, drafting))
         return [
@@ -182,9 +183,16 @@ def recorded_served(recipe: Recipe) -> list[Served]:
     Raises:
         UserError: A file is damaged.
     """
-    files = [RunFolder(recipe).eval / name for name in (STARTED, GIVEN)]
-    way_out = "delete {} and run `draftsmith eval --engine vllm` again"
-    return [read_json(file, Served, way_out.format(file.name), "figures") for file in files if file.is_file()]
+    files = [(name, served_file(recipe, name, given)) for name in ENGINES for given in (False, True)]
+    way_out = "delete {} and run `draftsmith eval --engine {}` again"
+    return [
+        read_json(file, Served, way_out.format(file.name, name), "figures") for name, file in files if file.is_file()
+    ]
+
+
+def served_file(recipe: Recipe, engine: str, given: bool) -> Path:
+    """Where a measurement is written: of servers that were started for it, or of given ones."""
+    return RunFolder(recipe).eval / f"{engine}{'-server' if given else ''}.json"
 
 
 @dataclass

@@ -6,12 +6,14 @@ seen. Counters are those of `/metrics` in Prometheus' text format; another engin
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Accepted is what verification let pass: of the last draft
 of an answer that may be more than the answer still took, so `ServedRow` has the committed tau beside it.
-Source of the names: vLLM 0.32, `v1/spec_decode/metrics.py`.
+Sources of the names: vLLM 0.32, `v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36,
+`tools/server/server-task.cpp`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Coroutine
@@ -37,8 +39,12 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
     "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
     "vllm:generation_tokens": "generated_tokens",
+    "llamacpp:spec_decode_num_drafts": "drafts",
+    "llamacpp:spec_decode_num_draft_tokens": "drafted_tokens",
+    "llamacpp:spec_decode_num_accepted_tokens": "accepted_tokens",
+    "llamacpp:tokens_predicted": "generated_tokens",
 }
-ACCEPTED_BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
+ACCEPTED_BY_DEPTH = tuple(f"{engine}:spec_decode_num_accepted_tokens_per_pos" for engine in ("vllm", "llamacpp"))
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
@@ -59,7 +65,7 @@ class DraftCounts:
 
     def __sub__(self, earlier: DraftCounts) -> DraftCounts:
         by_depth = zip_longest(self.accepted_by_depth, earlier.accepted_by_depth, fillvalue=0)
-        totals = {name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS.values()}
+        totals = {name: getattr(self, name) - getattr(earlier, name) for name in dict.fromkeys(COUNTERS.values())}
         return DraftCounts(accepted_by_depth=tuple(now - before for now, before in by_depth), **totals)
 
     @staticmethod
@@ -81,7 +87,7 @@ class DraftCounts:
         is_known = False
         for sample in filter(None, map(_SAMPLE.match, text.splitlines())):
             name, labels, value = sample[1].removesuffix("_total"), sample[2] or "", sample[3]
-            if name == ACCEPTED_BY_DEPTH and (position := _POSITION.search(labels)):
+            if name in ACCEPTED_BY_DEPTH and (position := _POSITION.search(labels)):
                 by_depth[int(position[1])] = by_depth.get(int(position[1]), 0) + int(float(value))
             elif name in COUNTERS:
                 values[COUNTERS[name]] += int(float(value))
@@ -127,6 +133,7 @@ class Endpoint(OpenAIEngine):
         UserError: Nobody answers there, it counts no drafts, or it serves another model.
     """
 
+    engine, counting = "vLLM", "without --disable-log-stats"
     retries = 0
     asks_trial = False  # its tokens would be counted
 
@@ -170,8 +177,8 @@ class Endpoint(OpenAIEngine):
             counts = DraftCounts.of_page(self._call("get", "/metrics"))
             if counts is None:
                 raise UserError(
-                    f"{masked(self._root)}/metrics shows no counters of vLLM's: it must be a vLLM server, without "
-                    "--disable-log-stats"
+                    f"{masked(self._root)}/metrics shows no counters of {self.engine}'s: it must be a "
+                    f"{self.engine} server, {self.counting}"
                 )
             if counts.generated_tokens >= generated_tokens or time.monotonic() - began > COUNTED_WITHIN_S:
                 return counts
@@ -230,3 +237,48 @@ class Endpoint(OpenAIEngine):
             return self.run(self.response(server, page()))
         except (ServerFails, Refused) as problem:
             raise UserError(f"{masked(self._root)}{path} says {problem}") from None
+
+
+class LlamaEndpoint(Endpoint):
+    """The same of a `llama-server`, which tells token ids by its own API alone, `/completion`."""
+
+    engine, counting = "llama.cpp", "with --metrics"
+
+    def forget_prompts(self) -> None:
+        """No prompt is kept: each request says so."""
+
+    async def _streamed(self, request: Request) -> TimedAnswer | Failure:
+        (server,) = self._servers
+        settings = request.settings
+        body = {
+            "prompt": request.prompt_ids, "n_predict": settings.max_new_tokens, "temperature": settings.temperature,
+            "top_k": settings.top_k, "top_p": settings.top_p, "min_p": 0.0, "seed": request.seed % 2**32,
+            "samplers": ["top_k", "top_p", "temperature"], "cache_prompt": False, "return_tokens": True, "stream": True,
+        }  # fmt: skip
+        ids: list[int] = []
+        ended = False
+        started = first = last = time.perf_counter()
+        try:
+            async with httpx2.AsyncClient(timeout=self.options.timeout_s, trust_env=False) as http:
+                stream = http.stream("POST", f"{self._root}/completion", json=body, headers=self._headers())
+                async with stream as response:
+                    if response.status_code != httpx2.codes.OK:
+                        said = (await response.aread()).decode(errors="replace")[:200]
+                        return Failure(f"HTTP {response.status_code}: {said}")
+                    async for line in response.aiter_lines():
+                        piece = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+                        ended = ended or bool(piece.get("stop"))
+                        if piece.get("tokens") and not piece.get("stop"):
+                            last = time.perf_counter()
+                            first = last if not ids else first
+                            ids += piece["tokens"]
+        except (httpx2.HTTPError, ValueError) as error:
+            return Failure(f"answer broken off ({type(error).__name__})")
+        if not ended:
+            return Failure("answer broken off")
+        if not ids:
+            raise UserError(f"{server.url} gives no token ids: it must be a llama-server that knows return_tokens")
+        return TimedAnswer(ids, first - started, last - first)
+
+    def _headers(self) -> dict[str, str]:
+        return {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}

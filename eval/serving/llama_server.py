@@ -107,10 +107,66 @@ def in_dtype(file: Path, dtype: str, server: Path) -> Path:
 
 
 @contextmanager
+def started_server(
+    program: Path, file: Path, context_tokens: int, *more: object, at_once: int = 1
+) -> Iterator[tuple[str, Callable[[str], UserError]]]:
+    """Start a server for a GGUF file, and end it afterwards.
+
+    Args:
+        context_tokens: Of the longest prompt with its answer.
+        more: Of its options.
+        at_once: Sequences.
+
+    Yields:
+        Its URL, and an error that says what it does, with the last line of its log.
+
+    Raises:
+        UserError: It does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = at_once * max(LEAST_CONTEXT_TOKENS, context_tokens)
+    options = {"-m": file, "-c": context, "-np": at_once, "--port": port}
+    command = [str(program), *(str(word) for option in options.items() for word in option), "--no-webui"]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.NamedTemporaryFile(prefix="llama-server-", suffix=".log") as log:
+        process = subprocess.Popen([*command, *map(str, more)], stdout=log, stderr=subprocess.STDOUT)
+
+        def error(what: str) -> UserError:
+            lines = Path(log.name).read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            code = process.poll()
+            ended = "" if code is None else f" with exit code {code}"
+            return UserError(f"llama-server {what}{ended}; the last line of its log: {lines[-1]}")
+
+        def is_ready() -> bool:
+            with suppress(httpx2.TransportError):  # it does not listen yet
+                return httpx2.get(f"{url}/health", trust_env=False).status_code == 200
+            return False
+
+        try:
+            began_s = time.monotonic()
+            while not is_ready():
+                if process.poll() is not None:
+                    raise error("ended")
+                if time.monotonic() - began_s > STARTS_WITHIN_S:
+                    raise error(f"was not ready after {STARTS_WITHIN_S:.0f} s")
+                time.sleep(0.05)
+            yield url, error
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOPS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
 def llama_server(
     program: Path, file: Path, threads: int, context_tokens: int, drafting: Sequence[str] = (), ends: bool = True
 ) -> Iterator[Complete]:
-    """Start a server of one sequence for a GGUF file, and end it afterwards.
+    """Start a server of one sequence, and end it afterwards.
 
     Args:
         context_tokens: Of the longest prompt with its answer.
@@ -123,31 +179,12 @@ def llama_server(
     Raises:
         UserError: It does not start, or does not answer with tokens.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = {"-m": file, "-t": threads, "-c": max(LEAST_CONTEXT_TOKENS, context_tokens), "-np": 1, "--port": port}
-    command = [str(program), *(str(word) for option in options.items() for word in option), "--no-webui", *drafting]
     # A new connection for each answer: the server closes those that wait while others have their turn.
     alone = httpx2.Limits(max_keepalive_connections=0)
     with (
-        tempfile.NamedTemporaryFile(prefix="llama-server-", suffix=".log") as log,
-        httpx2.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=ANSWERS_WITHIN_S, limits=alone, trust_env=False
-        ) as http,
+        started_server(program, file, context_tokens, "-t", threads, *drafting) as (url, error),
+        httpx2.Client(base_url=url, timeout=ANSWERS_WITHIN_S, limits=alone, trust_env=False) as http,
     ):
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-        def error(what: str) -> UserError:
-            lines = Path(log.name).read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-            code = process.poll()
-            ended = "" if code is None else f" with exit code {code}"
-            return UserError(f"llama-server {what}{ended}; the last line of its log: {lines[-1]}")
-
-        def is_ready() -> bool:
-            with suppress(httpx2.TransportError):  # it does not listen yet
-                return http.get("/health").status_code == 200
-            return False
 
         def complete(prompt: list[int], new_tokens: int) -> LlamaAnswer:
             asked = {
@@ -167,19 +204,4 @@ def llama_server(
             counts = (timed.get(key, 0) for key in ("draft_n", "draft_n_accepted"))
             return LlamaAnswer(said["tokens"], timed["predicted_ms"] / 1000, *counts)
 
-        try:
-            began_s = time.monotonic()
-            while not is_ready():
-                if process.poll() is not None:
-                    raise error("ended")
-                if time.monotonic() - began_s > STARTS_WITHIN_S:
-                    raise error(f"was not ready after {STARTS_WITHIN_S:.0f} s")
-                time.sleep(0.05)
-            yield complete
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOPS_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        yield complete

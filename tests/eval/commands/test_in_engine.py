@@ -139,7 +139,7 @@ def test_wrong_options(recipe: str) -> None:
 def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
     for given, sentence in (
-        ((plain, plain), "drafts nothing: start it with the --speculative-config that `draftsmith export` prints"),
+        ((plain, plain), "drafts nothing: start it with the command that `draftsmith export` prints"),
         ((drafting, drafting), "drafts too: --plain-server is for the same target without one"),
     ):
         result = call(recipe, "--server", given[0].url, "--plain-server", given[1].url)

@@ -4,22 +4,30 @@ The drafters are trained for a moment on the very answers that they are measured
 now and then. An answer is compared up to its first numerical tie.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.gguf_target import embedded_gguf
 from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, briefly_trained, our_counts
+from support.tiny_runs import recipe_file, recipe_in
+from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving.llama_server import Complete, LlamaAnswer, find_server, llama_server
+from draftsmith.eval.commands.cli import app
+from draftsmith.eval.serving.llama_server import Complete, LlamaAnswer, find_server, llama_server, started_server
+from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter
 from draftsmith.models.formats.llamacpp import FILE
 from draftsmith.models.target.loading import load_target
+from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import TargetRecipe
 
 SERVER = find_server(None)
@@ -80,3 +88,46 @@ def test_served_as_in_our_decoder(name: str, setup: Setup, folder: Path, tmp_pat
     _, accepted, drafted = our_counts(drafter, setup, within=True)
     assert min(accepted) > 0
     assert [sum(a.accepted for a in answers), sum(a.drafted for a in answers)] == [sum(accepted), drafted]
+
+
+def test_eval_through_it(setup: Setup, folder: Path, tmp_path: Path) -> None:
+    """Its counters are our decoder's chain, position by position; two lengths of drafts; a server that is given."""
+    kind, options = IN_LLAMACPP["eagle3"]
+    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    recipe = recipe_in(
+        tmp_path,
+        target={"model": "embedded", "dtype": "float32"},
+        drafter={"kind": "eagle3"},
+        eval={"questions": "embedded", "max_new_tokens": NEW_TOKENS, "limit_per_category": 1},
+    )
+    drafter.save_pretrained(RunFolder(recipe).drafter)
+    noted = {"steps": 1, "history": [], "weights_sha256": weights_sha256(RunFolder(recipe).drafter)}
+    (RunFolder(recipe).drafter / TRAINING_FILE).write_text(json.dumps(noted))
+    target = ["--target-gguf", str(folder / "target.gguf"), "--dtype", "f32"]
+
+    def measured(*options: str) -> dict[str, Any]:
+        command = ["eval", recipe_file(recipe), "--engine", "llamacpp", *options, f"--json={tmp_path / 'out.json'}"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        return json.loads((tmp_path / "out.json").read_text())
+
+    found = measured(*target)
+    plain, drafted = found["rows"]
+    assert found["greedy"][0]["divergences"] == []
+    assert found["engine"] == "llama.cpp"
+    assert (plain["drafts"], plain["tau"]) == (0, None)
+    assert drafted["tokens"] == plain["tokens"] > 200
+    # Of each answer the last token but one may come without a draft, as nothing more is wanted.
+    undrafted = drafted["tokens"] - drafted["answers"] - drafted["drafts"] - drafted["accepted_tokens"]
+    assert 0 <= undrafted <= drafted["answers"]
+    shares = drafted["acceptance_by_depth"]
+    assert len(shares) == 3
+    assert sum(shares) * drafted["drafts"] == pytest.approx(drafted["accepted_tokens"])
+    one = measured(*target, "--draft-tokens", "1")["rows"][1]
+    assert one["acceptance_by_depth"][0] * one["drafts"] == one["accepted_tokens"]
+    assert 1 < one["tau"] < drafted["tau"]
+    assert SERVER is not None
+    with started_server(SERVER, folder / "target.gguf", CONTEXT_TOKENS, "--metrics", "-t", 1) as (url, _):
+        result = CliRunner().invoke(app, ["eval", recipe_file(recipe), "--engine", "llamacpp", "--server", url])
+        assert result.exit_code == 2
+        assert "drafts nothing: start it with the command that `draftsmith export` prints" in result.stderr
