@@ -5,9 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.run_folder import sha256_of
 
+# What torch's allocators say where they raise a plain RuntimeError.
+OF_THE_CPU = ("can't allocate memory", "not enough memory")
 MOST_NAMES = 4  # of tensors, in one sentence
 # Of a weights file: a retrained model differs everywhere.
 HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
@@ -24,10 +28,23 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # of any kind: it is whatever a damaged file leads to in transformers and tokenizers
+        if is_out_of_memory(error):
+            raise UserError(
+                f"{what} {location} does not fit into the memory there is ({reason(error)}): for a target set "
+                "target.dtype=bfloat16 or target.quantization=nf4, or train with several processes and "
+                "data.features.sharded=true; or take a device with more"
+            ) from None
         raise UserError(
             f"{what} {location} cannot be loaded ({reason(error)}): give a folder with a transformers checkpoint, or a "
             "Hub id that this machine can reach"
         ) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OF_THE_CPU)
 
 
 def load_weights(what: str, location: str, model_class: Any, **options: Any) -> Any:

@@ -45,7 +45,12 @@ from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.formats import exporting
 from draftsmith.models.target.gguf_file import gguf_file_of
-from draftsmith.models.target.loading import load_target, target_location, template_variables
+from draftsmith.models.target.loading import (
+    device_sentence,
+    load_target,
+    target_location,
+    template_variables,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
@@ -138,7 +143,11 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     target, tokenizer = load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
     _data(recipe, target, diagnosis)
-    diagnosis.parts["target"] = [*_tried("draft trees", lambda: _draft_trees(target)), *_dtype(target)]
+    diagnosis.parts["target"] = [
+        Finding("device", "ok", device_sentence(target.device)),
+        *_tried("draft trees", lambda: _draft_trees(target)),
+        *_dtype(target),
+    ]
     diagnosis.parts[f"drafter ({recipe.drafter.kind})"] = [
         *_tried("train section", lambda: _training_arguments(recipe)),
         *_tried("drafter.init", lambda: _start(recipe, target)),

@@ -1,6 +1,7 @@
 """The target model p: loaded once, and frozen."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from draftsmith.recipes.schema import TargetRecipe
 # What transformers, SGLang and vLLM give a chat template themselves.
 GIVEN_TO_TEMPLATES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
+NVIDIA = Path("/proc/driver/nvidia/version")  # where its driver is loaded
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
 
 
@@ -200,15 +202,42 @@ def target_location(recipe: TargetRecipe) -> str:
 
 
 def target_device(recipe: TargetRecipe) -> torch.device:
-    """The recipe's device, or CUDA if there is one, else CPU."""
+    """The recipe's device, or CUDA if there is one, else CPU.
+
+    Raises:
+        UserError: The device cannot be used, or none is named and there is a GPU that torch cannot use.
+    """
     if recipe.device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if (unseen := unseen_gpu()) is not None:
+            raise UserError(f"{unseen}: install the build of torch for this driver, or set target.device=cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(recipe.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device {recipe.device} cannot be used here ({reason(error)}): try cpu") from None
     return device
+
+
+def unseen_gpu() -> str | None:
+    """Describe a GPU of this machine that torch cannot use; None if there is none, or it was hidden on purpose."""
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not NVIDIA.is_file():
+        return None
+    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA.read_text(encoding="utf-8", errors="replace"))
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+    return (
+        f"this machine has an NVIDIA GPU (driver {driver[0] if driver else 'unknown'}) that torch {torch.__version__} "
+        f"cannot use, which {built}"
+    )
+
+
+def device_sentence(device: torch.device) -> str:
+    """Say what a device is, and which CUDA torch has."""
+    if device.type != "cuda":
+        return f"{device}, torch {torch.__version__}"
+    return f"{device}, {torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 
 def longest_sequence_tokens(target: Any) -> int | None:

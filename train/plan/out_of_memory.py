@@ -9,14 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from draftsmith.models.target.loading import target_device
+from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import Machine, bytes_text
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.plan.fake_step import ways_out
 from draftsmith.train.plan.plan import PlanOptions, make_plan
 
-# What torch's allocators say where they raise a plain RuntimeError.
-OF_THE_CPU = ("can't allocate memory", "not enough memory")
 SHOWN_WAYS = 4
 
 
@@ -49,13 +48,6 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     raise UserError(
         f"out of memory ({said}): {need}: {advice}; then run the same command again, under another `name` if it asks"
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OF_THE_CPU)
 
 
 def _of_the_device(recipe: Recipe) -> str:

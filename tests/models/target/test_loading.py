@@ -120,6 +120,35 @@ def test_a_variable_that_a_template_has_itself_changes_no_other_word(name: str) 
     assert tokenizer.apply_chat_template(messages[:1], tokenize=False) == shown
 
 
+def test_a_gpu_that_torch_cannot_use(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who has one means to train on the CPU, unless it is said."""
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
+    monkeypatch.setattr(target_module, "NVIDIA", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"NVIDIA GPU \(driver 535.104.05\) that torch .* cannot use, .*device=cpu"):
+        load_target(TargetRecipe(model=str(folder)))
+    assert load_target(recipe_for(folder))[0].device.type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert load_target(TargetRecipe(model=str(folder)))[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_a_target_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Is not told to be at another place."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(target_module.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(UserError, match=r"does not fit into the memory there is .*target.quantization=nf4") as caught:
+        load_target(recipe_for(folder))
+    assert "Hub id" not in str(caught.value)
+
+
 def test_unknown_device(folder: Path) -> None:
     with pytest.raises(UserError, match=r"target.device quantum cannot be used here"):
         load_target(TargetRecipe(model=str(folder), device="quantum"))

@@ -20,6 +20,7 @@ from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.stages import run_train
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
+from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -29,7 +30,7 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
 from draftsmith.train.plan.fake_step import FakeTraining, StepCost
-from draftsmith.train.plan.out_of_memory import is_out_of_memory, out_of_memory_explained
+from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 from draftsmith.train.plan.plan import (
     SCALING_FILE,
     Line,
