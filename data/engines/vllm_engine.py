@@ -58,7 +58,9 @@ class VllmOptions(Section):
     """`data.distill.options` of `engine: vllm`; None leaves the choice to vLLM."""
 
     tensor_parallel_size: int = Field(1, ge=1, description="devices that share one copy of the target")
-    data_parallel_size: int = Field(1, ge=1, description="copies of the target")
+    data_parallel_size: int | None = Field(
+        None, ge=1, description="copies of the target; by default as many as the GPUs that are visible have room for"
+    )
     max_model_len: int | None = Field(None, ge=1, description="prompt and answer together, in tokens")
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="fraction of each device")
     kv_cache_memory_bytes: int | None = Field(None, ge=1, description="of one copy; needed on a CPU")
@@ -66,6 +68,11 @@ class VllmOptions(Section):
     enforce_eager: bool = Field(False, description="no compilation and no CUDA graphs")
     concurrency: int = Field(256, ge=1, description="answers that one copy generates at once: its max_num_seqs")
     llm: dict[str, Any] = Field({}, description="further options of the server, by their names in `vllm.LLM`")
+
+    @property
+    def copies(self) -> int:
+        """Copies of the target; a GPU that none of them uses would idle for hours."""
+        return self.data_parallel_size or max(1, torch.cuda.device_count() // self.tensor_parallel_size)
 
 
 class VllmServer:
@@ -153,7 +160,7 @@ class VllmEngine(OpenAIEngine):
         asked = OpenAIOptions(
             base_urls=[server.url],
             model=SERVED_NAME,
-            concurrency_per_server=int(BACKLOG * options.concurrency * options.data_parallel_size),
+            concurrency_per_server=int(BACKLOG * options.concurrency * options.copies),
             give_up_after_s=GIVE_UP_AFTER_S,
         )
         return cls(asked, setting, server)
@@ -198,7 +205,7 @@ def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, 
         "dtype": options.dtype or target.dtype,
         "trust_remote_code": target.trust_remote_code,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "data_parallel_size": options.data_parallel_size,
+        "data_parallel_size": options.copies,
         "enforce_eager": options.enforce_eager,
         "max_num_seqs": options.concurrency,
         "seed": setting.recipe.seed,

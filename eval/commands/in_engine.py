@@ -266,7 +266,7 @@ def read_engine_options(text: str) -> VllmOptions:
         options = VllmOptions.model_validate(values)
     except ValidationError as error:
         raise UserError(explain(VllmOptions, error, OPTIONS_KEY)) from None
-    if options.data_parallel_size > 1:
+    if options.data_parallel_size not in (None, 1):
         raise UserError(f"{OPTIONS_KEY}: data_parallel_size is of distillation: one copy of the target is measured")
     return options
 
@@ -281,7 +281,7 @@ def measured_arguments(
         length_tokens: Of the longest conversation, with room for a draft.
         most_at_once: Requests.
     """
-    sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": most_at_once}
+    sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": most_at_once, "data_parallel_size": 1}
     if not torch.cuda.is_available():
         sized |= {"enforce_eager": True, "kv_cache_memory_bytes": cpu_cache_bytes(config, length_tokens, most_at_once)}
     chosen = {key: value for key, value in sized.items() if key not in options.model_fields_set}

@@ -92,6 +92,15 @@ def setting(**options: object) -> EngineSetting:
     return EngineSetting(Recipe.model_validate(values), None, "a/folder", (2,))
 
 
+def test_every_gpu_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, options, copies in (
+        (8, {}, 8), (8, {"tensor_parallel_size": 2}, 4), (8, {"data_parallel_size": 1}, 1), (0, {}, 1),
+        (1, {"tensor_parallel_size": 2}, 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(vllm_engine.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert server_arguments(VllmOptions(**options), setting())["data_parallel_size"] == copies
+
+
 def test_the_server_s_arguments() -> None:
     options = VllmOptions(
         tensor_parallel_size=2, data_parallel_size=4, concurrency=99, max_model_len=512, llm={"dtype": "half", "x": [1]}
