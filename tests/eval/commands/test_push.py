@@ -7,14 +7,16 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import torch
 import yaml
 from click.testing import Result
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file
 from support.fake_hub import TOKEN, URL, USER, FakeHub, Repo, hub, refused
 from support.finished_run import FinishedRun
 
 from draftsmith.eval.commands.push import default_name, license_of
-from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.base.registry import check_as_trained, drafter_kinds, read_drafter
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
@@ -65,6 +67,18 @@ def test_dry_run_sends_nothing_and_shows_all(run: FinishedRun, hub: FakeHub) -> 
         for private in (str(run.folder), str(run.folder.parent), str(Path.home()) + "/", TOKEN, "/tmp/"):
             assert private.encode() not in data, (name, private)
     assert json.loads(files["config.json"])["target_name_or_path"] == ".../target"
+
+
+def test_weights_in_half_the_bytes(run: FinishedRun, hub: FakeHub) -> None:
+    """Their hashes are noted anew, so that the folder is a drafter; the run's own stays as it is."""
+    pushed(run.call("push", "--dry-run", "--dtype", "bfloat16"))
+    assert not hub.calls
+    halved, whole = (load_file(run.root / name / "model.safetensors") for name in ("hub", "drafter"))
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+    for name, value in whole.items():
+        assert torch.equal(halved[name], value.bfloat16() if value.is_floating_point() else value)
+    assert read_drafter(run.root / "hub", "auto").dtype == torch.bfloat16
+    check_as_trained(run.root / "drafter")
 
 
 def test_what_somebody_wrote_by_hand_is_looked_through(run: FinishedRun, hub: FakeHub) -> None:

