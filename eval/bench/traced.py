@@ -119,6 +119,11 @@ class Trace:
         self._ids: list[int] = []
         self._texts: dict[tuple[int, ...], str] = {(): ""}
 
+    @property
+    def ids(self) -> list[int]:
+        """The answer so far, from its second round on also the tokens of the rounds before."""
+        return list(self._ids)
+
     def added(self, before: list[int], token: int) -> str:
         """What a token adds to the text of those before it: empty for all but the last of a character's tokens."""
         earlier, now = self._text((*before,)), self._text((*before, token))

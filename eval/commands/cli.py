@@ -24,7 +24,7 @@ from draftsmith.eval.commands.stages import (
 from draftsmith.recipes.errors import UserError, did_you_mean, masked
 from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.run_folder import RunFolder, versions
-from draftsmith.recipes.schema import Recipe, check_name
+from draftsmith.recipes.schema import MethodRecipe, Recipe, check_name
 
 LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
@@ -199,6 +199,29 @@ def demo(
     found = demonstrate(None if target is None else TargetRecipe(model=target, dtype="bfloat16"), question, new_tokens)
     show(found)
     tell(found.as_json())
+
+
+@app.command()
+def chat(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="Whose trained drafter; by default SmolLM2 and the one that ships."),
+    ] = None,
+    overrides: Overrides = None,
+    drafter: Annotated[str | None, typer.Option(help="Another drafter: a folder or a Hub id.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 512,
+) -> None:
+    """Talk to the target in the terminal, what its drafter gave in colour; /plain to feel the same without it."""
+    from draftsmith.eval.commands.chat import chat as talk
+    from draftsmith.eval.commands.demo import shipped_recipe
+
+    loaded = shipped_recipe() if recipe is None else load_recipe(recipe, overrides)
+    method = loaded.eval.methods[0] if recipe is None else MethodRecipe(name="drafter", tree="tuned")
+    method = method.model_copy(update={} if drafter is None else {"drafter": drafter})
+    evaluation = loaded.eval.model_copy(update={"methods": [method], "temperatures": [temperature]})
+    heading("chat", loaded.target.model)
+    tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
 
 
 @app.command()

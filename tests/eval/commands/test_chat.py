@@ -1,0 +1,74 @@
+"""`draftsmith chat`: both sides say the same, turns build on each other, and Ctrl-C ends an answer, not the chat."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_runs import recipe_file, recipe_in
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import chat
+from draftsmith.eval.commands.cli import app
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.run_folder import RunFolder
+
+QUESTION, OTHER = "What does os.path.join do?", "Show me an example."
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With a drafter that is not trained, which changes no word."""
+    made = recipe_in(tmp_path_factory.mktemp("chat"), target={"model": "embedded", "dtype": "float32"})
+    torch.manual_seed(0)
+    drafter = load_drafter_class("parallel").from_target(load_target(made.target)[0], {"num_masks": 2})
+    drafter.save_pretrained(RunFolder(made).drafter)
+    return recipe_file(made)
+
+
+def talk(recipe: str, tmp_path: Path, *messages: str) -> tuple[list[dict[str, Any]], str]:
+    file = tmp_path / "said.json"
+    command = ["chat", recipe, "--new-tokens", "16", f"--json={file}"]
+    result = CliRunner().invoke(app, command, input="".join(f"{message}\n" for message in messages))
+    assert result.exit_code == 0, result.output
+    return json.loads(file.read_text()), result.stdout
+
+
+def test_with_and_without_the_drafter(recipe: str, tmp_path: Path) -> None:
+    said, printed = talk(recipe, tmp_path, QUESTION, OTHER, "/reset", "/plain", QUESTION, OTHER, "/what", "/quit", "no")
+    assert [each["question"] for each in said] == [QUESTION, OTHER, QUESTION, OTHER]
+    assert [each["drafted"] for each in said] == [True, True, False, False]
+    assert said[0]["answer"] == said[2]["answer"]
+    assert said[1]["answer"] == said[3]["answer"]
+    assert [each["tau"] for each in said[2:]] == [1.0, 1.0]
+    for each in said:
+        # This target says a special token in the middle of an answer.
+        assert " ".join(each["answer"].split()) in " ".join(printed.replace("<|user|>", "").split())
+        assert each["whole"]
+        assert each["tokens"] <= 16
+    assert "16 tokens, " in printed
+    assert printed.count("/reset: forget") == 2
+    assert "<|im_end|>" not in printed
+
+
+def test_a_turn_reads_those_before_it(recipe: str, tmp_path: Path) -> None:
+    *_, after = talk(recipe, tmp_path, QUESTION, "What does it return?", OTHER)[0]
+    (alone,) = talk(recipe, tmp_path, OTHER)[0]
+    assert after["answer"] != alone["answer"]
+
+
+def test_ctrl_c_ends_an_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, whole = [], chat.round_text
+
+    def interrupted(*arguments: Any) -> Any:
+        shown.append(arguments)
+        if len(shown) == 4:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(chat, "round_text", interrupted)
+    said, _ = talk(recipe, tmp_path, QUESTION, OTHER)
+    assert [each["whole"] for each in said] == [False, True]
+    assert 0 < said[0]["tokens"] < said[1]["tokens"]
