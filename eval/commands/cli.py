@@ -214,14 +214,54 @@ def chat(
 ) -> None:
     """Talk to the target in the terminal, what its drafter gave in colour; /plain to feel the same without it."""
     from draftsmith.eval.commands.chat import chat as talk
+
+    loaded = _talking(recipe, overrides, drafter)
+    evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
+    heading("chat", loaded.target.model)
+    tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
+
+
+@app.command()
+def serve(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="Whose trained drafter; by default SmolLM2 and the one that ships."),
+    ] = None,
+    overrides: Overrides = None,
+    drafter: Annotated[str | None, typer.Option(help="Another drafter: a folder or a Hub id.")] = None,
+    host: Annotated[str, typer.Option(help="By default nobody but this machine reaches it.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; behind them there is 429.")] = 64,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the key that clients need.")
+    ] = None,
+) -> None:
+    """Serve OpenAI's API with our own loop, trees and all, for one machine and few users; a page to chat in at /."""
+    try:
+        from draftsmith.eval.serving.server import Worker
+        from draftsmith.eval.serving.server import run as run_server
+    except ImportError as missing:
+        raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
+    loaded = _talking(recipe, overrides, drafter)
+    api_key = None if api_key_env is None else os.environ.get(api_key_env, "")
+    if api_key == "":
+        raise UserError(f"option --api-key-env: the environment has no variable {api_key_env}")
+    heading("serve", loaded.target.model)
+    worker = Worker(loaded, waiting)
+    console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
+    run_server(worker, host, port, api_key)
+
+
+def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
+    """The recipe, or the drafter that ships, with the one method that drafts."""
+    from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
 
     loaded = shipped_recipe() if recipe is None else load_recipe(recipe, overrides)
     method = loaded.eval.methods[0] if recipe is None else MethodRecipe(name="drafter", tree="tuned")
     method = method.model_copy(update={} if drafter is None else {"drafter": drafter})
-    evaluation = loaded.eval.model_copy(update={"methods": [method], "temperatures": [temperature]})
-    heading("chat", loaded.target.model)
-    tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
+    evaluation = loaded.eval.model_copy(update={"methods": [method]})
+    return with_tuned_trees(loaded.model_copy(update={"eval": evaluation}))
 
 
 @app.command()

@@ -139,7 +139,7 @@ def check_draftsmith(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
         command.callback = lambda **values: given.update(values)
     group.main(list(arguments), standalone_mode=False)
     assert given or arguments[0].startswith("--")
-    named = [str(given["recipe"])] if "recipe" in given else list(given.get("recipes", []))
+    named = [str(given["recipe"])] if given.get("recipe") else list(given.get("recipes", []))
     check_recipes([*named, *(given.get("overrides") or [])], arguments[0] in ("distill", "run"))
 
 

@@ -1,0 +1,525 @@
+"""`draftsmith serve`: OpenAI's API over our own decoding loop, for ParallelSpec's masks and draft trees.
+
+One answer at a time: the target's forward has one sequence. Requests wait in a queue of bounded length, behind which
+there is 429; who has gone away is not answered. Greedy answers are the target's own, sampled ones have its
+distribution.
+
+What is not of OpenAI's API: each streamed piece, and a whole answer, has a field `draftsmith` with how many tokens of a
+round were accepted drafts, and which text they are. What the loop cannot do is refused with 400, never ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids, token_ids
+from draftsmith.eval.bench.costs import MeasuredCosts
+from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
+from draftsmith.eval.decoding.compiled_session import open_session
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.stop_strings import UNFINISHED, StopStrings
+from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+PAGE = Path(__file__).with_name("page.html")
+LONGEST_TOKENS = 4096  # of a prompt and its answer, unless the target holds fewer
+LARGEST_BODY_BYTES = 1 << 20
+MOST_STOPS, LONGEST_STOP = 4, 128
+MOST_CONNECTIONS = 256
+
+logger = logging.getLogger(__name__)
+
+
+# ---- what is asked ----
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class Asked(BaseModel):
+    """What both requests have. Keys of OpenAI's that are not here are refused by their names."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+        | list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]]
+        | None
+    ) = Field(None)
+    seed: int | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1)
+    n: Literal[1] = 1
+    frequency_penalty: Literal[0] = 0
+    presence_penalty: Literal[0] = 0
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @model_validator(mode="after")
+    def _few_stops(self) -> Asked:
+        if len(self.stops) > MOST_STOPS:
+            raise ValueError(f"stop: at most {MOST_STOPS} strings")
+        return self
+
+
+class ChatAsked(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+class CompletionAsked(Asked):
+    prompt: str | list[int] = Field(min_length=1)
+    echo: Literal[False] = False
+
+
+# ---- what is answered ----
+
+
+@dataclass
+class Piece:
+    """What a round added: its text, of which the first `drafted` is that of accepted drafts; tokens likewise."""
+
+    text: str
+    drafted: str = ""
+    tokens: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Finished:
+    """A whole answer, for whoever learns from what is served."""
+
+    prompt_ids: list[int]
+    record: AnswerRecord
+    reason: str
+
+
+@dataclass
+class Job:
+    """One request on its way. The worker puts pieces, then what it has come to, and looks at `gone` in each round."""
+
+    prompt_ids: list[int]
+    new_tokens: int
+    sampling: Sampling
+    seed: int
+    stops: tuple[str, ...]
+    put: Callable[[Piece | Finished | BaseException], object]
+    gone: threading.Event = field(default_factory=threading.Event)
+
+
+class Gone(Exception):
+    """Nobody waits for this answer."""
+
+
+class Worker:
+    """Answers jobs one after the other, in a thread of its own, with one session.
+
+    Args:
+        recipe: Its first method drafts.
+        waiting: Jobs that may wait.
+        on_answer: Told of every whole answer.
+
+    Raises:
+        UserError: The target or the drafter cannot be loaded.
+    """
+
+    def __init__(self, recipe: Recipe, waiting: int, on_answer: Callable[[Finished], None] | None = None) -> None:
+        self.recipe, self.on_answer = recipe, on_answer
+        self.target, self.tokenizer, drafters = load_models(recipe)
+        ((_, self.drafter),) = drafters.items()
+        self.length = min(LONGEST_TOKENS, longest_sequence_tokens(self.target) or LONGEST_TOKENS)
+        self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
+        self.jobs: queue.Queue[Job | None] = queue.Queue(waiting)
+        self.registry = CollectorRegistry()
+        named: dict[str, Any] = {"namespace": "draftsmith", "registry": self.registry}
+        self.rounds = Counter("rounds", "Rounds of draft and verification", **named)
+        self.drafted = Counter("draft_tokens", "Tokens drafted along the longest path", **named)
+        self.accepted = Counter("accepted_tokens", "Drafted tokens that were accepted", **named)
+        self.by_position = Counter("accepted_tokens_per_pos", "Likewise, by position", ["position"], **named)
+        self.generated = Counter("generation_tokens", "Tokens of all answers", **named)
+        self.answers = Counter("answers", "Answers by how they ended", ["reason"], **named)
+        self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
+        Gauge("queue_requests", "Requests that wait", **named).set_function(self.jobs.qsize)
+        self._session = open_session(self.target, self.length, recipe.eval.compile)
+        self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
+        self._costs: MeasuredCosts | None = None
+        self._thread = threading.Thread(target=self._work, name="decoding", daemon=True)
+
+    def start(self) -> None:
+        """Compile what a round runs, by a short answer, then take jobs."""
+        prompt = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
+        self._costs = MeasuredCosts(self._session, prompt)
+        self._answer(Job(prompt, 8, Sampling(), 0, (), lambda _: None), counted=False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the answer that is under way."""
+        with suppress(queue.Full):
+            self.jobs.put_nowait(None)
+        self._thread.join(timeout=10)
+        self._session.close()
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            if job.gone.is_set():
+                self.answers.labels("gone").inc()
+                continue
+            try:
+                job.put(self._answer(job))
+            except Gone:
+                self.answers.labels("gone").inc()
+            except BaseException as error:  # of any kind: the next job must be answered
+                logger.exception("an answer failed")
+                self.answers.labels("error").inc()
+                job.put(error)
+
+    def _answer(self, job: Job, counted: bool = True) -> Finished:
+        generator = torch.Generator(self.target.device).manual_seed(job.seed)
+        method = self._method(job.sampling, generator)
+        pieces = Pieces(self.tokenizer, job.stops)
+
+        def on_round(round_: Round) -> None:
+            if job.gone.is_set():
+                raise Gone
+            piece = pieces.of_round(round_)
+            if counted:
+                self._count(round_)
+            job.put(piece)
+
+        self._session.read_layers(self.drafter.feature_layers)
+        record = generate(
+            self._session,
+            method,
+            job.prompt_ids,
+            job.sampling,
+            job.new_tokens,
+            self.end_ids,
+            generator,
+            StopStrings(job.stops, self.tokenizer) if job.stops else None,
+            on_round=on_round,
+        )
+        ended = record.text is not None or record.ids[-1] in self.end_ids
+        finished = Finished(job.prompt_ids, record, "stop" if ended else "length")
+        if not counted:
+            return finished
+        job.put(pieces.rest(record))
+        self.generated.inc(len(record.ids))
+        self.seconds.inc(record.wall_time_s)
+        self.answers.labels(finished.reason).inc()
+        if self.on_answer is not None:
+            self.on_answer(finished)
+        return finished
+
+    def _method(self, sampling: Sampling, generator: torch.Generator) -> Method:
+        if not self.recipe.eval.methods:
+            return Autoregressive()
+        method = drafter_method(self.recipe.eval.methods[0], self._decoder, sampling, generator)
+        assert self._costs is not None
+        self._costs.give(method)
+        return method
+
+    def _count(self, round_: Round) -> None:
+        accepted = min(round_.kept, len(round_.verdict.path) - 1)
+        self.rounds.inc()
+        self.drafted.inc(round_.tree.shape.draft_depth)
+        self.accepted.inc(accepted)
+        for position in range(accepted):
+            self.by_position.labels(position).inc()
+
+
+class Pieces:
+    """The text of an answer, round by round, held back where it may belong to a stop string or to a character."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._ids: list[int] = []
+        self._sent = 0  # characters
+
+    def of_round(self, round_: Round) -> Piece:
+        path = round_.verdict.path
+        committed = [*(round_.tree.tokens[node] for node in path[1:]), round_.verdict.next_token][: round_.kept]
+        if not self._ids:
+            self._ids = [round_.tree.tokens[0]]  # came with the prompt
+        accepted = min(round_.kept, len(path) - 1)
+        before = len(self._text(self._ids))
+        self._ids += committed
+        drafted = self._text(self._ids[: len(self._ids) - len(committed) + accepted])[before:]
+        return self._piece(self._text(self._ids), drafted, len(committed), accepted)
+
+    def rest(self, record: AnswerRecord) -> Piece:
+        """What was held back, up to the stop string that ended the answer."""
+        text = self._text(record.ids) if record.text is None else record.text
+        new = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return Piece(new)
+
+    def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
+        held = max((_begun(text, stop) for stop in self._stops), default=0)
+        new = text[self._sent : max(self._sent, len(text) - held)]
+        self._sent += len(new)
+        return Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)).rstrip(UNFINISHED)
+
+
+def _begun(text: str, stop: str) -> int:
+    """The characters at the text's end that may belong to a stop string, all of it if it is complete."""
+    if stop in text:
+        return len(text) - text.index(stop)
+    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+# ---- the API ----
+
+
+def application(worker: Worker, api_key: str | None = None) -> FastAPI:
+    """Make the application.
+
+    Args:
+        worker: Started with it, and stopped.
+        api_key: What a client must give as its bearer; None: nothing.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        worker.stop()
+
+    app = FastAPI(title="draftsmith", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    model = worker.recipe.target.model
+    name = Path(model).name if Path(model).is_dir() else model  # no folder of this machine
+
+    app.add_middleware(BoundedBodies)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, problem: RequestValidationError) -> Response:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
+        said = "not supported here" if first["type"] == "extra_forbidden" else first["msg"]
+        return error(400, f"{where}: {said}")
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, problem: HTTPException) -> Response:
+        return error(problem.status_code, str(problem.detail))
+
+    def known(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+            raise HTTPException(401, "the key is wrong, or missing")
+
+    def take(asked: Asked, prompt_ids: list[int], wanted: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+        room = worker.length - len(prompt_ids)
+        if room < 1:
+            raise HTTPException(400, f"the prompt has {len(prompt_ids)} tokens, of {worker.length} with its answer")
+        loop, out = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        job = Job(
+            prompt_ids,
+            min(room, wanted or room),
+            Sampling(asked.temperature, 0, asked.top_p),
+            uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed % 2**63,
+            asked.stops,
+            lambda piece: loop.call_soon_threadsafe(out.put_nowait, piece),
+        )
+        try:
+            worker.jobs.put_nowait(job)
+        except queue.Full:
+            raise HTTPException(429, f"{worker.jobs.maxsize} requests wait already") from None
+        return job, out
+
+    async def respond(
+        request: Request, asked: Asked, prompt_ids: list[int], wanted: int | None, chat: bool
+    ) -> Response:
+        job, out = take(asked, prompt_ids, wanted)
+        made = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": name,
+        }
+        if asked.stream:
+            return StreamingResponse(streamed(job, out, made, asked, chat), media_type="text/event-stream")
+        pieces: list[Piece] = []
+        try:
+            while not isinstance(end := await next_of(out, request), Finished):
+                pieces.append(end)
+        finally:
+            job.gone.set()
+        text = "".join(piece.text for piece in pieces)
+        said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        return JSONResponse(
+            made
+            | {
+                "object": "chat.completion" if chat else "text_completion",
+                "choices": [{"index": 0, "finish_reason": end.reason, "logprobs": None, **said}],
+                "usage": usage(end),
+                "draftsmith": {
+                    "rounds": end.record.rounds,
+                    "accepted_tokens": end.record.accepted_drafts,
+                    "tokens_per_round": end.record.accept_lengths,
+                },
+            }
+        )
+
+    async def streamed(
+        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], asked: Asked, chat: bool
+    ) -> AsyncIterator[str]:
+        kind = {"object": "chat.completion.chunk" if chat else "text_completion"}
+
+        def event(said: dict[str, Any], reason: str | None = None, **more: Any) -> str:
+            choice = {"index": 0, "finish_reason": reason, "logprobs": None, **said}
+            return f"data: {json.dumps({**made, **kind, 'choices': [choice], **more})}\n\n"
+
+        def words(text: str) -> dict[str, Any]:
+            return {"delta": {"content": text}} if chat else {"text": text}
+
+        try:
+            if chat:
+                yield event({"delta": {"role": "assistant", "content": ""}})
+            while not isinstance(end := await out.get(), Finished):
+                if isinstance(end, BaseException):
+                    yield f"data: {json.dumps({'error': {'message': 'the answer failed', 'type': 'server_error'}})}\n\n"
+                    return
+                own = {"tokens": end.tokens, "accepted_tokens": end.accepted, "drafted_text": end.drafted}
+                if end.text or end.tokens:
+                    yield event(words(end.text), draftsmith=own)
+            yield event({"delta": {}} if chat else {"text": ""}, end.reason)
+            if asked.stream_options is not None and asked.stream_options.include_usage:
+                yield f"data: {json.dumps({**made, **kind, 'choices': [], 'usage': usage(end)})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:  # also when the client has gone
+            job.gone.set()
+
+    @app.post("/v1/chat/completions", dependencies=[Depends(known)])
+    async def chat_completions(request: Request, asked: ChatAsked) -> Response:
+        turns = [Turn(message.role, message.content) for message in asked.messages]
+        if turns[-1].role != "user":
+            raise HTTPException(400, "messages: the last one must be the user's")
+        try:
+            prompt_ids = prompt_token_ids(worker.tokenizer, turns)
+        except UserError as problem:
+            raise HTTPException(400, f"messages: {problem}") from None
+        return await respond(request, asked, prompt_ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
+
+    @app.post("/v1/completions", dependencies=[Depends(known)])
+    async def completions(request: Request, asked: CompletionAsked) -> Response:
+        ids = asked.prompt if isinstance(asked.prompt, list) else token_ids(worker.tokenizer, asked.prompt)
+        vocabulary = worker.target.config.get_text_config().vocab_size
+        if not ids or not all(0 <= token < vocabulary for token in ids):
+            raise HTTPException(400, f"prompt: token ids are from 0 to {vocabulary - 1}")
+        return await respond(request, asked, ids, asked.max_tokens or 16, chat=False)
+
+    @app.get("/v1/models", dependencies=[Depends(known)])
+    async def models() -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "draftsmith", "max_model_len": worker.length}
+        return {"object": "list", "data": [card]}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", dependencies=[Depends(known)])
+    async def metrics() -> Response:
+        return Response(generate_latest(worker.registry), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    return app
+
+
+class BoundedBodies:
+    """Refuses a body that is too large, or does not say how large it is, before it is read."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        length = headers.get(b"content-length", b"0")
+        bad = not length.isdigit() or int(length) > LARGEST_BODY_BYTES or b"transfer-encoding" in headers
+        said = f"a request must say its length, at most {LARGEST_BODY_BYTES} bytes"
+        await (error(413, said) if scope["type"] == "http" and bad else self._app)(scope, receive, send)
+
+
+def usage(finished: Finished) -> dict[str, int]:
+    """Count as OpenAI does, the end token included."""
+    prompt, answer = len(finished.prompt_ids), len(finished.record.ids)
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def error(status: int, message: str) -> JSONResponse:
+    """An error in OpenAI's form."""
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
+
+
+async def next_of(out: asyncio.Queue[Any], request: Request) -> Any:
+    """The next piece; the client may go away meanwhile.
+
+    Raises:
+        HTTPException: It has, or the answer failed.
+    """
+    while True:
+        try:
+            piece = await asyncio.wait_for(out.get(), timeout=0.5)
+        except TimeoutError:
+            if await request.is_disconnected():
+                raise HTTPException(499, "the client has gone") from None
+            continue
+        if isinstance(piece, BaseException):
+            raise HTTPException(500, "the answer failed")
+        return piece
+
+
+def run(worker: Worker, host: str, port: int, api_key: str | None) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    import uvicorn
+
+    worker.start()
+    uvicorn.run(
+        application(worker, api_key),
+        host=host,
+        port=port,
+        log_level="warning",
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_keep_alive=5,
+    )

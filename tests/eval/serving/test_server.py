@@ -1,0 +1,258 @@
+"""`draftsmith serve` with OpenAI's own client: answers are the target's, and nothing that is thrown at it ends it."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+import uvicorn
+from support.tiny_runs import recipe_in
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.serving.server import LARGEST_BODY_BYTES, Finished, Job, Pieces, Worker, application
+from draftsmith.eval.speculative_decoder import SpeculativeDecoder
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+KEY = "secret-key"
+QUESTIONS = [f"What does {name} do?" for name in ("os.path.join", "json.dumps", "re.match", "time.sleep", "sorted")]
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """With a drafter that is not trained, and a tree."""
+    method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3, "lookup": True}
+    made = recipe_in(
+        tmp_path_factory.mktemp("serve"), target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method]}
+    )
+    torch.manual_seed(0)
+    drafter = load_drafter_class("parallel").from_target(load_target(made.target)[0], {"num_masks": 2})
+    drafter.save_pretrained(RunFolder(made).drafter)
+    return made
+
+
+@pytest.fixture(scope="module")
+def greedy(recipe: Recipe) -> dict[str, list[int]]:
+    """The target's own answers, without a drafter."""
+    target, tokenizer = load_target(recipe.target)
+    with SpeculativeDecoder(target, tokenizer) as decoder:
+        return {question: decoder.ask(question, NEW_TOKENS).ids for question in QUESTIONS}
+
+
+class Served:
+    def __init__(self, recipe: Recipe, waiting: int = 64) -> None:
+        self.finished: list[Finished] = []
+        self.worker = Worker(recipe, waiting, self.finished.append)
+        self.worker.start()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        app = application(self.worker, KEY)
+        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical", limit_concurrency=80))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.root = f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.root}/v1", api_key=KEY, max_retries=0)
+        self.http = httpx2.Client(base_url=self.root, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=20)
+
+    def ask(self, question: str, **options: Any) -> Any:
+        messages: Any = [{"role": "user", "content": question}]
+        given = {"temperature": 0, "max_tokens": NEW_TOKENS, **options}
+        return self.client.chat.completions.create(model="embedded", messages=messages, **given)
+
+    def post(self, body: Any, path: str = "/v1/chat/completions") -> httpx2.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+
+@pytest.fixture(scope="module")
+def served(recipe: Recipe) -> Iterator[Served]:
+    one = Served(recipe)
+    yield one
+    one.stop()
+
+
+def test_fifty_at_once_are_the_targets_own_answers(served: Served, greedy: dict[str, list[int]]) -> None:
+    tokenizer = served.worker.tokenizer
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(served.ask, QUESTIONS * 10))
+    for question, answer in zip(QUESTIONS * 10, answers, strict=True):
+        ids = greedy[question]
+        assert answer.choices[0].message.content == tokenizer.decode(ids, skip_special_tokens=True)
+        assert answer.usage.completion_tokens == len(ids)
+        assert sum(answer.draftsmith["tokens_per_round"]) == len(ids) - 1  # the first comes with the prompt
+        assert answer.choices[0].finish_reason == ("stop" if ids[-1] in served.worker.end_ids else "length")
+    told = sorted(each.record.ids for each in served.finished[-50:])
+    assert told == sorted(greedy[question] for question in QUESTIONS * 10)
+
+
+def test_streamed(served: Served, greedy: dict[str, list[int]]) -> None:
+    """Piece by piece the same text and as many tokens; what was drafted is the beginning of its piece."""
+    for question in QUESTIONS:
+        pieces = list(served.ask(question, stream=True, stream_options={"include_usage": True}))
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+        assert text == served.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
+        own = [(piece.choices[0].delta.content, piece.draftsmith) for piece in pieces if hasattr(piece, "draftsmith")]
+        assert sum(said["tokens"] for _, said in own) == len(greedy[question]) - 1
+        assert all(words.startswith(said["drafted_text"]) for words, said in own)
+        assert pieces[-1].usage.completion_tokens == len(greedy[question])
+        assert pieces[-2].choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(served: Served, greedy: dict[str, list[int]], stream: bool) -> None:
+    """The text ends before the string, also where it is spread over tokens and rounds."""
+    whole = served.worker.tokenizer.decode(greedy[QUESTIONS[0]], skip_special_tokens=True)
+    stop = whole[12:17]
+    answer = served.ask(QUESTIONS[0], stop=[stop, "never said"], stream=stream)
+    if stream:
+        pieces = list(answer)
+        text, reason = "".join(p.choices[0].delta.content or "" for p in pieces), pieces[-1].choices[0].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (text, reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_a_seed_repeats_a_sampled_answer(served: Served) -> None:
+    options = {"temperature": 1.0, "top_p": 0.9}
+    first, again, other = (
+        served.ask(QUESTIONS[1], seed=seed, **options).choices[0].message.content for seed in (7, 7, 8)
+    )
+    assert first == again != other
+
+
+def test_completions_of_ids_and_of_text(served: Served, greedy: dict[str, list[int]]) -> None:
+    ids = prompt_token_ids(served.worker.tokenizer, [Turn("user", QUESTIONS[2])])
+    given: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS}
+    of_ids = served.client.completions.create(prompt=ids, **given)
+    assert of_ids.choices[0].text == served.worker.tokenizer.decode(greedy[QUESTIONS[2]], skip_special_tokens=True)
+    text = served.worker.tokenizer.decode(ids)
+    assert served.client.completions.create(prompt=text, **given).choices[0].text == of_ids.choices[0].text
+
+
+def test_what_it_shows(served: Served) -> None:
+    (model,) = served.client.models.list().data
+    assert model.id == "embedded"
+    assert httpx2.get(f"{served.root}/health").json() == {"status": "ok"}
+    served.ask(QUESTIONS[0])
+    counted = dict(
+        line.rsplit(" ", 1) for line in served.http.get("/metrics").text.splitlines() if not line.startswith("#")
+    )
+    rounds, accepted = (float(counted[f"draftsmith_{name}_total"]) for name in ("rounds", "accepted_tokens"))
+    assert float(counted["draftsmith_generation_tokens_total"]) >= rounds + accepted > rounds > 0
+    assert counted["draftsmith_queue_requests"] == "0.0"
+    page = httpx2.get(served.root).text
+    assert "draftsmith" in page
+    assert "://" not in page  # no request leaves the machine
+
+
+ASKED = {"messages": [{"role": "user", "content": "x"}]}
+ATTACKS: list[tuple[Any, int, str]] = [
+    (b"{not json", 400, "JSON"),
+    (b"[]", 400, "body"),
+    (b"\xff\xfe", 400, ""),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the last one must be the user's"),
+    ({**ASKED, "logprobs": True}, 400, "logprobs: not supported here"),
+    ({**ASKED, "n": 2}, 400, "n: "),
+    ({**ASKED, "temperature": -1}, 400, "temperature"),
+    ({**ASKED, "max_tokens": 0}, 400, "max_tokens"),
+    ({**ASKED, "stop": ["a"] * 5}, 400, "at most 4 strings"),
+    ({**ASKED, "stop": ""}, 400, "stop"),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "the prompt has"),
+    ({"messages": [{"role": "user", "content": "x" * LARGEST_BODY_BYTES}]}, 413, "must say its length"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "said"), ATTACKS, ids=range(len(ATTACKS)))
+def test_bad_requests(served: Served, body: Any, status: int, said: str) -> None:
+    response = served.post(body)
+    assert response.status_code == status
+    assert said in response.json()["error"]["message"]
+
+
+def test_ids_that_are_none_and_a_body_without_end(served: Served) -> None:
+    response = served.post({"prompt": [1, 10**6], "max_tokens": 4}, "/v1/completions")
+    assert (response.status_code, "from 0 to 4095" in response.text) == (400, True)
+    endless = served.http.post("/v1/completions", content=iter([b"{", b"}"]))
+    assert endless.status_code == 413
+
+
+def test_a_wrong_key(served: Served) -> None:
+    for path in ("/v1/models", "/metrics"):
+        assert httpx2.get(f"{served.root}{path}", headers={"Authorization": "Bearer x"}).status_code == 401
+    with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+        openai.OpenAI(base_url=f"{served.root}/v1", api_key="no", max_retries=0).models.list()
+
+
+def test_huge_max_tokens_end_with_the_room(served: Served) -> None:
+    answer = served.ask(QUESTIONS[3], max_tokens=10**9, temperature=1.0, seed=1)
+    assert answer.usage.total_tokens <= served.worker.length
+
+
+def test_connections_are_bounded_and_slow_ones_hold_nobody_up(served: Served) -> None:
+    host, port = served.root.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(60)]
+    for each in slow:
+        each.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert served.ask(QUESTIONS[0]).choices[0].message.content
+    more = [socket.create_connection((host, int(port))) for _ in range(40)]
+    for each in more:
+        each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"503" in more[-1].recv(64)
+    for each in (*slow, *more):
+        each.close()
+    time.sleep(0.2)
+    assert served.ask(QUESTIONS[0]).choices[0].message.content
+
+
+def test_a_full_queue_and_a_client_that_goes_away(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
+    one = Served(recipe, waiting=2)
+    try:
+        held = threading.Event()
+        one.worker.jobs.put(Job([5, 6, 7], 4, Sampling(), 0, (), lambda _: held.wait(20)))
+        while one.worker.jobs.qsize():
+            time.sleep(0.01)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(one.ask, question) for question in QUESTIONS[:2]]
+            while one.worker.jobs.qsize() < 2:
+                time.sleep(0.01)
+            with pytest.raises(openai.RateLimitError, match="2 requests wait already"):
+                one.ask(QUESTIONS[2])
+            held.set()
+            for question, answer in zip(QUESTIONS, waiting, strict=False):
+                text = one.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
+                assert answer.result().choices[0].message.content == text
+        stream = one.ask("Tell me about the module os.", stream=True, max_tokens=900, temperature=2.0, seed=3)
+        next(iter(stream))
+        stream.close()
+        assert one.ask(QUESTIONS[0]).choices[0].message.content
+        assert 'draftsmith_answers_total{reason="gone"} 1.0' in one.http.get("/metrics").text
+    finally:
+        one.stop()
+
+
+def test_text_is_held_back_while_it_may_be_a_stop_string(served: Served) -> None:
+    pieces = Pieces(served.worker.tokenizer, ("END",))
+    sent = [pieces._piece(text, "", 1, 0).text for text in ("a E", "a EN", "a ENx", "a ENx EN", "a ENx END")]
+    assert sent == ["a ", "", "ENx", " ", ""]
