@@ -29,6 +29,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from parts.llamacpp import OF_TORCH, Complete, llama_server, programs_and_files
 from parts.timing import benchmark_parser, write_figures
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -44,7 +45,6 @@ from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.serving.llama_server import OF_TORCH, Complete, llama_server, programs_and_files
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.draft_model import DraftModel

@@ -22,7 +22,7 @@ from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodRecipe
 
 DEFAULT_LENGTH_TOKENS = 1024
@@ -55,8 +55,7 @@ class SpeculativeDecoder:
     ) -> None:
         self.tokenizer, self.sampling, self.lenience = tokenizer, sampling, tree.lenience
         self.end_ids = frozenset(() if tokenizer is None else answer_end_ids(target.generation_config, tokenizer))
-        limit = longest_sequence_tokens(target)
-        length = max_length_tokens or min(DEFAULT_LENGTH_TOKENS, limit or DEFAULT_LENGTH_TOKENS)
+        length = max_length_tokens or session_tokens(target, DEFAULT_LENGTH_TOKENS)
         self.generator = torch.Generator(target.device).manual_seed(seed)
         self.method: Method = Autoregressive()
         if drafter is None:

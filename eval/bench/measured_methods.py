@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.trees.verify import Sampling
@@ -41,6 +44,20 @@ class MeasuredMethod:
     @property
     def key(self) -> str:
         return f"{self.method.name}@{self.sampling.temperature:g}"
+
+    def answer(
+        self,
+        session: TargetSession,
+        prompt_ids: list[int],
+        new_tokens: int,
+        end_ids: Collection[int],
+        stop: StopStrings | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> AnswerRecord:
+        """Answer a prompt, see `generate`; the session gives what the drafter reads."""
+        session.read_layers(self.feature_layers)
+        how = (self.sampling, new_tokens, end_ids, self.generator, stop, self.lenience, on_round)
+        return generate(session, self.method, prompt_ids, *how)
 
 
 def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafter]]:

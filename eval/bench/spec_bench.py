@@ -24,7 +24,7 @@ from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.recipes.errors import UserError
@@ -138,7 +138,6 @@ class SpecBench:
             on_round: See `generate`.
         """
         max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
-        self.session.read_layers(measured.feature_layers)
         turns: list[AnswerRecord] = []
         for number in range(len(question.turns)):
             measured.generator.manual_seed(request_seed(self._seed, run, question.question_id, number, measured.key))
@@ -150,18 +149,8 @@ class SpecBench:
             room = self.session.max_length_tokens - len(prompt_ids)
             if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
                 break
-            answer = generate(
-                self.session,
-                measured.method,
-                prompt_ids,
-                measured.sampling,
-                min(max_new_tokens, room),
-                self._end_ids,
-                measured.generator,
-                self._stop,
-                measured.lenience,
-                on_round,
-            )
+            new_tokens = min(max_new_tokens, room)
+            answer = measured.answer(self.session, prompt_ids, new_tokens, self._end_ids, self._stop, on_round)
             if answer.text is None:
                 answer.text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
             answer.text = answer.text.strip()

@@ -20,8 +20,8 @@ from draftsmith.eval.bench.traced import Trace, TracedAnswer
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.demo import end_texts, round_text
 from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
-from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.eval.decoding.loop import AnswerRecord, Round
+from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
 
 LONGEST_TOKENS = 4096  # of a conversation, unless the target holds fewer
@@ -81,10 +81,9 @@ class Chat:
             first = traced.first if begins else ""
             console.print(Text.assemble(first, round_text(traced.rounds[-1], ends)), end="")
 
-        self.session.read_layers(measured.feature_layers)
-        how = (measured.sampling, min(self.new_tokens, room), self.end_ids, measured.generator)
+        new_tokens = min(self.new_tokens, room)
         with suppress(KeyboardInterrupt):
-            record = generate(self.session, measured.method, prompt, *how, on_round=show)
+            record = measured.answer(self.session, prompt, new_tokens, self.end_ids, on_round=show)
         ids = trace.ids if record is None else record.ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
         if not traced.rounds:  # the whole answer came with the prompt
@@ -114,7 +113,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
         UserError: The target or the drafter cannot be loaded.
     """
     model, tokenizer, drafters = load_models(recipe)
-    length = min(LONGEST_TOKENS, longest_sequence_tokens(model) or LONGEST_TOKENS)
+    length = session_tokens(model, LONGEST_TOKENS)
     methods = measured_methods(recipe, drafters, model, tokenizer, length)
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     said: list[Said] = []

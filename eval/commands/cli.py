@@ -30,6 +30,11 @@ LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
 ]
+RecipeOrShipped = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RECIPE]", help="Whose trained drafter; by default SmolLM2 and the one that ships."),
+]
+OtherDrafter = Annotated[str | None, typer.Option(help="Another drafter: a folder or a Hub id.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
 ]
@@ -203,12 +208,9 @@ def demo(
 
 @app.command()
 def chat(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RECIPE]", help="Whose trained drafter; by default SmolLM2 and the one that ships."),
-    ] = None,
+    recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
-    drafter: Annotated[str | None, typer.Option(help="Another drafter: a folder or a Hub id.")] = None,
+    drafter: OtherDrafter = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 512,
 ) -> None:
@@ -223,12 +225,9 @@ def chat(
 
 @app.command()
 def serve(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RECIPE]", help="Whose trained drafter; by default SmolLM2 and the one that ships."),
-    ] = None,
+    recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
-    drafter: Annotated[str | None, typer.Option(help="Another drafter: a folder or a Hub id.")] = None,
+    drafter: OtherDrafter = None,
     host: Annotated[str, typer.Option(help="By default nobody but this machine reaches it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; behind them there is 429.")] = 64,

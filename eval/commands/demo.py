@@ -6,8 +6,7 @@ Greedy answers, each asked of both in turns after one to warm up; the same loop 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from rich.text import Text
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import give_costs
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
 from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.loop import Round
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
 from draftsmith.models.target.smollm2_wheel import fetch_smollm2
 from draftsmith.recipes.progress import progress_bar
@@ -31,6 +30,7 @@ from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe, TargetRe
 NAME = "shipped"
 DRAFTED = "bold green"
 SHOWN_CHARS = 48
+NO_LOGITS = torch.empty(0)
 QUESTIONS = (
     "Explain in a few sentences why the sky is blue, and why sunsets are red.",
     "A baker sells 18 loaves in the morning and twice as many in the afternoon, at $3 each. How much does he earn?",
@@ -126,25 +126,26 @@ def demonstrate(
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     methods = measured_methods(recipe, drafters, model, tokenizer, length)  # without a drafter, and with it
-    ends, shown = end_texts(tokenizer, end_ids), list[Shown]()
+    ends, shown, rounds = end_texts(tokenizer, end_ids), list[Shown](), list[Round]()
+
+    def keep(round_: Round) -> None:
+        """Without its logits, as large as the vocabulary for every node."""
+        rounds.append(replace(round_, logits=NO_LOGITS))
+
     with open_session(model, length, recipe.eval.compile) as session:
-
-        def answer(
-            measured: MeasuredMethod, prompt: list[int], on_round: Callable[[Round], None] | None = None
-        ) -> AnswerRecord:
-            session.read_layers(measured.feature_layers)
-            how = (measured.sampling, new_tokens, end_ids, measured.generator)
-            return generate(session, measured.method, prompt, *how, on_round=on_round)
-
         with progress_bar(2, "warm up", "method") as progress:  # compiles what a round runs
             give_costs(session, methods, prompts[0])
             for measured in methods:
-                answer(measured, prompts[0])
+                measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()
         for text, prompt in zip(asked, prompts, strict=True):
-            plain, drafted = (answer(measured, prompt) for measured in methods)
+            rounds.clear()
+            plain = methods[0].answer(session, prompt, new_tokens, end_ids)
+            drafted = methods[1].answer(session, prompt, new_tokens, end_ids, on_round=keep)
             traced = TracedAnswer(methods[1].key, NAME, "", "", text)
-            answer(methods[1], prompt, Trace(traced, tokenizer).on_round)  # off the clock: it makes texts
+            trace = Trace(traced, tokenizer)  # off the clock: it makes texts
+            for each in rounds:
+                trace.on_round(each)
             shown.append(
                 Shown(
                     question=text,

@@ -33,7 +33,7 @@ from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.artifacts import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.verify import Sampling
@@ -85,13 +85,11 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     ):
         give_costs(session, methods, asked[0][1])
         for measured in methods:
-            session.read_layers(measured.feature_layers)
             measured.generator.manual_seed(recipe.seed)
             name, sampling = measured.method.name, measured.sampling
 
             def answer(prompt: list[int], measured: MeasuredMethod = measured) -> list[int]:
-                how = (measured.sampling, new_tokens, end_ids, measured.generator)
-                return generate(session, measured.method, prompt, *how).ids
+                return measured.answer(session, prompt, new_tokens, end_ids).ids
 
             if not sampling.greedy:
                 drawn = ((ids, answer(ids)) for _, ids in asked for _ in range(samples))

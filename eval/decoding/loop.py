@@ -462,6 +462,16 @@ class Round:
     verdict: Verdict
     kept: int
 
+    @property
+    def accepted(self) -> int:
+        """The number of drafted tokens that were kept."""
+        return min(self.kept, len(self.verdict.path) - 1)
+
+    @property
+    def committed(self) -> list[int]:
+        """The tokens that were kept: accepted drafts first."""
+        return [*(self.tree.tokens[node] for node in self.verdict.path[1:]), self.verdict.next_token][: self.kept]
+
 
 @torch.inference_mode()
 def generate(

@@ -25,35 +25,46 @@ class StopStrings:
     tokenizer: Any
 
 
-class StopMatcher:
-    """Reads one answer token by token.
+class GrowingText:
+    """The text of one answer, token by token, without special tokens and characters of which bytes are missing.
 
     Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,
     since what a tokenizer makes of a token may depend on the one before it (a leading space).
     """
 
-    def __init__(self, stop: StopStrings) -> None:
-        self._stop = stop
-        self._text = ""  # complete characters
-        self._context: list[int] = []  # the tokens of the last complete piece
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.settled = ""  # up to the last complete piece
+        self.text = ""
+        self._context: list[int] = []  # the tokens of that piece
         self._pending: list[int] = []  # those after it
+
+    def add(self, token: int) -> str:
+        """Return the text with one token more."""
+        self._pending.append(token)
+        known = self._decode(self._context)
+        new = self._decode([*self._context, *self._pending])[len(known) :]
+        self.text = self.settled + new.rstrip(UNFINISHED)
+        if new and not new.endswith(UNFINISHED):
+            self.settled, self._context, self._pending = self.text, self._pending, []
+        return self.text
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+
+
+class StopMatcher:
+    """Reads one answer token by token."""
+
+    def __init__(self, stop: StopStrings) -> None:
+        self._strings, self._growing = stop.strings, GrowingText(stop.tokenizer)
         self.text_before: str | None = None
 
     def completes(self, token: int) -> bool:
         """Whether a stop string is complete with this token; then `text_before` is the answer's text before it."""
-        self._pending.append(token)
-        known = self._decode(self._context)
-        new = self._decode([*self._context, *self._pending])[len(known) :]
-        settled = not new.endswith(UNFINISHED)
-        text = self._text + new.rstrip(UNFINISHED)
-        found = [text.find(string, max(0, len(self._text) - len(string) + 1)) for string in self._stop.strings]
+        read = len(self._growing.settled)
+        text = self._growing.add(token)
+        found = [text.find(string, max(0, read - len(string) + 1)) for string in self._strings]
         places = [place for place in found if place >= 0]
-        if places:
-            self.text_before = text[: min(places)]
-            return True
-        if new and settled:
-            self._text, self._context, self._pending = text, self._pending, []
-        return False
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._stop.tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+        self.text_before = text[: min(places)] if places else None
+        return bool(places)

@@ -16,7 +16,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -133,7 +133,7 @@ class Endpoint(OpenAIEngine):
         UserError: Nobody answers there, it counts no drafts, or it serves another model.
     """
 
-    engine, counting = "vLLM", "without --disable-log-stats"
+    engine, counting, ids_option = "vLLM", "without --disable-log-stats", "return_token_ids"
     retries = 0
     asks_trial = False  # its tokens would be counted
 
@@ -205,23 +205,30 @@ class Endpoint(OpenAIEngine):
         ids: list[int] = []
         reason: str | None = None
         started = first = last = time.perf_counter()
-        stream = await server.client.completions.create(**self.arguments(request), stream=True)
         try:
-            async for piece in stream:
-                if not piece.choices:
-                    continue
-                if new_ids := getattr(piece.choices[0], "token_ids", None):
+            async for new_ids, ending in self._pieces(request):
+                if new_ids:
                     last = time.perf_counter()
                     first = last if not ids else first
                     ids += new_ids
-                reason = piece.choices[0].finish_reason or reason
+                reason = ending or reason
         except (httpx2.HTTPError, ValueError) as error:
             return Failure(f"answer broken off ({type(error).__name__})")
         if reason not in ("stop", "length"):
             return Failure("answer broken off" if reason is None else f"finish reason {reason[:40]}")
         if not ids:
-            raise UserError(f"{server.url} gives no token ids: it must be a vLLM server that knows return_token_ids")
+            raise UserError(
+                f"{server.url} gives no token ids: it must be a {self.engine} server that knows {self.ids_option}"
+            )
         return TimedAnswer(ids, first - started, last - first)
+
+    async def _pieces(self, request: Request) -> AsyncIterator[tuple[list[int] | None, str | None]]:
+        """Yield token ids as they come, and why the answer ended."""
+        (server,) = self._servers
+        stream = await server.client.completions.create(**self.arguments(request), stream=True)
+        async for piece in stream:
+            if piece.choices:
+                yield getattr(piece.choices[0], "token_ids", None), piece.choices[0].finish_reason
 
     def _call(self, method: str, path: str) -> str:
         """Return the text of a page beside `/v1`; empty if there is none."""
@@ -242,43 +249,28 @@ class Endpoint(OpenAIEngine):
 class LlamaEndpoint(Endpoint):
     """The same of a `llama-server`, which tells token ids by its own API alone, `/completion`."""
 
-    engine, counting = "llama.cpp", "with --metrics"
+    engine, counting, ids_option = "llama.cpp", "with --metrics", "return_tokens"
 
     def forget_prompts(self) -> None:
         """No prompt is kept: each request says so."""
 
-    async def _streamed(self, request: Request) -> TimedAnswer | Failure:
-        (server,) = self._servers
+    async def _pieces(self, request: Request) -> AsyncIterator[tuple[list[int] | None, str | None]]:
         settings = request.settings
         body = {
             "prompt": request.prompt_ids, "n_predict": settings.max_new_tokens, "temperature": settings.temperature,
             "top_k": settings.top_k, "top_p": settings.top_p, "min_p": 0.0, "seed": request.seed % 2**32,
             "samplers": ["top_k", "top_p", "temperature"], "cache_prompt": False, "return_tokens": True, "stream": True,
         }  # fmt: skip
-        ids: list[int] = []
-        ended = False
-        started = first = last = time.perf_counter()
-        try:
-            async with httpx2.AsyncClient(timeout=self.options.timeout_s, trust_env=False) as http:
-                stream = http.stream("POST", f"{self._root}/completion", json=body, headers=self._headers())
-                async with stream as response:
-                    if response.status_code != httpx2.codes.OK:
-                        said = (await response.aread()).decode(errors="replace")[:200]
-                        return Failure(f"HTTP {response.status_code}: {said}")
-                    async for line in response.aiter_lines():
-                        piece = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
-                        ended = ended or bool(piece.get("stop"))
-                        if piece.get("tokens") and not piece.get("stop"):
-                            last = time.perf_counter()
-                            first = last if not ids else first
-                            ids += piece["tokens"]
-        except (httpx2.HTTPError, ValueError) as error:
-            return Failure(f"answer broken off ({type(error).__name__})")
-        if not ended:
-            return Failure("answer broken off")
-        if not ids:
-            raise UserError(f"{server.url} gives no token ids: it must be a llama-server that knows return_tokens")
-        return TimedAnswer(ids, first - started, last - first)
-
-    def _headers(self) -> dict[str, str]:
-        return {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
+        headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
+        async with (
+            httpx2.AsyncClient(timeout=self.options.timeout_s, trust_env=False) as http,
+            http.stream("POST", f"{self._root}/completion", json=body, headers=headers) as response,
+        ):
+            if response.status_code != httpx2.codes.OK:
+                said = (await response.aread()).decode(errors="replace")[:200]
+                raise Refused(f"HTTP {response.status_code}: {said}")
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    piece = json.loads(line.removeprefix("data: "))
+                    # Of the last one the tokens are those of the whole answer.
+                    yield (None, "stop") if piece.get("stop") else (piece.get("tokens"), None)

@@ -1,8 +1,4 @@
-"""llama.cpp beside us: a GGUF target in several dtypes, with a drafter or without, each served by a `llama-server`.
-
-F32 and BF16 hold the weights of our target in fp32 and bf16. Q8_0 and Q4_0 are other models: their weights are rounded
-to 8 and to 4 bits. `make llamacpp-env` builds the programs.
-"""
+"""A `llama-server`: where it is found, and how one is started for a GGUF file. `make llamacpp-env` builds it."""
 
 import os
 import shutil
@@ -10,57 +6,17 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-import torch
 
-from draftsmith.models.target.gguf_file import gguf_file_of
-from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import cache_root
-from draftsmith.recipes.schema import TargetRecipe
 
-DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")
-OF_TORCH = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the target's
 BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp" / "bin"
-STARTS_WITHIN_S, STOPS_WITHIN_S, ANSWERS_WITHIN_S = 300.0, 10.0, 600.0
+STARTS_WITHIN_S, STOPS_WITHIN_S = 300.0, 10.0
 LEAST_CONTEXT_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class LlamaAnswer:
-    """ids: end token included; rest_s: from the first token to the last; drafted, accepted: tokens, by its timings."""
-
-    ids: list[int]
-    rest_s: float
-    drafted: int = 0
-    accepted: int = 0
-
-
-Complete = Callable[[list[int], int], LlamaAnswer]
-
-
-def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path | None) -> tuple[Path, dict[str, Path]]:
-    """Find `llama-server` and the target by dtype for it; no file, after a sentence, where nothing can be compared.
-
-    Raises:
-        UserError: The named server is no program, or the target cannot be converted.
-    """
-    server = find_server(named)
-    if recipe.gguf_file is None:
-        print("no llama.cpp: the target is no GGUF file (target.gguf_file)")
-    elif server is None:
-        print("no llama.cpp: there is no llama-server, which `make llamacpp-env` builds and --llama-server names")
-    elif device.type != "cpu":
-        print(f"no llama.cpp: it runs on the CPU, the target on {device.type}")
-    else:
-        file = gguf_file_of(recipe)
-        return server, {dtype: in_dtype(file, dtype, server) for dtype in DTYPES}
-    return Path(), {}
 
 
 def find_server(named: Path | None) -> Path | None:
@@ -75,35 +31,6 @@ def find_server(named: Path | None) -> Path | None:
         return named.resolve()
     found = shutil.which("llama-server", path=os.pathsep.join([os.environ.get("PATH", ""), str(BUILT)]))
     return None if found is None else Path(found).resolve()
-
-
-def in_dtype(file: Path, dtype: str, server: Path) -> Path:
-    """Convert the GGUF file to another dtype, once, by the `llama-quantize` beside the server.
-
-    Raises:
-        UserError: There is no such program, or it cannot.
-    """
-    made = cache_root() / "llamacpp" / f"{file.stem}-{sampled_hash([file])}-{dtype}.gguf"
-    if made.is_file():
-        return made
-    program = server.with_name("llama-quantize")
-    if not program.is_file():
-        raise UserError(
-            f"beside {server} is no llama-quantize to make {dtype} of {file.name}: `make llamacpp-env` has it"
-        )
-    made.parent.mkdir(parents=True, exist_ok=True)
-    partial = made.with_name(f"{made.name}.{os.getpid()}.partial")
-    print(f"making {made.name}", flush=True)
-    command = [*map(str, (program, "--allow-requantize", file, partial, dtype))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-            raise UserError(f"{program} ended with exit code {done.returncode}; its last line: {said}")
-        partial.replace(made)  # in one step: where it is, it is whole
-    finally:
-        partial.unlink(missing_ok=True)
-    return made
 
 
 @contextmanager
@@ -160,48 +87,3 @@ def started_server(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-@contextmanager
-def llama_server(
-    program: Path, file: Path, threads: int, context_tokens: int, drafting: Sequence[str] = (), ends: bool = True
-) -> Iterator[Complete]:
-    """Start a server of one sequence, and end it afterwards.
-
-    Args:
-        context_tokens: Of the longest prompt with its answer.
-        drafting: Options of its draft: `--model-draft` and what goes with it.
-        ends: Whether an end token ends an answer.
-
-    Yields:
-        A function of a prompt's ids and the most tokens of its answer, which is greedy.
-
-    Raises:
-        UserError: It does not start, or does not answer with tokens.
-    """
-    # A new connection for each answer: the server closes those that wait while others have their turn.
-    alone = httpx2.Limits(max_keepalive_connections=0)
-    with (
-        started_server(program, file, context_tokens, "-t", threads, *drafting) as (url, error),
-        httpx2.Client(base_url=url, timeout=ANSWERS_WITHIN_S, limits=alone, trust_env=False) as http,
-    ):
-
-        def complete(prompt: list[int], new_tokens: int) -> LlamaAnswer:
-            asked = {
-                "prompt": prompt, "n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "n_probs": 0,
-                "return_tokens": True, "ignore_eos": not ends,
-            }  # fmt: skip
-            try:
-                response = http.post("/completion", json=asked)
-            except httpx2.TransportError as problem:
-                raise error(f"does not answer ({type(problem).__name__})") from None
-            if response.status_code != 200:
-                raise error(f"says {response.status_code}: {response.text[:200]}")
-            said = response.json()
-            if not said.get("tokens") or "timings" not in said:
-                raise error("gives no tokens or no timings: it may be too old")
-            timed = said["timings"]
-            counts = (timed.get(key, 0) for key in ("draft_n", "draft_n_accepted"))
-            return LlamaAnswer(said["tokens"], timed["predicted_ms"] / 1000, *counts)
-
-        yield complete

@@ -37,11 +37,10 @@ from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
-from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.stop_strings import UNFINISHED, StopStrings
+from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -165,7 +164,7 @@ class Worker:
         self.recipe, self.on_answer = recipe, on_answer
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, self.drafter),) = drafters.items()
-        self.length = min(LONGEST_TOKENS, longest_sequence_tokens(self.target) or LONGEST_TOKENS)
+        self.length = session_tokens(self.target, LONGEST_TOKENS)
         self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
         self.jobs: queue.Queue[Job | None] = queue.Queue(waiting)
         self.registry = CollectorRegistry()
@@ -180,14 +179,13 @@ class Worker:
         Gauge("queue_requests", "Requests that wait", **named).set_function(self.jobs.qsize)
         self._session = open_session(self.target, self.length, recipe.eval.compile)
         self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
-        self._costs: MeasuredCosts | None = None
+        self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
+        self._costs = MeasuredCosts(self._session, self._greeting)
         self._thread = threading.Thread(target=self._work, name="decoding", daemon=True)
 
     def start(self) -> None:
         """Compile what a round runs, by a short answer, then take jobs."""
-        prompt = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
-        self._costs = MeasuredCosts(self._session, prompt)
-        self._answer(Job(prompt, 8, Sampling(), 0, (), lambda _: None), counted=False)
+        self._answer(Job(self._greeting, 8, Sampling(), 0, (), lambda _: None), counted=False)
         self._thread.start()
 
     def stop(self) -> None:
@@ -213,18 +211,18 @@ class Worker:
 
     def _answer(self, job: Job, counted: bool = True) -> Finished:
         generator = torch.Generator(self.target.device).manual_seed(job.seed)
-        method = self._method(job.sampling, generator)
+        method = drafter_method(self.recipe.eval.methods[0], self._decoder, job.sampling, generator)
+        self._session.read_layers(self.drafter.feature_layers)
+        self._costs.give(method)
         pieces = Pieces(self.tokenizer, job.stops)
 
         def on_round(round_: Round) -> None:
             if job.gone.is_set():
                 raise Gone
-            piece = pieces.of_round(round_)
             if counted:
                 self._count(round_)
-            job.put(piece)
+            job.put(pieces.of_round(round_))
 
-        self._session.read_layers(self.drafter.feature_layers)
         record = generate(
             self._session,
             method,
@@ -248,20 +246,11 @@ class Worker:
             self.on_answer(finished)
         return finished
 
-    def _method(self, sampling: Sampling, generator: torch.Generator) -> Method:
-        if not self.recipe.eval.methods:
-            return Autoregressive()
-        method = drafter_method(self.recipe.eval.methods[0], self._decoder, sampling, generator)
-        assert self._costs is not None
-        self._costs.give(method)
-        return method
-
     def _count(self, round_: Round) -> None:
-        accepted = min(round_.kept, len(round_.verdict.path) - 1)
         self.rounds.inc()
         self.drafted.inc(round_.tree.shape.draft_depth)
-        self.accepted.inc(accepted)
-        for position in range(accepted):
+        self.accepted.inc(round_.accepted)
+        for position in range(round_.accepted):
             self.by_position.labels(position).inc()
 
 
@@ -270,35 +259,29 @@ class Pieces:
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._ids: list[int] = []
+        self._growing: GrowingText | None = None
         self._sent = 0  # characters
 
     def of_round(self, round_: Round) -> Piece:
-        path = round_.verdict.path
-        committed = [*(round_.tree.tokens[node] for node in path[1:]), round_.verdict.next_token][: round_.kept]
-        if not self._ids:
-            self._ids = [round_.tree.tokens[0]]  # came with the prompt
-        accepted = min(round_.kept, len(path) - 1)
-        before = len(self._text(self._ids))
-        self._ids += committed
-        drafted = self._text(self._ids[: len(self._ids) - len(committed) + accepted])[before:]
-        return self._piece(self._text(self._ids), drafted, len(committed), accepted)
+        if self._growing is None:
+            self._growing = GrowingText(self._tokenizer)
+            self._growing.add(round_.tree.tokens[0])  # came with the prompt
+        texts = [self._growing.text, *map(self._growing.add, round_.committed)]
+        drafted = texts[round_.accepted][len(texts[0]) :]
+        return self._piece(texts[-1], drafted, round_.kept, round_.accepted)
 
     def rest(self, record: AnswerRecord) -> Piece:
         """What was held back, up to the stop string that ended the answer."""
-        text = self._text(record.ids) if record.text is None else record.text
-        new = text[self._sent :]
-        self._sent = max(self._sent, len(text))
-        return Piece(new)
+        text = record.text
+        if text is None:
+            text = str(self._tokenizer.decode(record.ids, skip_special_tokens=True)).rstrip(UNFINISHED)
+        return Piece(text[self._sent :])
 
     def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
         held = max((_begun(text, stop) for stop in self._stops), default=0)
         new = text[self._sent : max(self._sent, len(text) - held)]
         self._sent += len(new)
         return Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted)
-
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)).rstrip(UNFINISHED)
 
 
 def _begun(text: str, stop: str) -> int:
@@ -315,7 +298,7 @@ def application(worker: Worker, api_key: str | None = None) -> FastAPI:
     """Make the application.
 
     Args:
-        worker: Started with it, and stopped.
+        worker: Stopped with it.
         api_key: What a client must give as its bearer; None: nothing.
     """
 

@@ -226,15 +226,16 @@ def export_run(
     folder = run.root / "export" / to if folder is None else folder.expanduser()
     check_writable(folder.parent)
     refuse_inexpressible(drafter.config, to)
+    gguf = None
+    if to == "gguf":  # before the target is loaded
+        if dtype not in (None, *llamacpp.DTYPES):
+            raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
+        gguf = GgufTarget(gguf_of_target(recipe.target, target_gguf), dtype or "bf16")
     if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    loading, gguf, target = loading_words(recipe.target, to), None, target_location(recipe.target)
-    if to == "gguf":
-        target = str(gguf_of_target(recipe.target, target_gguf))
-        if dtype not in (None, *llamacpp.DTYPES):
-            raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
-        gguf = GgufTarget(Path(target), dtype or "bf16")
+    target = target_location(recipe.target) if gguf is None else str(gguf.file)
+    loading = loading_words(recipe.target, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, caveat(drafter.config, to))
 

@@ -32,6 +32,7 @@ from draftsmith.models.formats.layout import (
     no_target,
     no_target_but,
     only,
+    renamed,
 )
 from draftsmith.recipes.errors import UserError, reason
 
@@ -43,7 +44,6 @@ BLOCK = 32  # values that q8_0 and q4_0 scale together
 ROUNDING = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 2**-7, "q4_0": 2**-3}
 # Ours to theirs; `#` is a number.
 NAMES = {
-    "midlayer": "layers.0",
     "lm_head": "output",
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -147,8 +147,9 @@ def write_gguf(
         name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](name, value)
-    tensors = {name: value for name, value in written.tensors.items() if name != "t2d"}
-    for name, value in tensors.items():
+    for name, value in renamed(written.tensors, eagle.NAMES, back=True).items():
+        if name == "t2d":
+            continue
         if name == "d2t":
             ids = value + torch.arange(len(value))
             writer.add_tensor(name, ids.to(torch.int64).numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
@@ -212,8 +213,6 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def theirs(name: str) -> str:
     """Return llama.cpp's name of a tensor of an engine's layout."""
     name = name.removeprefix("model.")
-    first, _, rest = name.partition(".")
-    name = f"{NAMES[first]}.{rest}" if first == "midlayer" else name
     if found := OF_A_LAYER.fullmatch(name):
         return f"blk.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
     stem, _, what = name.rpartition(".")
@@ -300,12 +299,11 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, target_config: M
     """
     gguf = _package()
     tensors = {}
+    turned = architecture_of(kind, target_config) in TURNS_NEIGHBOURS
     prefix = "model." if kind == "draft_model" else ""
     ours = {value: key for key, value in LAYER_NAMES.items()}
-    of_kind = {
-        key: value for key, value in NAMES.items() if key != ("hidden_norm" if kind == "eagle3" else "input_norm")
-    }
-    others = {value: key for key, value in of_kind.items() if key != "midlayer"}
+    foreign = "hidden_norm" if kind == "eagle3" else "input_norm"  # both are called enc.output_norm
+    others = {value: key for key, value in NAMES.items() if key != foreign}
     for tensor in gguf.GGUFReader(file).tensors:
         if tensor.name == "rope_freqs.weight":
             continue
@@ -317,12 +315,9 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, target_config: M
         value = value.reshape(tuple(int(size) for size in reversed(tensor.shape)))
         stem, _, what = tensor.name.rpartition(".")
         if found := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
-            layer = "midlayer" if kind == "eagle3" and found[1] == "0" else f"layers.{found[1]}"
-            name = f"{prefix}{layer}.{ours[found[2]]}.{what}"
+            name = f"{prefix}layers.{found[1]}.{ours[found[2]]}.{what}"
         else:
             name = f"{others.get(stem, stem)}.{what}"
             name = name if name.startswith("lm_head") else prefix + name
-        if architecture_of(kind, target_config) in TURNS_NEIGHBOURS:
-            value = _turned(name, value, config, back=True)
-        tensors[name] = value
-    return tensors
+        tensors[name] = _turned(name, value, config, back=True) if turned else value
+    return renamed(tensors, eagle.NAMES) if kind == "eagle3" else tensors

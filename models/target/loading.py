@@ -255,6 +255,11 @@ def longest_sequence_tokens(target: Any) -> int | None:
     return min(known) if known else None
 
 
+def session_tokens(target: Any, most: int) -> int:
+    """Return so many tokens, or as many as the target can hold."""
+    return min(most, longest_sequence_tokens(target) or most)
+
+
 def _looks_like_a_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from parts.llamacpp import Complete, LlamaAnswer, llama_server
 from support.gguf_target import embedded_gguf
 from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, briefly_trained, our_counts
 from support.tiny_runs import recipe_file, recipe_in
@@ -21,7 +22,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.serving.llama_server import Complete, LlamaAnswer, find_server, llama_server, started_server
+from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter
 from draftsmith.models.formats.llamacpp import FILE
