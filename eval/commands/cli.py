@@ -143,7 +143,8 @@ def evaluate_command(
         str | None, typer.Option(help="llamacpp: of the drafter: f32, f16, bf16 (the default), q8_0 or q4_0.")
     ] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="llamacpp: drafted in a round at most; by default as trained.")
+        str | None,
+        typer.Option(help="llamacpp: drafted in a round at most, as 1,2,5, a measurement each; by default as trained."),
     ] = None,
 ) -> None:
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""

@@ -74,7 +74,8 @@ class ServingOptions:
     server: URL of one that drafts; plain_server: the same target without a drafter. Without, vLLM's is started.
     server_model: its name there; api_key_env: the environment variable that holds the key.
     engine_options: of a server that is started, `VllmOptions` in YAML. correct_cpu_sampling: see `cpu_sampling`.
-    llama_server: the program; target_gguf, dtype: of `export_run`; draft_tokens: at most, in a round of llama.cpp's.
+    llama_server: the program; target_gguf, dtype: of `export_run`; draft_tokens: at most in a round, as `1,2,5`: a
+    server of llama.cpp for each.
 
     Raises:
         UserError: What is given does not go together.
@@ -91,7 +92,7 @@ class ServingOptions:
     llama_server: Path | None = None
     target_gguf: Path | None = None
     dtype: str | None = None
-    draft_tokens: int | None = None
+    draft_tokens: str | None = None
 
     def __post_init__(self) -> None:
         of_llamacpp = {
@@ -103,10 +104,10 @@ class ServingOptions:
         for name, value in foreign.items():
             if value:
                 raise UserError(f"option {name} is not of --engine {self.engine}: leave it out")
-        words = [word.strip() for word in self.concurrency.split(",")]
-        if not all(word.isdecimal() and int(word) > 0 for word in words):
-            wanted = "numbers above 0 with commas between them, as 1,4,16"
-            raise UserError(f"option --concurrency: {wanted}, not {self.concurrency!r}")
+        for name, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens or "1"}.items():
+            if not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
+                wanted = "numbers above 0 with commas between them, as 1,4,16"
+                raise UserError(f"option {name}: {wanted}, not {text!r}")
         of_given = {
             "--plain-server": self.plain_server,
             "--server-model": self.server_model,
@@ -126,7 +127,11 @@ class ServingOptions:
     @property
     def levels(self) -> list[int]:
         """Return the numbers of questions in flight, ascending."""
-        return sorted({int(word) for word in self.concurrency.split(",")})
+        return _ascending(self.concurrency)
+
+
+def _ascending(text: str) -> list[int]:
+    return sorted({int(word) for word in text.split(",")})
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,11 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     prompts = {each.question_id: (each, first_turn_ids(tokenizer, each)) for each in questions}
     own, missing = own_rows(recipe, prompts, depth)
     notes += missing + _count_sentences(measured)
+    if len(opened) > 2:
+        fastest = max(
+            (row for row in rows if row.concurrency == rows[0].concurrency), key=lambda row: row.tokens_per_s or 0
+        )
+        notes.append(f"Fastest with {fastest.concurrency} at once: {fastest.arm}.")
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
     served = Served(place, rows, own, notes, len(questions), options.name)
     # Written before the target is loaded for the greedy answers that differ: measuring takes long.
@@ -232,12 +242,12 @@ def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abs
     depth = exported.made.num_speculative_tokens
     length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
     file, most = Path(exported.made.target), max(options.levels)
-    longest = options.draft_tokens or depth
-    notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; at most {longest} tokens drafted.")
+    drafted = _ascending(options.draft_tokens or str(depth))
+    notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {depth} tokens.")
 
     @contextmanager
     def started(*drafting: str) -> Iterator[Endpoint]:
-        how: tuple[Any, ...] = (length + depth + 1, "--metrics", "-t", torch.get_num_threads(), *drafting)
+        how: tuple[Any, ...] = (length + max(drafted) + 1, "--metrics", "-t", torch.get_num_threads(), *drafting)
         with (
             started_server(program, file, *how, at_once=most) as (url, _),
             closing(LlamaEndpoint(url, setting.of_engine, is_ours=True)) as endpoint,
@@ -246,8 +256,15 @@ def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abs
 
     assert exported.made.command is not None
     words = shlex.split(exported.made.command)
-    words[words.index("--spec-draft-n-max") + 1] = str(longest)
-    return {PLAIN: started(), DRAFTING: started(*words[words.index("--model-draft") :])}
+    words = words[words.index("--model-draft") :]
+    place = words.index("--spec-draft-n-max") + 1
+    arms = {
+        DRAFTING if options.draft_tokens is None else f"{DRAFTING}, {longest} drafted": started(
+            *words[:place], str(longest), *words[place + 1 :]
+        )
+        for longest in drafted
+    }
+    return {PLAIN: started(), **arms}
 
 
 def read_engine_options(text: str) -> VllmOptions:
@@ -339,7 +356,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
         warmed = ask(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
         if options.server is not None and arm == PLAIN and warmed.counts.drafts:
             raise UserError(f"{options.plain_server} drafts too: --plain-server is for the same target without one")
-        could_draft = arm == DRAFTING and any(len(answer.ids) > 1 for answer in warmed.answers)
+        could_draft = arm != PLAIN and any(len(answer.ids) > 1 for answer in warmed.answers)
         if options.server is not None and could_draft and not warmed.counts.drafts:
             raise UserError(
                 f"{options.server} drafts nothing: start it with the command that `draftsmith export` prints"
@@ -358,19 +375,19 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
 def _greedy_proofs(setting: _Setting, measured: list[Asked]) -> list[GreedyProof]:
     """Compare the answers with and without the drafter at each concurrency, of turns with the same prompt."""
     greedy = {
-        (asked.arm, asked.concurrency): {f"{a.question_id}/{a.turn}": a for a in asked.answers}
+        (asked.concurrency, asked.arm): {f"{a.question_id}/{a.turn}": a for a in asked.answers}
         for asked in measured
         if asked.temperature == 0
     }
     target, proofs = None, []
-    for concurrency in setting.options.levels:
-        if (PLAIN, concurrency) not in greedy:
+    for (concurrency, arm), found in greedy.items():
+        if arm == PLAIN or (concurrency, PLAIN) not in greedy:
             continue
-        expected, found = greedy[PLAIN, concurrency], greedy[DRAFTING, concurrency]
+        expected = greedy[concurrency, PLAIN]
         same = [key for key in expected if key in found and expected[key].prompt_ids == found[key].prompt_ids]
         prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
         answers: list[dict[int | str, list[int]]] = [{key: each[key].ids for key in same} for each in (expected, found)]
-        name = f"{concurrency} at once"
+        name = f"{arm}, {concurrency} at once"
         if answers[0] == answers[1]:
             proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
             continue

@@ -142,7 +142,7 @@ class ServedRow:
 
 
 CLOCK = ("arm", "T", "at once", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
-DRAFTS = ("T", "at once", "tau", "by question", "committed", "kept at depth", "given the one before")
+DRAFTS = ("arm", "T", "at once", "tau", "by question", "committed", "kept at depth", "given the one before")
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Served:
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         """Return headings and cells of two tables: the clock, and the drafts."""
         named = [(self.engine, row) for row in self.rows] + [("draftsmith", row) for row in self.own]
-        drafting = [(who, row) for who, row in named if row.arm == DRAFTING]
+        drafting = [(who, row) for who, row in named if row.arm != PLAIN]
         shown = ((CLOCK, named), (DRAFTS, drafting))
         return [
             (("who", *headings), [[who, *(row.cells[name] for name in headings)] for who, row in rows])
@@ -305,5 +305,5 @@ def with_speedups(rows: list[ServedRow]) -> list[ServedRow]:
     plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in rows if row.arm == PLAIN}
     for row in rows:
         base = plain.get((row.temperature, row.concurrency))
-        row.speedup = row.tokens_per_s / base if row.arm == DRAFTING and base and row.tokens_per_s else None
+        row.speedup = row.tokens_per_s / base if row.arm != PLAIN and base and row.tokens_per_s else None
     return rows

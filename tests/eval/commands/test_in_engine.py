@@ -75,7 +75,7 @@ def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
         assert (row["acceptance_by_depth"], row["acceptance_conditional"]) == ([1.0, 0.0], [1.0, 0.0])
         assert row["speedup"] > 0
     assert (one["tau_by_question"], two["tau_by_question"]) == (2.0, None)
-    assert "Greedy, 1 at once: 3 of 3 answers are the same with the drafter." in found["notes"]
+    assert "Greedy, with drafter, 1 at once: 3 of 3 answers are the same with the drafter." in found["notes"]
     # The conversation went on with the answer that came.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
     assert [7, *ANSWERED, 8] in prompts
@@ -113,6 +113,7 @@ def test_one_server_that_others_use_too(recipe: str, servers: list[StreamingServ
 WRONG = [
     (["--concurrency", "1,x"], "option --concurrency: numbers above 0 with commas between them, as 1,4,16"),
     (["--concurrency", "0"], "option --concurrency: numbers above 0"),
+    (["--engine", "llamacpp", "--draft-tokens", "1,0"], "option --draft-tokens: numbers above 0"),
     (["--plain-server", "http://a"], "option --plain-server goes with --server"),
     (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
     (["--server", "http://a", "--correct-cpu-sampling"], "is for a server that is started here"),

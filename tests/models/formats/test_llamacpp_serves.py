@@ -124,9 +124,14 @@ def test_eval_through_it(setup: Setup, folder: Path, tmp_path: Path) -> None:
     shares = drafted["acceptance_by_depth"]
     assert len(shares) == 3
     assert sum(shares) * drafted["drafts"] == pytest.approx(drafted["accepted_tokens"])
-    one = measured(*target, "--draft-tokens", "1")["rows"][1]
+    swept = measured(*target, "--draft-tokens", "2,1")
+    _, one, two = swept["rows"]
+    assert [row["arm"] for row in (one, two)] == ["with drafter, 1 drafted", "with drafter, 2 drafted"]
     assert one["acceptance_by_depth"][0] * one["drafts"] == one["accepted_tokens"]
-    assert 1 < one["tau"] < drafted["tau"]
+    assert 1 < one["tau"] < two["tau"] < drafted["tau"]
+    assert [each["divergences"] for each in swept["greedy"]] == [[], []]
+    best = max(swept["rows"], key=lambda row: row["tokens_per_s"])
+    assert f"Fastest with 1 at once: {best['arm']}." in swept["notes"]
     assert SERVER is not None
     with started_server(SERVER, folder / "target.gguf", CONTEXT_TOKENS, "--metrics", "-t", 1) as (url, _):
         result = CliRunner().invoke(app, ["eval", recipe_file(recipe), "--engine", "llamacpp", "--server", url])
