@@ -201,6 +201,11 @@ class DistillRecipe(Section):
         "transformers", description="who answers: a file of `data/engines/`, or nobody"
     )
     options: dict[str, Any] = Field({}, description="of that engine, documented there")
+    model: str | None = Field(
+        None,
+        description="who answers in the target's place, with engine vllm or transformers: a Hub id or a folder of the "
+        "copy of it that will be served (FP8, AWQ, GPTQ), whose answers the drafter then learns",
+    )
     temperature: float = Field(0.0, ge=0, description="of the answers; 0 is greedy")
     top_k: int = Field(0, ge=0, description="sample from so many most likely tokens; 0: from all")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
@@ -210,6 +215,12 @@ class DistillRecipe(Section):
         description="an answer that hits max_new_tokens ends its conversation; `keep`: what was said until then is "
         "trained on, without an end token",
     )
+
+    @model_validator(mode="after")
+    def _model_is_loaded_here(self) -> "DistillRecipe":
+        if self.model is not None and self.engine not in ("vllm", "transformers"):
+            raise ValueError(f"`model` is loaded by the engines vllm and transformers, not by {self.engine}")
+        return self
 
 
 class FeaturesRecipe(Section):
@@ -402,3 +413,10 @@ class Recipe(Section):
     )
     validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()
+
+    @property
+    def answering(self) -> TargetRecipe:
+        """Who answers the conversations: the target, or its copy in `data.distill.model`, as that was saved."""
+        copy = self.data.distill.model
+        as_saved = {"model": copy, "revision": None, "gguf_file": None, "dtype": "auto", "quantization": None}
+        return self.target if copy is None else self.target.model_copy(update=as_saved)

@@ -79,7 +79,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         recipe: What the run was distilled by.
         counts: Filled by a finished `load_conversations`.
         tokenizer: The target's.
-        weights: The hash of the target's weights.
+        weights: The hash of the weights of who answered.
     """
     run = RunFolder(recipe)
     folder, tokens, view = run.data, load_tokens(run, recipe.name), LedgerView(run.data)
@@ -103,11 +103,14 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         tally = counts.by_source.get(name, Tally())
         of_distilling = {"distilled": distilled[name], "shortened": dict(shortened[name])}
         sources[name] = tally.as_json() | of_distilling | {"without_answer": max(0, tally.kept - distilled[name])}
-    # A Hub id as it is, of a local folder the last name.
-    model = Path(recipe.target.model).name if Path(recipe.target.model).expanduser().is_dir() else recipe.target.model
     values = {
         "name": recipe.name,
-        "target": {"revision": recipe.target.revision, "dtype": recipe.target.dtype, "model": model},
+        "target": {
+            "revision": recipe.target.revision,
+            "dtype": recipe.target.dtype,
+            "model": _shown(recipe.target.model),
+        },
+        "answered_by": _shown(recipe.answering.model),
         "sources": sources,
         "failed": dict(view.counts().get(FAILED, Counter())),
         "contaminated_ids": counts.contaminated_ids,
@@ -115,7 +118,8 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         "selection": recipe.data.conversations.model_dump(
             include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
         ),
-        "engine": recipe.data.distill.model_dump(exclude={"options"}) | {"seed": recipe.seed, "weights": weights},
+        "engine": recipe.data.distill.model_dump(exclude={"options", "model"})
+        | {"seed": recipe.seed, "weights": weights},
         "hashes": {
             "sources": {source.label: _origin(source) for source in recipe.data.conversations.sources},
             "data_files": {file.relative_to(folder).as_posix(): sha256_of(file) for file in view.files()},
@@ -144,6 +148,11 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     text = template.render(values, front_matter=front_matter, picture=PICTURE, samples=samples)
     write_atomically(folder / CARD, text)
     return folder / CARD
+
+
+def _shown(model: str) -> str:
+    """A Hub id as it is, of a local folder the last name."""
+    return Path(model).name if Path(model).expanduser().is_dir() else model
 
 
 def _origin(source: MixedSourceRecipe) -> str:

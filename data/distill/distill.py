@@ -109,7 +109,7 @@ def distill(
         tokenizer: The target's, with a chat template.
         folder: The run's folder.
         open_engine: Opens the engine, if there is anything to generate; None for `engine: none`.
-        weights: A hash of the target's weights; a folder is not continued with others.
+        weights: A hash of the weights of who answers; a folder is not continued with others.
         retry_failed: Try conversations again that the engine failed at before.
         progress: Show a progress bar.
 
@@ -149,7 +149,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     """What the answers depend on, by recipe key: one folder never mixes two targets or two samplings.
 
     Args:
-        weights: A hash of the target's.
+        weights: A hash of those of who answers.
         tokenizer: The target's.
     """
     settings, conversations = recipe.data.distill, recipe.data.conversations
@@ -164,6 +164,8 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     values["data.distill.engine"] = settings.engine
     if settings.engine == "none":
         return values
+    if settings.model is not None:
+        values["data.distill.model"] = settings.model
     if settings.cut_answers != "drop":  # as it always was before there was a choice
         values["data.distill.cut_answers"] = settings.cut_answers
     return values | {

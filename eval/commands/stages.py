@@ -45,24 +45,33 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     )
 
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
-    heading("1 distil", f"{recipe.target.model} answers {sources}")
+    answering = recipe.answering
+    heading("1 distil", f"{answering.model} answers {sources}")
     folder = RunFolder(recipe)
     check_writable(folder.data)
     folder.stages()
     tokenizer = load_tokenizer(recipe.target)
+    if answering is not recipe.target:
+        template = {"chat_template": recipe.target.chat_template or tokenizer.chat_template}
+        if load_tokenizer(answering.model_copy(update=template)).get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                f"data.distill.model {answering.model} has another tokenizer than target.model {recipe.target.model}: "
+                "name a copy of the target"
+            )
 
     def opened() -> "AbstractContextManager[Engine]":
-        end_ids = tuple(answer_end_ids(load_generation_config(recipe.target), tokenizer))
+        end_ids = tuple(answer_end_ids(load_generation_config(answering), tokenizer))
 
         def loaded() -> "LocalTarget":
-            target, _ = load_target(recipe.target)
+            target, _ = load_target(answering)
             pack_linears(target)
             return local_target(target)
 
-        return open_engine(EngineSetting(recipe, tokenizer, target_location(recipe.target), end_ids, loaded))
+        asked = recipe.model_copy(update={"target": answering})
+        return open_engine(EngineSetting(asked, tokenizer, target_location(answering), end_ids, loaded))
 
     open_or_none = None if recipe.data.distill.engine == "none" else opened
-    weights = weights_hash(recipe.target)
+    weights = weights_hash(answering)
     report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed)
     console.print(report.sentence(), markup=False)
     tokens = build_token_dataset(recipe, tokenizer, folder)

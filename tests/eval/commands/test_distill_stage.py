@@ -1,0 +1,61 @@
+"""`data.distill.model`: a copy of the target, as it is served, answers in its place."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_runs import SMALL_VOCABULARY, save_tokenizer
+from transformers import LlamaForCausalLM
+
+from draftsmith.eval.commands.stages import run_distill
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+
+def recipe_in(folder: Path, name: str, **distill: Any) -> Recipe:
+    prompts = folder / "prompts.jsonl"
+    lines = [{"messages": [{"role": "user", "content": f"w{number} w{number + 1}"}]} for number in range(4, 24)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answers = {"max_new_tokens": 1, "cut_answers": "keep", **distill}
+    return Recipe.model_validate(
+        {
+            "name": name,
+            "runs_dir": str(folder / "runs"),
+            "target": {"model": str(folder / "target"), "device": "cpu"},
+            "data": {"conversations": {"source": str(prompts), "decontaminate": []}, "distill": answers},
+            "eval": {"questions": "embedded"},
+        }
+    )
+
+
+def first_tokens(recipe: Recipe) -> dict[str, int]:
+    run_distill(recipe)
+    shards = RunFolder(recipe).data.glob("shards/*.jsonl")
+    lines = [json.loads(line) for shard in shards for line in shard.read_text().splitlines()]
+    return {line["messages"][0]["content"]: line["answer_ids"][0][0] for line in lines}
+
+
+def test_the_copy_answers(target_folder: Path, tmp_path: Path) -> None:
+    """Its head says the token after the one that the target's says."""
+    copy = tmp_path / "copy"
+    shutil.copytree(target_folder, copy)
+    model = LlamaForCausalLM.from_pretrained(copy)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(1, 0))
+    model.save_pretrained(copy)
+    own = first_tokens(recipe_in(tmp_path, "own"))
+    recipe = recipe_in(tmp_path, "copied", model=str(copy))
+    found = first_tokens(recipe)
+    both = own.keys() & found.keys()  # an answer that is an end token alone is dropped
+    assert {key: found[key] for key in both} == {key: own[key] + 1 for key in both}
+    assert len({own[key] for key in both}) > 3
+    card = (RunFolder(recipe).data / "README.md").read_text()
+    assert "every answer was written by `copy`, a copy of `target`, to train drafters for both." in card
+    with pytest.raises(UserError, match=r"data\.distill\.model changed too"):
+        run_distill(recipe_in(tmp_path, "copied"))
+    save_tokenizer(copy, SMALL_VOCABULARY - 1)
+    with pytest.raises(UserError, match=r"data\.distill\.model .*copy has another tokenizer than target\.model"):
+        run_distill(recipe_in(tmp_path, "other", model=str(copy)))
