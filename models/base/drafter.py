@@ -49,6 +49,7 @@ from draftsmith.models.base.draft_head import (
 )
 from draftsmith.models.decoding.decoders import ALL_TOKENS, DrafterDecoder, StepwiseDecoder, TokenColumns
 from draftsmith.models.groups.attention import Backend
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, of_kind
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, depth_labels, document_starts
 from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teacher, loss_weights, numbers_beside
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
@@ -100,7 +101,7 @@ DraftVocabSize = Annotated[
         "(`models/base/draft_head.py`); all by default"
     ),
 ]
-NumLayers = Annotated[int, Field(ge=1, description="decoder layers of the target's kind")]
+NumLayers = Annotated[int, Field(ge=1, description="decoder layers")]
 MaskResidual = Annotated[
     bool, Field(description="add the newest token's input to each of its masks (not in the paper)")
 ]
@@ -113,6 +114,26 @@ FirstToken = Annotated[
 ]
 Init = Annotated[
     Literal["target", "random"], Field(description="start the layers and the norm from the target's, or at random")
+]
+
+
+def _kind_of_layers(kind: str | None, info: ValidationInfo) -> str:
+    model_type = (info.context or {}).get("model_type", SUPPORTED_MODEL_TYPES[0])
+    own = model_type in SUPPORTED_MODEL_TYPES
+    if kind == "target" and not own:
+        raise ValueError(f"layers of the target's own kind, {model_type}, are not supported: llama or qwen3")
+    return kind or ("target" if own else "llama")
+
+
+# None by default, which is validated.
+Layers = Annotated[
+    Literal["target", "llama", "qwen3"] | None,
+    AfterValidator(_kind_of_layers),
+    Field(
+        description="whose kind of decoder layers these are: the target's own, which may start as its; or, with its "
+        "width, heads and RoPE, Llama's or Qwen 3's (q/k norms), for targets of experts or of other attention, and for "
+        "engines that run no others. By default the target's where these are supported, else llama"
+    ),
 ]
 
 
@@ -227,6 +248,8 @@ class DrafterConfig(PreTrainedConfig):
 
     target_config: dict[str, Any] = field(default_factory=dict)
     target_name_or_path: str = ""
+    # Whose kind its decoder layers are of, see `of_kind`; an option of most kinds that have some.
+    layers = "target"
 
     def __post_init__(self, **kwargs: Any) -> None:
         given = {key: kwargs.pop(key) for key in self.Options.model_fields if key in kwargs}
@@ -238,6 +261,11 @@ class DrafterConfig(PreTrainedConfig):
     def hidden_size(self) -> int:
         """Return D of the target. DeepSpeed's `auto` sizes are computed from it."""
         return self.target_config.get("hidden_size", 0)
+
+    @property
+    def layers_of(self) -> dict[str, Any]:
+        """Return the config that its decoder layers are made from, see `of_kind`."""
+        return of_kind(self.layers, self.target_config)
 
     @property
     def options(self) -> DrafterOptions:

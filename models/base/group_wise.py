@@ -33,7 +33,12 @@ from draftsmith.models.decoding.decoders import (
     TreeDecoder,
 )
 from draftsmith.models.groups.attention import GroupAttention
-from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of_target
+from draftsmith.models.groups.layers import (
+    Rotate,
+    build_target_layers,
+    layers_config,
+    rotary_of,
+)
 from draftsmith.models.groups.rows import ActiveRows, active, previous_features
 from draftsmith.models.losses import has_teacher
 
@@ -124,7 +129,7 @@ class GroupWiseDrafter(Drafter):
     first_depth = 0
 
     def build(self, config: DrafterConfig) -> None:
-        self.layers_config = layers_config(config.target_config, config.num_layers)
+        self.layers_config = layers_config(config.layers_of, config.num_layers)
         built = build_target_layers(self.layers_config)
         self.layers, self.norm = built.layers, built.norm
 
@@ -133,12 +138,13 @@ class GroupWiseDrafter(Drafter):
         return has_teacher(self.config.loss)
 
     def attach(self, target: PreTrainedModel) -> Self:
-        self._rotary = self.make_rotary(target)
+        self._rotary = rotary_of(self.config.layers, target, self.layers_config)
         return super().attach(target)
 
-    def make_rotary(self, target: PreTrainedModel) -> Rotate:
-        """Return the rotary embedding of its queries and keys."""
-        return rotary_of_target(target, self.layers_config)
+    @property
+    def takes_target_layers(self) -> bool:
+        """Whether its layers start as some of the target's."""
+        return self.config.init == "target" and self.config.layers == "target"
 
     # ---- training ----
 

@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from draftsmith.models.base.drafter import (
     MODEL_TYPE_PREFIX,
@@ -64,7 +64,6 @@ from draftsmith.models.decoding.decoders import (
     padded_rows,
 )
 from draftsmith.models.groups.attention import GroupAttention
-from draftsmith.models.groups.layers import Rotate, build_target_layers, qwen3_layers_config, rotary
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
 
 # Whose layers have the parts of Qwen 3's, by the same names and with the same meaning.
@@ -82,6 +81,7 @@ def default_feature_layers(num_layers: int) -> list[int]:
 
 class DFlashConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash"
+    layers = "qwen3"
 
     class Options(OneForwardOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -128,13 +128,9 @@ class DFlashDrafter(GroupWiseDrafter):
     config_class = DFlashConfig
 
     def build(self, config: DrafterConfig) -> None:
-        self.layers_config = qwen3_layers_config(config.target_config, config.num_layers)
-        built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
-        self.layers, self.norm, self.hidden_norm = built.layers, built.norm, copy.deepcopy(built.norm)
+        super().build(config)
+        self.hidden_norm, hidden_size = copy.deepcopy(self.norm), self.layers_config.hidden_size
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
-
-    def make_rotary(self, target: PreTrainedModel) -> Rotate:
-        return rotary(Qwen3RotaryEmbedding, self.layers_config, target.device)
 
     @property
     def reads_first_token(self) -> bool:

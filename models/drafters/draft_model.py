@@ -12,10 +12,11 @@ Shapes: D hidden, E = D input width of the layers.
 
 import copy
 
+from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, Init, NumLayers
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, Init, Layers, NumLayers
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 
 
@@ -28,6 +29,7 @@ class DraftModelConfig(DrafterConfig):
         num_layers: NumLayers = 2
         draft_depth: DraftDepth = 5
         init: Init = "target"
+        layers: Layers = Field(None, validate_default=True)
 
 
 class DraftModel(GroupWiseDrafter):
@@ -39,7 +41,7 @@ class DraftModel(GroupWiseDrafter):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Take, with `init: target`, every so many of the target's layers, first to last, and its final norm."""
-        if self.config.init != "target":
+        if not self.takes_target_layers:
             return
         source = target.base_model
         step = (len(source.layers) - 1) / max(1, len(self.layers) - 1)
@@ -67,10 +69,13 @@ def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool)
         tied: Whether embedding and head are one tensor.
     """
     config = copy.deepcopy(target.config)
+    if drafter.config.layers != "target":
+        kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+        config = AutoConfig.for_model(**drafter.config.layers_of, **{key: getattr(config, key, None) for key in kept})
     config.num_hidden_layers, config.tie_word_embeddings = len(drafter.layers), tied
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: len(drafter.layers)]
-    model = type(target)(config).to(dtype=drafter.dtype, device=target.device)
+        config.layer_types = (config.layer_types * len(drafter.layers))[: len(drafter.layers)]
+    model = AutoModelForCausalLM.from_config(config).to(dtype=drafter.dtype, device=target.device)
     model.get_input_embeddings().load_state_dict(target.get_input_embeddings().state_dict())
     model.get_output_embeddings().load_state_dict(target.get_output_embeddings().state_dict())
     model.base_model.layers.load_state_dict(drafter.layers.state_dict())

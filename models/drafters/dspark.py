@@ -30,7 +30,7 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Los
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
 
 
-class DSparkConfig(DrafterConfig):
+class DSparkConfig(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "dspark"
 
     class Options(DFlashConfig.Options):

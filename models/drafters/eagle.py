@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.draft_head import RowLosses
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken, Layers
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows
@@ -50,6 +50,7 @@ class EagleLayerOptions(GroupWiseOptions):
         "training",
     )
     first_token: FirstToken = True
+    layers: Layers = Field(None, validate_default=True)
     fc_bias: bool = Field(False, description="a bias in `fc`, as the authors' Vicuna and Llama 2 drafters have")
 
 
@@ -66,7 +67,7 @@ class EagleLayer(GroupWiseDrafter):
     """The layer and its loss, for both flavours; see the module's docstring."""
 
     def build(self, config: DrafterConfig) -> None:
-        self.layers_config = layers_config(config.target_config, num_layers=1)
+        self.layers_config = layers_config(config.layers_of, num_layers=1)
         self.layers = build_target_layers(self.layers_config).layers
         self.layers[0].input_layernorm, self.norm = nn.Identity(), nn.Identity()
         hidden_size = self.layers_config.hidden_size

@@ -40,7 +40,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, DraftDepth, DrafterConfig, FirstToken, Init
+from draftsmith.models.base.drafter import (
+    MODEL_TYPE_PREFIX,
+    DepthOptions,
+    DraftDepth,
+    DrafterConfig,
+    FirstToken,
+    Init,
+    Layers,
+)
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import build_target_layers, layers_config
@@ -67,6 +75,7 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
         "embeddings. By default EAGLE-3's low, middle and high one",
     )
     init: Init = "target"
+    layers: Layers = Field(None, validate_default=True)
     first_token: FirstToken = True
     norm_before_residual: bool = Field(
         False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
@@ -144,7 +153,7 @@ class Eagle3Shape(GroupWiseDrafter):
 
     def build_shape(self, config: DrafterConfig, num_layers: int) -> None:
         """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
-        self.layers_config = layers_config(config.target_config, num_layers)
+        self.layers_config = layers_config(config.layers_of, num_layers)
         built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
         spread = getattr(self.layers_config, "initializer_range", 0.02)
         first = Eagle3Layer(built.layers[0], spread, config.norm_before_residual)
@@ -170,7 +179,7 @@ class Eagle3Shape(GroupWiseDrafter):
         """Start, with `init: target`, from the target's last layers, with g near the mean of the features."""
         self.initialize_own_heads()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
-        if self.config.init != "target":
+        if not self.takes_target_layers:
             return
         for block in self.fc.weight.split(self.fc.out_features, dim=1):
             block.diagonal().add_(1.0 / len(self.config.feature_layers))

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.draft_head import Batch
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig, Layers
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.decoders import CachedDecoder, depths_below, padded_rows, to_device
 from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
 from draftsmith.models.groups.attention import GroupAttention
-from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of_target
+from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
 from draftsmith.models.groups.rows import ActiveRows, previous_features
 
 
@@ -49,6 +49,7 @@ class HydraConfig(DrafterConfig):
             False, description="biases of the LM heads, which stay as they are, as imported ones of the authors' have"
         )
         attention: Attention = "folded"
+        layers: Layers = Field(None, validate_default=True)
         depth_weights: DepthWeights = 1.0
 
 
@@ -77,9 +78,9 @@ class PrefixAttention(nn.Module):
 
     reads_first_token = True
 
-    def __init__(self, target_config: dict[str, Any]) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.layers_config = layers_config(target_config, num_layers=1)
+        self._kind, self.layers_config = config.layers, layers_config(config.layers_of, num_layers=1)
         built = build_target_layers(self.layers_config)
         self.layer, self.norm = built.layers[0], built.norm
         self._rotary: Rotate | None = None
@@ -93,7 +94,7 @@ class PrefixAttention(nn.Module):
         return next(self.parameters()).dtype
 
     def attach(self, target: PreTrainedModel) -> None:
-        self._rotary = rotary_of_target(target, self.layers_config)
+        self._rotary = rotary_of(self._kind, target, self.layers_config)
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
@@ -128,7 +129,7 @@ class HydraDrafter(HeadsDrafter):
         self.add_lm_heads(config)
         if config.embedding_norm:
             self.embedding_norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.prefix = PrefixAttention(config.target_config) if config.prefix_attention else None
+        self.prefix = PrefixAttention(config) if config.prefix_attention else None
 
     def attach(self, target: PreTrainedModel) -> Self:
         super().attach(target)

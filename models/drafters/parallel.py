@@ -28,6 +28,7 @@ from draftsmith.models.base.drafter import (
     MODEL_TYPE_PREFIX,
     DrafterConfig,
     Init,
+    Layers,
     Loss,
     MaskResidual,
     NumLayers,
@@ -53,6 +54,7 @@ class ParallelConfig(DrafterConfig):
             "what engines serve: PARD, with `inputs: embedding`)",
         )
         init: Init = "target"
+        layers: Layers = Field(None, validate_default=True)
         feature_layers: Annotated[
             list[int], AfterValidator(lambda layers, info: ascending_layers(layers, info, FINAL_FEATURES))
         ] = Field(
@@ -87,7 +89,7 @@ class ParallelDrafter(GroupWiseDrafter):
             self.fuse.weight.normal_(0.0, self.fuse.in_features**-0.5 / 4)
             for block in self.fuse.weight.split(self.fuse.out_features, dim=1):
                 block.diagonal().add_(1.0)
-        if self.config.init == "target":
+        if self.takes_target_layers:
             source = target.base_model
             for layer, source_layer in zip(self.layers, source.layers[-len(self.layers) :], strict=True):
                 layer.load_state_dict(source_layer.state_dict())

@@ -22,13 +22,15 @@ from draftsmith.models.formats.layout import (
     Parameters,
     Refusal,
     always,
-    no_target,
+    kind_of_layers,
+    no_scaled_embeddings,
     only,
-    refuse_other_layers,
     take_borrowed,
 )
+from draftsmith.models.groups.layers import OTHER_KINDS
 
 OF_DRAFT_MODELS = (
+    no_scaled_embeddings("and other layers' classes do not", tuple(OTHER_KINDS)),
     only("draft_vocab_size", None, "engines want a draft model's vocabulary to be the target's, all of it"),
 )
 OF_PARD = (
@@ -43,7 +45,7 @@ OF_PARD = (
     ),
     only("mask_residual", False, "engines do not add the newest token to its masks"),
     only("markov_rank", 0, "PARD has no Markov head"),
-    no_target("gemma", "this target scales embeddings, and a mask is none"),
+    no_scaled_embeddings("and a mask is none"),
     *OF_DRAFT_MODELS,
 )  # fmt: skip
 
@@ -74,14 +76,14 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: Its layers are of another shape than the target's.
     """
     config = checkpoint.config
-    refuse_other_layers(config, target_config)
+    kind = kind_of_layers(config, target_config)
     state = {name.removeprefix("model."): value for name, value in checkpoint.tensors.items()}
     borrowed, num_layers = take_borrowed(state), config["num_hidden_layers"]
     mask_token_id = config.get("pard_token")
     if mask_token_id is None:
-        return Parameters("draft_model", {"num_layers": num_layers}, state, borrowed)
+        return Parameters("draft_model", {"num_layers": num_layers, "layers": kind}, state, borrowed)
     state["masks"] = borrowed["embed_tokens"][mask_token_id : mask_token_id + 1].clone()
-    options = {"num_layers": num_layers, "inputs": "embedding", "shared_mask": True}
+    options = {"num_layers": num_layers, "inputs": "embedding", "shared_mask": True, "layers": kind}
     return Parameters("parallel", options, state, borrowed, other_row=mask_token_id)
 
 

@@ -17,16 +17,15 @@ from draftsmith.models.formats.layout import (
     Parameters,
     drafted_of_all,
     dtype_name,
+    kind_of_layers,
     llama_config,
-    no_target,
+    no_scaled_embeddings,
     only,
-    refuse_other_layers,
     take_borrowed,
 )
-from draftsmith.models.groups.layers import qwen3_layers_config
 
 OF_BLOCKS = (
-    no_target("gemma", "this target scales embeddings, and engines do not for a block"),
+    no_scaled_embeddings("and engines do not for a block"),
     only("mask_residual", False, "engines do not add the newest token to its masks"),
 )
 OF_DFLASH = (
@@ -78,7 +77,7 @@ def _tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 def _config(drafter: Drafter) -> dict[str, Any]:
     ours = drafter.config
-    config = llama_config(ours, ours.num_layers, dtype_name(drafter), qwen3_layers_config)
+    config = llama_config(ours, ours.num_layers, dtype_name(drafter))
     reduced = {"draft_vocab_size": ours.draft_vocab_size} if has_draft_vocabulary(ours) else {}
     return {
         **config,
@@ -107,7 +106,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: It was made for a target of another shape.
     """
     config, state = checkpoint.config, dict(checkpoint.tensors)
-    refuse_other_layers(config, target_config, qwen3_layers_config)
+    kind_of_layers(config, target_config, ("qwen3",))
     known = {**config, **(config.get("dflash_config") or {})}
     options = {
         "block_size": known["block_size"],
@@ -132,17 +131,17 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 EXPORTERS = {
     ("dflash", "vllm"): Exporter(
         to_dflash, parameters, OF_DFLASH, "dflash",
-        needs_target=has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
+        needs_target=has_draft_vocabulary, in_blocks=True,
     ),
     ("dflash", "sglang"): Exporter(
-        to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True, layers=qwen3_layers_config
+        to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True
     ),
     ("dspark", "vllm"): Exporter(
         to_dspark, parameters, OF_DSPARK, "dspark",
-        needs_target=has_draft_vocabulary, in_blocks=True, layers=qwen3_layers_config,
+        needs_target=has_draft_vocabulary, in_blocks=True,
     ),
     ("dspark", "sglang"): Exporter(
         to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), "DSPARK",
-        in_blocks=True, layers=qwen3_layers_config,
+        in_blocks=True,
     ),
 }  # fmt: skip

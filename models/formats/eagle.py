@@ -33,16 +33,18 @@ from draftsmith.models.formats.layout import (
     drafted_of_all,
     drafted_tokens,
     dtype_name,
+    kind_of_layers,
     llama_config,
-    no_target,
-    no_target_but,
+    no_layers,
+    no_layers_but,
+    no_scaled_embeddings,
     only,
-    refuse_other_layers,
     renamed,
     take_borrowed,
     with_output_biases,
     without_zero_biases,
 )
+from draftsmith.models.groups.layers import of_kind
 from draftsmith.recipes.errors import UserError
 
 NAMES = {"layers.0.": "midlayer."}
@@ -55,13 +57,14 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 # ---- what can be expressed ----
 
 REFUSALS = (
-    no_target_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.target_config[model_type]}'s layers"),
+    no_scaled_embeddings("and EAGLE-3's classes do not"),
+    no_layers_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.layers_of[model_type]}'s layers"),
 )
 OF_PEAGLE = (*REFUSALS, only("markov_rank", 0, "P-EAGLE has no Markov head"))
 # SGLang and the authors' code run Llama's layer alone.
 LLAMA_ALONE = (
     *REFUSALS,
-    no_target("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
+    no_layers("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
     NO_ATTENTION_BIAS,
     only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
     Refusal(
@@ -193,9 +196,9 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: It was made for another target, or does not say which layers of the target it reads.
     """
     config = checkpoint.config
-    refuse_other_layers(config, target_config)
-    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), target_config)
-    options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl"}
+    kind = kind_of_layers(config, target_config)
+    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), of_kind(kind, target_config))
+    options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl", "layers": kind}
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
     nested = config.get("eagle_config") or {}
     options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
@@ -246,8 +249,9 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
 # ---- EAGLE ----
 
 OF_EAGLE = (
-    no_target("qwen3", "its Llama layer has no q/k norms, which this target's layers have", "eagle3"),
-    no_target_but(LLAMA_LIKE, "its Llama layer does not run {config.target_config[model_type]}'s layers"),
+    no_scaled_embeddings("and EAGLE's classes do not"),
+    no_layers("qwen3", "its Llama layer has no q/k norms"),
+    no_layers_but(LLAMA_LIKE, "its Llama layer does not run {config.layers_of[model_type]}'s layers"),
     only("draft_vocab_size", None, "EAGLE's layout has no draft vocabulary", "drafter.kind=eagle3"),
 )
 FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
@@ -280,13 +284,13 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: It was made for a target of another shape.
     """
-    refuse_other_layers(checkpoint.config, target_config)
-    state = without_zero_biases(dict(checkpoint.tensors), target_config)
+    kind = kind_of_layers(checkpoint.config, target_config)
+    state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
     borrowed = take_borrowed(state)
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
     if not biased:
         state.pop("fc.bias", None)
-    return Parameters("eagle", {"fc_bias": biased}, state, borrowed)
+    return Parameters("eagle", {"fc_bias": biased, "layers": kind}, state, borrowed)
 
 
 # The first kind of a format is what a kind without a place there is told to train: EAGLE-3.

@@ -317,7 +317,7 @@ def export_drafter(
         if gguf is not None:
             whole = Checkpoint(written.config, tensors)
             llamacpp.write_gguf(
-                partial / llamacpp.FILE, whole, kind_of(config), config.target_config, tokenizer, gguf.dtype
+                partial / llamacpp.FILE, whole, kind_of(config), config.layers_of, tokenizer, gguf.dtype
             )
         elif exporter.weights_file.endswith(".safetensors"):
             save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
@@ -348,11 +348,11 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         read = read_checkpoint(folder)
     else:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, kind_of(config), config.target_config)
+        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, kind_of(config), config.layers_of)
         read = Checkpoint(values, tensors)
     wrong = []
     if "num_attention_heads" in read.config:
-        differences = config_differences(read.config, config.target_config, exactly=True, layers=exporter.layers)
+        differences = config_differences(read.config, config.layers_of, exactly=True)
         wrong = [f"config: {sentence}" for sentence in differences]
     if not wrong:
         back, state = exporter.read(read, config.target_config), drafter.state_dict()

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
-from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, LayersConfig, layers_config
+from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
 from draftsmith.recipes.errors import UserError
 
 # Layers that Llama's classes run: Mistral's and Qwen 2's differ from Llama's in sliding windows, which drafters do not
@@ -26,6 +26,7 @@ LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "rope_parameters", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
+LLAMAS = "drafter.options.layers=llama"
 HARMLESS_KEYS = ("max_position_embeddings", "initializer_range")
 
 
@@ -85,7 +86,6 @@ class Exporter:
         parallel: Whether all depths come from one forward.
         needs_target: Whether writing a drafter of this config takes tensors of the target.
         in_blocks: Whether its config says how many tokens are drafted, always all of them.
-        layers: Makes the config of its layers from the target's.
         weights_file: Where its reader looks for tensors.
     """
 
@@ -96,7 +96,6 @@ class Exporter:
     parallel: bool = False
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
-    layers: LayersConfig = layers_config
     weights_file: str = "model.safetensors"
 
 
@@ -141,47 +140,55 @@ def only(option: str, value: Any, why: str, otherwise: str = "") -> Refusal:
     return Refusal(f"`{option}` other than {wanted}", lambda config: getattr(config, option, value) != value, why, line)
 
 
-def no_target(model_type: str, why: str, kind: str = "draft_model") -> Refusal:
-    """Refuse drafters for targets of this `model_type`, for which another kind is to be trained."""
-    of_type = f"a target with {model_type}'s layers"
-    return Refusal(
-        of_type, lambda config: config.target_config["model_type"] == model_type, why, f"drafter.kind={kind}"
-    )
-
-
-def no_target_but(model_types: Collection[str], why: str) -> Refusal:
-    """Refuse drafters for targets of other types, or with another activation than silu."""
+def no_scaled_embeddings(why: str, layers: Collection[str] = ("target", *OTHER_KINDS)) -> Refusal:
+    """Refuse drafters with such `layers` for Gemma's targets, whose embeddings are scaled as they are read."""
 
     def applies(config: DrafterConfig) -> bool:
-        silu = config.target_config.get("hidden_act", "silu") == "silu"
-        return config.target_config["model_type"] not in model_types or not silu
+        return config.target_config["model_type"].startswith("gemma") and config.layers in layers
 
-    return Refusal(
-        f"a target with other layers than {', '.join(model_types)}'s", applies, why, "drafter.kind=draft_model"
-    )
+    otherwise = "drafter.kind=draft_model" if "target" in layers else "drafter.options.layers=target"
+    return Refusal("a target with scaled embeddings", applies, f"this target scales embeddings, {why}", otherwise)
+
+
+def no_layers(model_type: str, why: str) -> Refusal:
+    """Refuse drafters with layers of this `model_type`."""
+    return Refusal(f"{model_type}'s layers", lambda config: config.layers_of["model_type"] == model_type, why, LLAMAS)
+
+
+def no_layers_but(model_types: Collection[str], why: str) -> Refusal:
+    """Refuse drafters with layers of other types, or with another activation than silu."""
+
+    def applies(config: DrafterConfig) -> bool:
+        layers = config.layers_of
+        return layers["model_type"] not in model_types or layers.get("hidden_act", "silu") != "silu"
+
+    return Refusal(f"other layers than {', '.join(model_types)}'s", applies, why, LLAMAS)
 
 
 NO_ATTENTION_BIAS = Refusal(
-    "a target with biases in the attention",
+    "biases in the attention",
     lambda config: llama_config(config, 1, "")["attention_bias"],
     "its layer has no biases in the attention",
-    "drafter.kind=draft_model",
+    LLAMAS,
 )
 
 
-def llama_config(
-    config: DrafterConfig, num_layers: int, dtype: str, layers: LayersConfig = layers_config
-) -> dict[str, Any]:
+def _has_biases(layers_of: Mapping[str, Any]) -> bool:
+    """Whether queries, keys and values have biases."""
+    return layers_of["model_type"] == "qwen2" or bool(layers_of.get("attention_bias"))
+
+
+def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str, Any]:
     """Make a `config.json` of `num_layers` layers of the drafter's kind, with the target's vocabulary, untied."""
-    source = layers(config.target_config, num_layers)
+    source = layers_config(config.layers_of, num_layers)
     values = {key: getattr(source, key, None) for key in LAYER_KEYS}
     values["head_dim"] = values["head_dim"] or source.hidden_size // source.num_attention_heads
-    values["attention_bias"] = source.model_type == "qwen2" or bool(getattr(source, "attention_bias", False))
+    values["attention_bias"] = _has_biases(config.layers_of)
     values["mlp_bias"] = bool(getattr(source, "mlp_bias", False))
     rope = dict(values["rope_parameters"] or {})
     scaled = rope.get("rope_type", "default") != "default"
     return {
-        "model_type": "qwen3" if config.target_config["model_type"] == "qwen3" else "llama",
+        "model_type": "qwen3" if source.model_type == "qwen3" else "llama",
         **values,
         "rope_theta": rope.get("rope_theta"),
         "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None,
@@ -206,9 +213,9 @@ def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) ->
     return {**missing, **tensors}
 
 
-def without_zero_biases(state: dict[str, Tensor], target_config: Mapping[str, Any]) -> dict[str, Tensor]:
+def without_zero_biases(state: dict[str, Tensor], layers_of: Mapping[str, Any]) -> dict[str, Tensor]:
     """Undo `with_output_biases`."""
-    if target_config["model_type"] != "qwen2":
+    if layers_of["model_type"] != "qwen2":
         return state
     return {name: value for name, value in state.items() if not name.endswith("o_proj.bias") or value.any()}
 
@@ -236,16 +243,14 @@ def dtype_name(drafter: Drafter) -> str:
     return str(drafter.dtype).removeprefix("torch.")
 
 
-def config_differences(
-    config: Mapping[str, Any], target_config: Mapping[str, Any], exactly: bool, layers: LayersConfig = layers_config
-) -> list[str]:
-    """List where a config, as transformers reads it, says something else of its layers than the target's does.
+def config_differences(config: Mapping[str, Any], layers_of: Mapping[str, Any], exactly: bool) -> list[str]:
+    """List where a config, as transformers reads it, says something else of its layers than ours have.
 
     Args:
+        layers_of: What ours are made from.
         exactly: Also compare keys that no output of ours depends on: the number of positions, the initial range.
-        layers: Makes the config of our layers for such a target.
     """
-    ours = layers(dict(target_config), 1)
+    ours = layers_config(dict(layers_of), 1)
     model_type = config.get("model_type")
     values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
     theirs = AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
@@ -259,21 +264,34 @@ def config_differences(
             wanted, value = ({k: v for k, v in (side or {}).items() if v is not None} for side in (wanted, value))
         if value != wanted and (exactly or key not in HARMLESS_KEYS):
             found.append(f"{key} is {value} where the target's layers have {wanted}")
-    if config.get("vocab_size") != target_config["vocab_size"]:
-        found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
     return found
 
 
-def refuse_other_layers(
-    config: Mapping[str, Any], target_config: Mapping[str, Any], layers: LayersConfig = layers_config
-) -> None:
-    """
+def kind_of_layers(
+    config: Mapping[str, Any], target_config: Mapping[str, Any], kinds: Collection[str] = ("target", *OTHER_KINDS)
+) -> str:
+    """Which of these kinds the layers of a foreign config are of, see `of_kind`.
+
     Raises:
-        UserError: The layers of a foreign config are not of the target's shape, the only one that our drafters have.
+        UserError: They are not of the target's shape, the only one that our drafters have; or its vocabulary is not.
     """
-    differences = config_differences(config, target_config, exactly=False, layers=layers)
-    if differences:
-        raise UserError(
-            f"the checkpoint's {differences[0]}: drafters here have layers of the target's shape, so import one "
-            "that was made for this target and has them"
-        )
+    differences, model_type = list[str](), config.get("model_type")
+    for kind in kinds:
+        layers_of = of_kind(kind, target_config)
+        own = layers_of["model_type"]
+        # Mistral's and Qwen 2's are written as Llama's.
+        if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
+            continue
+        found = config_differences(config, layers_of, exactly=False)
+        if bool(config.get("attention_bias", model_type == "qwen2")) != _has_biases(layers_of):
+            found.append(f"attention_bias is {not _has_biases(layers_of)} where the target's layers have another")
+        if config.get("vocab_size") != target_config["vocab_size"]:
+            found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
+        if not found:
+            return kind
+        differences += found
+    first = differences[0] if differences else f"layers are {model_type}'s"
+    raise UserError(
+        f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "
+        "this target and has them"
+    )

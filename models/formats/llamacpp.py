@@ -29,8 +29,8 @@ from draftsmith.models.formats.layout import (
     Checkpoint,
     Exporter,
     Refusal,
-    no_target,
-    no_target_but,
+    no_layers,
+    no_layers_but,
     only,
     renamed,
 )
@@ -67,16 +67,16 @@ TURNS_NEIGHBOURS = ("llama", "eagle3")
 ROPE = Refusal(
     "a target whose RoPE changes with the length (dynamic, longrope, yarn)",
     lambda config: (
-        (config.target_config.get("rope_parameters") or {}).get("rope_type", "default")
+        (config.layers_of.get("rope_parameters") or {}).get("rope_type", "default")
         not in ("default", "linear", "llama3")
     ),
-    "its files have one factor for each frequency of RoPE, and {config.target_config[rope_parameters][rope_type]} has "
+    "its files have one factor for each frequency of RoPE, and {config.layers_of[rope_parameters][rope_type]} has "
     "others for other lengths",
     "a target with plain RoPE",
 )
 OF_EAGLE3 = (
     *eagle.REFUSALS,
-    no_target("qwen3", "its EAGLE-3 layer has no q/k norms"),
+    no_layers("qwen3", "its EAGLE-3 layer has no q/k norms"),
     NO_ATTENTION_BIAS,
     Refusal(
         "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,
@@ -89,7 +89,7 @@ OF_EAGLE3 = (
 )  # fmt: skip
 OF_DRAFT_MODELS = (
     *causal_lm.OF_DRAFT_MODELS,
-    no_target_but(ARCHITECTURES, "draft models of {config.target_config[model_type]}'s layers are not written yet"),
+    no_layers_but(ARCHITECTURES, "draft models of {config.layers_of[model_type]}'s layers are not written yet"),
     ROPE,
 )
 
@@ -124,7 +124,7 @@ def write_gguf(
     file: Path,
     written: Checkpoint,
     kind: str,
-    target_config: Mapping[str, Any],
+    layers_of: Mapping[str, Any],
     tokenizer: Sequence[Key],
     dtype: str,
 ) -> None:
@@ -132,6 +132,7 @@ def write_gguf(
 
     Args:
         kind: Of the drafter.
+        layers_of: Of its config.
         tokenizer: The target's, of `tokenizer_of`.
         dtype: One of `DTYPES`.
 
@@ -139,7 +140,7 @@ def write_gguf(
         UserError: The package gguf is not installed.
     """
     gguf = _package()
-    architecture = architecture_of(kind, target_config)
+    architecture = architecture_of(kind, layers_of)
     writer = gguf.GGUFWriter(file, architecture)
     for name, value, kinds in tokenizer:
         writer.add_key_value(name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
@@ -157,7 +158,7 @@ def write_gguf(
         if architecture in TURNS_NEIGHBOURS:
             value = _turned(name, value, written.config)
         _add(gguf, writer, theirs(name), value.float().numpy(), dtype)
-    if (factors := _rope_factors(target_config)) is not None:
+    if (factors := _rope_factors(layers_of)) is not None:
         _add(gguf, writer, "rope_freqs.weight", factors.numpy(), "f32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -165,10 +166,10 @@ def write_gguf(
     writer.close()
 
 
-def architecture_of(kind: str, target_config: Mapping[str, Any]) -> str:
+def architecture_of(kind: str, layers_of: Mapping[str, Any]) -> str:
     """Return `general.architecture` of a drafter's file."""
     return {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dflash"}.get(kind) or ARCHITECTURES[
-        target_config["model_type"]
+        layers_of["model_type"]
     ]
 
 
@@ -238,14 +239,14 @@ def _turned(name: str, value: Tensor, config: Mapping[str, Any], back: bool = Fa
     return value.unflatten(0, parts).transpose(1, 2).flatten(0, 2)
 
 
-def _rope_factors(target_config: Mapping[str, Any]) -> Tensor | None:
+def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
     """[Dh/2] by which each frequency of RoPE is divided, if any is."""
-    kind = (target_config.get("rope_parameters") or {}).get("rope_type", "default")
+    kind = (layers_of.get("rope_parameters") or {}).get("rope_type", "default")
     if kind == "default":
         return None
     config = AutoConfig.for_model(
-        target_config["model_type"],
-        **{key: value for key, value in target_config.items() if key not in ("model_type", "architectures")},
+        layers_of["model_type"],
+        **{key: value for key, value in layers_of.items() if key not in ("model_type", "architectures")},
     )
     scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     head_size = 2 * len(scaled)
@@ -291,7 +292,7 @@ def _package() -> Any:
 # ---- theirs to ours ----
 
 
-def read_gguf(file: Path, config: Mapping[str, Any], kind: str, target_config: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_gguf(file: Path, config: Mapping[str, Any], kind: str, layers_of: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read the tensors back, in fp32, under the names of the engine's layout that they were written from.
 
     Args:
@@ -299,7 +300,7 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, target_config: M
     """
     gguf = _package()
     tensors = {}
-    turned = architecture_of(kind, target_config) in TURNS_NEIGHBOURS
+    turned = architecture_of(kind, layers_of) in TURNS_NEIGHBOURS
     prefix = "model." if kind == "draft_model" else ""
     ours = {value: key for key, value in LAYER_NAMES.items()}
     foreign = "hidden_norm" if kind == "eagle3" else "input_norm"  # both are called enc.output_norm

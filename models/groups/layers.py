@@ -1,14 +1,14 @@
-"""Decoder layers of the target's own kind, with only the attention core replaced by ours (`attention.attend`).
+"""Decoder layers of the target's own kind, or Llama's or Qwen 3's, with our attention core (`attention.attend`).
 
 The layers are transformers' own modules, built from the target's config, so that widths, heads, biases, QK norms and
-RoPE match the target. Sliding-window attention of a target is not carried over: the drafter's layers attend to the
-whole past.
+RoPE match the target. Those of another kind keep width, heads and RoPE. Sliding-window attention of a target is not
+carried over: the drafter's layers attend to the whole past.
 
 Shapes: N packed rows, Dh head size.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from draftsmith.models.groups.attention import attend
 from draftsmith.recipes.errors import UserError
@@ -37,23 +39,25 @@ class TargetLayers:
 
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# From a target's config and a number of layers to the config that they are made of.
-LayersConfig = Callable[[dict[str, Any], int], PreTrainedConfig]
+OTHER_KINDS: dict[str, Any] = {"llama": LlamaRotaryEmbedding, "qwen3": Qwen3RotaryEmbedding}
 
 
-def layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedConfig:
-    """Return the target's config, cut down to this many layers of full attention and a vocabulary of one.
+def layers_config(layers_of: dict[str, Any], num_layers: int) -> PreTrainedConfig:
+    """Return the config, cut down to this many layers of full attention and a vocabulary of one.
+
+    Args:
+        layers_of: A target's, or one of `of_kind`.
 
     Raises:
         UserError: The architecture is not supported; lists those that are.
     """
-    model_type = target_config.get("model_type")
+    model_type = layers_of.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise UserError(
-            f"target architecture `{model_type}` is not supported by this drafter: use a target whose model_type is "
-            f"one of {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"target architecture `{model_type}` is not supported by this drafter: take another drafter.kind, or a "
+            f"target whose model_type is one of {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    values = copy.deepcopy(target_config)
+    values = copy.deepcopy(layers_of)
     for key in ("model_type", "layer_types", "dtype", "torch_dtype", "_name_or_path", "architectures"):
         values.pop(key, None)
     values.update(num_hidden_layers=num_layers, vocab_size=1, attention_dropout=0.0)
@@ -64,42 +68,40 @@ def layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedC
     return config
 
 
-def qwen3_layers_config(target_config: dict[str, Any], num_layers: int) -> PreTrainedConfig:
-    """Return a config of layers of Qwen 3's kind (q/k norms, no biases, SiLU), with the target's width and RoPE.
+def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config of dense layers for this target.
 
-    RoPE that turns a part of a head's dimensions only, which Qwen 3 has not, becomes plain RoPE of the same base.
-
-    Raises:
-        UserError: The architecture is not supported; lists those that are.
+    Args:
+        kind: `target`: its own; or `llama`, or `qwen3` (with q/k norms), which have its width, heads and RoPE, SiLU and
+            no biases. RoPE that turns a part of a head's dimensions only becomes plain RoPE of the same base. The MLP
+            is as wide as the target's config says, or as the experts together that a token takes.
     """
-    source = layers_config(target_config, num_layers)
+    if kind == "target":
+        return dict(target_config)
+    known = {key: value for key, value in target_config.items() if key not in ("model_type", "architectures")}
+    try:
+        source = AutoConfig.for_model(target_config["model_type"], **copy.deepcopy(known))
+    except (KeyError, ValueError):  # the target's own code
+        source = PreTrainedConfig(**copy.deepcopy(known))
     rope = dict(getattr(source, "rope_parameters", None) or {})
-    partial = rope.pop("partial_rotary_factor", 1.0) != 1.0
-    if partial or rope.get("rope_type", "default") == "longrope":
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.get("rope_type", "default") == "longrope":
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}
-    heads = source.num_attention_heads
-    config = AutoConfig.for_model(
-        "qwen3",
-        hidden_size=source.hidden_size,
-        intermediate_size=source.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(source, "num_key_value_heads", None) or heads,
-        head_dim=getattr(source, "head_dim", None) or source.hidden_size // heads,
-        rms_norm_eps=getattr(source, "rms_norm_eps", 1e-6),
-        rope_parameters=rope or None,
-        max_position_embeddings=source.max_position_embeddings,
-        initializer_range=getattr(source, "initializer_range", 0.02),
-        num_hidden_layers=num_layers,
-        vocab_size=1,
-        attention_bias=False,
-        hidden_act="silu",
-        use_sliding_window=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    config._attn_implementation = ATTENTION_NAME
-    return config
+    heads, experts = source.num_attention_heads, getattr(source, "num_experts_per_tok", None) or 1
+    of_experts = experts * (getattr(source, "moe_intermediate_size", None) or 0)
+    return {
+        "model_type": kind,
+        "hidden_size": source.hidden_size,
+        "intermediate_size": getattr(source, "intermediate_size", None) or of_experts or 4 * source.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads,
+        "rms_norm_eps": getattr(source, "rms_norm_eps", None) or 1e-6,
+        "rope_parameters": rope or None,
+        "max_position_embeddings": source.max_position_embeddings,
+        "initializer_range": getattr(source, "initializer_range", None) or 0.02,
+        "attention_bias": False,
+        "hidden_act": "silu",
+    }
 
 
 def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
@@ -109,9 +111,9 @@ def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
     return TargetLayers(skeleton.layers, skeleton.norm)
 
 
-def rotary_of_target(target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
-    """Make RoPE as the target itself does it; see `rotary`."""
-    return rotary(type(target.base_model.rotary_emb), config, target.device)
+def rotary_of(kind: str, target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
+    """Make RoPE for layers of this kind, `target`: as the target itself does it; see `rotary`."""
+    return rotary(OTHER_KINDS.get(kind) or type(target.base_model.rotary_emb), config, target.device)
 
 
 def rotary(module_class: Any, config: PreTrainedConfig, device: torch.device) -> Rotate:

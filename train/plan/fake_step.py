@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.models.base.registry import load_drafter_class
@@ -37,6 +38,7 @@ from draftsmith.train.features.cache import refuse_obstacle
 
 LATE_STEP = 1 << 40  # a drafter that warms up is planned as it is afterwards
 SMALLER_VOCABULARY = 32_000
+ACTIVE = "draftsmith_active"  # how transformers' experts are run, by name
 WORTH_FRAC = 0.98  # of the peak: what saves less is not proposed
 
 
@@ -59,6 +61,21 @@ class StepCost:
             total[name] += phase.flops["layers"]
             total["LM head"] += phase.flops["head"]
         return {name: flops for name, flops in total.items() if flops}
+
+
+def active_experts(experts: Any, hidden_nd: Tensor, chosen_nk: Tensor, weights_nk: Tensor) -> Tensor:
+    """[N, D] at the price of the experts that each token takes, which the router cannot choose without values."""
+    copies = hidden_nd.repeat_interleave(chosen_nk.shape[-1], dim=0)
+
+    def product(inputs: Tensor, weight_eoi: Tensor) -> Tensor:
+        return inputs @ weight_eoi[0] if experts.is_transposed else nn.functional.linear(inputs, weight_eoi[0])
+
+    if experts.has_gate:
+        inner = experts._apply_gate(product(copies, experts.gate_up_proj))
+    else:
+        inner = experts.act_fn(product(copies, experts.up_proj))
+    weighted = product(inner, experts.down_proj) * weights_nk.reshape(-1, 1)
+    return weighted.view(len(hidden_nd), -1, weighted.shape[-1]).sum(dim=1).to(hidden_nd.dtype)
 
 
 class FakeTraining:
@@ -86,6 +103,9 @@ class FakeTraining:
         with run.building():
             self.target = target_without_weights(recipe.target)
             self.drafter = load_drafter_class(recipe.drafter.kind).from_target(self.target, options)
+        if getattr(self.target.config.get_text_config(), "num_experts_per_tok", None):
+            ALL_EXPERTS_FUNCTIONS.register(ACTIVE, active_experts)
+            self.target.set_experts_implementation(ACTIVE)
         if is_offline:
             drop_decoder_layers(self.target)
         self._quantised_away_bytes = saved_bytes(recipe.target, self.target)

@@ -13,7 +13,7 @@ import torch
 from support import tiny_tokenizers as templates
 from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger
@@ -21,6 +21,7 @@ from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
 from draftsmith.data.sources.conversation import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
+from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import ParallelDecoder
 
 VOCABULARY = 400
@@ -71,7 +72,12 @@ class Clinic:
 
 
 def clinic(
-    folder: Path, template: str = templates.CHATML, source: list[Any] | None = None, pad: str = "<pad>", **model: Any
+    folder: Path,
+    template: str = templates.CHATML,
+    source: list[Any] | None = None,
+    pad: str = "<pad>",
+    model_type: str = "llama",
+    **model: Any,
 ) -> Clinic:
     torch.manual_seed(0)
     values = {
@@ -79,7 +85,8 @@ def clinic(
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "bos_token_id": 0,
         "eos_token_id": 1, "initializer_range": 0.3,
     }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**{**values, **model})).save_pretrained(folder / "target")
+    config = AutoConfig.for_model(model_type, **{**values, **model})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "target")
     tokenizer = tiny_tokenizer(template)
     tokenizer.pad_token = pad
     tokenizer.save_pretrained(folder / "target")
@@ -336,6 +343,19 @@ def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str],
     finding = findings["served/export"]
     assert (finding["severity"], said in finding["sentence"]) == (severity, True)
     assert code == (severity == "defect")
+
+
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_a_target_of_experts(tmp_path: Path, kind: str) -> None:
+    """Every kind works, or says which line to change."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 4}
+    code, findings, printed = clinic(tmp_path, model_type="qwen3_moe", **experts).examine(
+        f"drafter.kind={kind}", "drafter.options={}"
+    )
+    if kind == "pass_embeddings":
+        assert (code, "`qwen3_moe` is not supported by this drafter: take another drafter.kind" in printed) == (1, True)
+    else:
+        assert (code, findings["drafter/train = decode"]["severity"]) == (0, "ok")
 
 
 def test_how_it_would_be_served(tmp_path: Path) -> None:

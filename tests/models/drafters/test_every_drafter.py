@@ -27,6 +27,7 @@ from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l1
 from draftsmith.models.target.features import target_features
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
@@ -139,6 +140,48 @@ def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> Non
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in drafter.state_dict().items())
+
+
+# Kinds with decoder layers of their own, and whose they are for a target that has none that fit.
+OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
+    (kind, layers)
+    for kind in ("draft_model", "eagle", "eagle3", "eagle_parallel", "hydra", "parallel", "peagle")
+    for layers in ("llama", "qwen3")
+]
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize(("kind", "layers"), OTHER_LAYERS)
+def test_layers_of_another_kind(kind: str, layers: str, model_type: str, tmp_path: Path) -> None:
+    """A target of experts: dense layers with its width, heads and RoPE, trained, decoded, saved and loaded."""
+    target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS, **EXPERTS[model_type])
+    options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}
+    if layers == "qwen3" and kind not in ("dflash", "dspark"):
+        options["layers"] = "qwen3"
+    drafter = tiny_drafter_of(kind, target, **options)
+    names = set(drafter.state_dict())
+    assert any("q_norm" in name for name in names) == (layers == "qwen3")
+    assert not any("expert" in name for name in names)
+    check_training_equals_decoding(target, drafter, offset=23)
+    batch = random_batch(target, drafter=drafter)
+    drafter.train()
+    drafter(**batch).loss.backward()
+    assert all(parameter.grad is not None for parameter in drafter.parameters() if parameter.requires_grad)
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target)
+    assert loaded.config.layers == layers
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_a_target_of_experts_has_no_layers_for_drafters(kind: str) -> None:
+    target = tiny_target("qwen3_moe", **EXPERTS["qwen3_moe"])
+    with pytest.raises(UserError, match=r"layers.*of the target's own kind, qwen3_moe, are not supported: llama or"):
+        tiny_drafter_of(kind, target, layers="target")
 
 
 def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, offset: int) -> None:

@@ -72,9 +72,12 @@ def test_a_new_drafter_says_what_the_target_said() -> None:
         torch.testing.assert_close(logits[:, j, 1:], expected[:, :-1])
 
 
-def test_prefix_attention_needs_layers_that_are_known() -> None:
-    with pytest.raises(UserError, match="`gpt2` is not supported by this drafter"):
-        HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True})
+def test_prefix_attention_for_a_target_without_layers_that_fit() -> None:
+    drafter = HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True})
+    assert drafter.prefix is not None
+    assert (drafter.config.layers, drafter.prefix.layers_config.model_type) == ("llama", "llama")
+    with pytest.raises(UserError, match="the target's own kind, gpt2, are not supported: llama or qwen3"):
+        HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True, "layers": "target"})
 
 
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.tiny_runs import make_recipe, recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
@@ -52,7 +52,7 @@ def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**values, **changes})
 
 
-def recipe_of(tmp_path: Path, config: LlamaConfig | None = None, **sections: Any) -> Recipe:
+def recipe_of(tmp_path: Path, config: PreTrainedConfig | None = None, **sections: Any) -> Recipe:
     """A recipe for a target of which only the config exists."""
     (config or llama_config()).save_pretrained(tmp_path / "target")
     train = {"per_device_train_batch_size": 2, "save_strategy": "no", "max_steps": 2, **sections.pop("train", {})}
@@ -190,6 +190,17 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     assert cost.tokens == 64
     half = predicted_step(recipe_of(tmp_path, train={"bf16": True}), training_row(32, 16))
     assert half.flops()["LM head"] == flops["LM head"]  # though the head is cast then
+
+
+def test_flops_of_the_experts_that_a_token_takes(tmp_path: Path) -> None:
+    """2 of 8, 40 wide, and a router; Llama's layer, 160 wide, in the drafter."""
+    config = llama_config().to_dict() | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    cost = predicted_step(recipe_of(tmp_path, Qwen3MoeConfig(**config)), training_row(32, 16))
+    linear = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 3 * 64 * 40 + 64 * 8
+    causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
+    assert cost.flops()["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
+    dense = predicted_step(recipe_of(tmp_path), training_row(32, 16))
+    assert cost.flops()["drafter forward"] == dense.flops()["drafter forward"]
 
 
 # ---- sizes ----
