@@ -73,9 +73,10 @@ def find_recipe(path: str | Path) -> Path:
     shipped_folder = Path(str(importlib.resources.files("draftsmith.recipes")))
     shipped = {recipe.stem: recipe for recipe in sorted(shipped_folder.glob("*.yaml"))}
     # A folder in the path means that the user meant a file of theirs, except for the folder the shipped ones live in.
-    if file.stem in shipped and str(file.parent) in (".", "recipes"):
-        return shipped[file.stem]
-    hint = did_you_mean(file.stem, shipped, f"shipped recipes are {', '.join(shipped)}", cutoff=0.6)
+    name = file.name.removesuffix(".yaml")  # no stem: llama3.1-8b-eagle3
+    if name in shipped and str(file.parent) in (".", "recipes"):
+        return shipped[name]
+    hint = did_you_mean(name, shipped, f"shipped recipes are {', '.join(shipped)}", cutoff=0.6)
     raise UserError(f"recipe file {path} does not exist: {hint}")
 
 

@@ -18,7 +18,6 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.drafter.training_arguments import training_arguments
 
 RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "target")
-TARGET_KIND = {"qwen3-8b-parallel": "qwen3"}  # the others are for a Llama
 SMOLLM2 = "smollm2-135m"
 # Layers and vocabulary of the real target, where a recipe counts on them; for the others these will do.
 SMOLLM2_SIZES, FEW = (30, 49_152), (8, 40)
@@ -40,7 +39,8 @@ def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
     arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
     assert arguments.learning_rate == recipe.train["learning_rate"]
     layers, vocabulary = SMOLLM2_SIZES if name.startswith(SMOLLM2) else FEW
-    target = small_target(TARGET_KIND.get(name, "llama"), layers, vocabulary)
+    vocabulary = max(vocabulary, recipe.drafter.options.get("draft_vocab_size") or 0)
+    target = small_target("qwen3" if name.startswith("qwen3") else "llama", layers, vocabulary)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     decoder = drafter.decoder(16)
     decoder.start(torch.tensor([1, 2, 3]), torch.zeros(3, 32 * len(drafter.feature_layers)))
