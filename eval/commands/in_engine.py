@@ -405,8 +405,8 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -
             differ = sum(answers[0][key] != answers[1][key] for key in same)
             notes.append(
                 f"Greedy, {name}: {len(same) - differ} of {len(same)} answers are the same with the drafter. llama.cpp "
-                "rounds otherwise when it computes several rows at once; with --dtype f32 and a target in F32 it does not, "
-                "and every answer can be proven."
+                "rounds otherwise when it computes several rows at once; with --dtype f32 and a target in F32 it does "
+                "not, and every answer can be proven."
             )
             continue
         target = target or loading.load_target(setting.recipe.target)[0]
