@@ -477,10 +477,10 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{exporting.kind_of(config)}: {refused}")]
-    target_place = target_location(recipe.target)
+    target_place = target_location(recipe.answering)
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(gguf_file_of(recipe.target))
-    command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe.target, to))
+    command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
     found = [
         Finding("export", "ok", f"`draftsmith export --to {to}` can write it"),
         *([] if command is None else [Finding("command", "ok", command)]),

@@ -150,19 +150,23 @@ def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     return {**values, "parallel_drafting": True} if exporter.parallel else values
 
 
-def loading_words(recipe: TargetRecipe, to: str) -> list[str]:
+def loading_words(recipe: Recipe, to: str) -> list[str]:
     """Say how the recipe loads its target in options of vLLM and SGLang, whose own choice of dtype may differ.
 
-    SGLang has no option for variables of the chat template: they go with each request. llama.cpp's dtype is its file's.
+    On as many devices as when it answered. SGLang has no option for variables of the chat template: they go with each
+    request. llama.cpp's dtype is its file's.
     """
+    target, distill = recipe.answering, recipe.data.distill
     if to == "gguf":
-        kwargs = recipe.chat_template_kwargs
+        kwargs = target.chat_template_kwargs
         return ["--jinja", *(["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else [])]
-    words = ["--dtype", recipe.dtype] if recipe.dtype in ("float32", "bfloat16", "float16") else []
-    words += [] if recipe.revision is None else ["--revision", recipe.revision]
-    if recipe.chat_template_kwargs and to != "sglang":
-        words += ["--default-chat-template-kwargs", json.dumps(recipe.chat_template_kwargs)]
-    return [*words, "--trust-remote-code"] if recipe.trust_remote_code else words
+    words = ["--dtype", target.dtype] if target.dtype in ("float32", "bfloat16", "float16") else []
+    words += [] if target.revision is None else ["--revision", target.revision]
+    devices = distill.options.get("tensor_parallel_size", 1) if distill.engine == "vllm" else 1
+    words += ["--tensor-parallel-size", str(devices)] if devices > 1 else []
+    if target.chat_template_kwargs and to != "sglang":
+        words += ["--default-chat-template-kwargs", json.dumps(target.chat_template_kwargs)]
+    return [*words, "--trust-remote-code"] if target.trust_remote_code else words
 
 
 def serving_command(
@@ -234,8 +238,8 @@ def export_run(
     if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target = target_location(recipe.target) if gguf is None else str(gguf.file)
-    loading = loading_words(recipe.target, to)
+    target = target_location(recipe.answering) if gguf is None else str(gguf.file)
+    loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, caveat(drafter.config, to))
 

@@ -32,7 +32,7 @@ from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.weights import load_weights, weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import TargetRecipe
+from draftsmith.recipes.schema import Recipe
 
 FEATURES = {"feature_layers": [1, 2, 3]}
 PARD = {"inputs": "embedding", "shared_mask": True}
@@ -264,13 +264,25 @@ def test_the_command(tmp_path: Path) -> None:
     assert "did you mean `vllm`?" in misspelt.stderr
 
 
+def loaded_as(**target: Any) -> Recipe:
+    return Recipe.model_validate({"name": "a", "target": target})
+
+
+def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
+    distill = {"engine": "vllm", "options": {"tensor_parallel_size": 4}, "model": "org/llm-fp8"}
+    values = {"name": "a", "target": {"model": "org/llm", "dtype": "bfloat16"}, "data": {"distill": distill}}
+    recipe = Recipe.model_validate(values)
+    # The copy in FP8 that answered is what is served, in the dtype that it was saved in.
+    assert loading_words(recipe, "vllm") == loading_words(recipe, "sglang") == ["--tensor-parallel-size", "4"]
+
+
 def test_a_server_loads_the_target_as_the_recipe_does() -> None:
     """`auto`, and fp64, which engines have not, leave the choice to the engine."""
     values = {"model": "org/llm", "revision": "v2", "trust_remote_code": True, "dtype": "bfloat16"}
-    loading = loading_words(TargetRecipe.model_validate(values), "vllm")
+    loading = loading_words(loaded_as(**values), "vllm")
     assert loading == ["--dtype", "bfloat16", "--revision", "v2", "--trust-remote-code"]
-    assert [loading_words(TargetRecipe(dtype=dtype), "vllm") for dtype in ("auto", "float64")] == [[], []]
-    silent = TargetRecipe(chat_template_kwargs={"enable_thinking": False})
+    assert [loading_words(loaded_as(dtype=dtype), "vllm") for dtype in ("auto", "float64")] == [[], []]
+    silent = loaded_as(chat_template_kwargs={"enable_thinking": False})
     assert loading_words(silent, "vllm") == ["--default-chat-template-kwargs", '{"enable_thinking": false}']
     assert loading_words(silent, "sglang") == []
     command = serving_command(drafter_of("eagle3", "llama", FEATURES).config, "sglang", "org/llm", "F", loading)
