@@ -49,6 +49,7 @@ LONGEST_TOKENS = 4096  # of a prompt and its answer, unless the target holds few
 LARGEST_BODY_BYTES = 1 << 20
 MOST_STOPS, LONGEST_STOP = 4, 128
 MOST_CONNECTIONS = 256
+STOPS_WITHIN_S = 0.5  # of no work
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class Job:
 
 
 class Gone(Exception):
-    """Nobody waits for this answer."""
+    """Nobody waits for this answer, or the server ends."""
 
 
 class Worker:
@@ -166,7 +167,8 @@ class Worker:
         ((_, self.drafter),) = drafters.items()
         self.length = session_tokens(self.target, LONGEST_TOKENS)
         self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
-        self.jobs: queue.Queue[Job | None] = queue.Queue(waiting)
+        self.jobs: queue.Queue[Job] = queue.Queue(waiting)
+        self._stopping = threading.Event()
         self.registry = CollectorRegistry()
         named: dict[str, Any] = {"namespace": "draftsmith", "registry": self.registry}
         self.rounds = Counter("rounds", "Rounds of draft and verification", **named)
@@ -189,21 +191,28 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the answer that is under way."""
-        with suppress(queue.Full):
-            self.jobs.put_nowait(None)
-        self._thread.join(timeout=10)
+        """End after the round that is under way; whoever waits is told that its answer failed."""
+        self._stopping.set()
+        self._thread.join()
         self._session.close()
+        with suppress(queue.Empty):
+            while True:
+                self.jobs.get_nowait().put(Gone())
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while not self._stopping.is_set():
+            try:
+                job = self.jobs.get(timeout=STOPS_WITHIN_S)
+            except queue.Empty:
+                continue
             if job.gone.is_set():
                 self.answers.labels("gone").inc()
                 continue
             try:
                 job.put(self._answer(job))
-            except Gone:
+            except Gone as gone:
                 self.answers.labels("gone").inc()
+                job.put(gone)
             except BaseException as error:  # of any kind: the next job must be answered
                 logger.exception("an answer failed")
                 self.answers.labels("error").inc()
@@ -217,7 +226,7 @@ class Worker:
         pieces = Pieces(self.tokenizer, job.stops)
 
         def on_round(round_: Round) -> None:
-            if job.gone.is_set():
+            if job.gone.is_set() or self._stopping.is_set():
                 raise Gone
             if counted:
                 self._count(round_)

@@ -1,6 +1,7 @@
 """`draftsmith serve` with OpenAI's own client: answers are the target's, and nothing that is thrown at it ends it."""
 
 import json
+import queue
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from support.tiny_runs import recipe_in
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving.server import LARGEST_BODY_BYTES, Finished, Job, Pieces, Worker, application
+from draftsmith.eval.serving.server import LARGEST_BODY_BYTES, Finished, Gone, Job, Piece, Pieces, Worker, application
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
@@ -256,3 +257,16 @@ def test_text_is_held_back_while_it_may_be_a_stop_string(served: Served) -> None
     pieces = Pieces(served.worker.tokenizer, ("END",))
     sent = [pieces._piece(text, "", 1, 0).text for text in ("a E", "a EN", "a ENx", "a ENx EN", "a ENx END")]
     assert sent == ["a ", "", "ENx", " ", ""]
+
+
+def test_a_worker_ends_at_once_though_its_queue_is_full(recipe: Recipe) -> None:
+    worker, told, begun = Worker(recipe, 2), queue.Queue[Any](), threading.Event()
+    worker.start()
+    worker.jobs.put(Job([5, 6, 7], 900, Sampling(temperature=2.0), 0, (), lambda piece: (told.put(piece), begun.set())))
+    begun.wait(20)
+    for _ in range(2):
+        worker.jobs.put(Job([5, 6, 7], 900, Sampling(), 0, (), told.put))
+    worker.stop()
+    ends = [piece for piece in told.queue if not isinstance(piece, Piece)]
+    assert [type(end) for end in ends] == [Gone] * 3
+    assert worker.jobs.empty()
