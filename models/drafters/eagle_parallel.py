@@ -56,7 +56,8 @@ class EagleParallelDrafter(EagleLayer):
         embedding_vd = embeddings_of(target).to(self.masks.dtype)
         noise_kd, drawn_kd = torch.randn_like(self.masks).chunk(2, dim=1)
         embedding_kd = embedding_vd.mean(0) + embedding_vd.std() * noise_kd
-        feature_kd = target.base_model.norm(drawn_kd.to(target.dtype)).to(self.masks.dtype)
+        norm = getattr(target.base_model, "norm", nn.Identity())  # GPT-2 has another name for it
+        feature_kd = norm(drawn_kd.to(target.dtype)).to(self.masks.dtype)
         self.masks.copy_(torch.cat([embedding_kd, feature_kd], dim=1))
 
     def mask_inputs(self) -> Tensor:

@@ -56,7 +56,13 @@ def test_wrong_options(kind: str, options: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in drafter_kinds() if "medusa" not in kind and kind != "hydra"])
-def test_unsupported_architecture_names_those_that_work(kind: str) -> None:
-    config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2)
-    with pytest.raises(UserError, match=r"`gpt2` is not supported.*llama, mistral"):
-        load_drafter_class(kind).from_target(AutoModelForCausalLM.from_config(config), {})
+def test_an_architecture_without_layers_for_drafters(kind: str) -> None:
+    """PaSS runs the target's own layers."""
+    config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=2)
+    target = AutoModelForCausalLM.from_config(config)
+    if kind == "pass_embeddings":
+        with pytest.raises(UserError, match=r"`gpt2` is not supported.*llama, mistral"):
+            load_drafter_class(kind).from_target(target, {})
+        return
+    drafter = load_drafter_class(kind).from_target(target, {})
+    assert drafter.config.layers_of["model_type"] == ("qwen3" if kind in ("dflash", "dspark") else "llama")
