@@ -89,6 +89,11 @@ class TargetRecipe(Section):
         "`{enable_thinking: false}` for Qwen3 without thoughts",
     )
 
+    @property
+    def shown(self) -> str:
+        """Its name for others: a Hub id as it is, of a local folder the last part, which says nothing of a machine."""
+        return Path(self.model).name if Path(self.model).expanduser().is_dir() else self.model
+
 
 class ColumnsRecipe(Section):
     """Columns of records that hold prompts instead of a list of turns. By default the first of the usual names."""

@@ -108,9 +108,9 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         "target": {
             "revision": recipe.target.revision,
             "dtype": recipe.target.dtype,
-            "model": _shown(recipe.target.model),
+            "model": recipe.target.shown,
         },
-        "answered_by": _shown(recipe.answering.model),
+        "answered_by": recipe.answering.shown,
         "sources": sources,
         "failed": dict(view.counts().get(FAILED, Counter())),
         "contaminated_ids": counts.contaminated_ids,
@@ -148,11 +148,6 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     text = template.render(values, front_matter=front_matter, picture=PICTURE, samples=samples)
     write_atomically(folder / CARD, text)
     return folder / CARD
-
-
-def _shown(model: str) -> str:
-    """A Hub id as it is, of a local folder the last name."""
-    return Path(model).name if Path(model).expanduser().is_dir() else model
 
 
 def _origin(source: MixedSourceRecipe) -> str:

@@ -246,7 +246,6 @@ def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abs
     file, most = Path(exported.made.target), max(options.levels)
     drafted = _ascending(options.draft_tokens or str(depth))
     notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {depth} tokens.")
-
     exactly = UNROUNDED if options.dtype == "f32" else ()
 
     @contextmanager
@@ -263,13 +262,11 @@ def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abs
     words = shlex.split(exported.made.command)
     words = words[words.index("--model-draft") :]
     place = words.index("--spec-draft-n-max") + 1
-    arms = {
-        DRAFTING if options.draft_tokens is None else f"{DRAFTING}, {longest} drafted": started(
-            *words[:place], str(longest), *words[place + 1 :]
-        )
-        for longest in drafted
-    }
-    return {PLAIN: started(), **arms}
+    arms: dict[str, AbstractContextManager[Endpoint]] = {PLAIN: started()}
+    for longest in drafted:
+        words[place] = str(longest)
+        arms[DRAFTING if options.draft_tokens is None else f"{DRAFTING}, {longest} drafted"] = started(*words)
+    return arms
 
 
 def read_engine_options(text: str) -> VllmOptions:
@@ -402,11 +399,10 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -
             proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
             continue
         if rounds:  # otherwise with other numbers of rows, and not as our target: nothing here says what was a tie
-            differ = sum(answers[0][key] != answers[1][key] for key in same)
+            equal = sum(answers[0][key] == answers[1][key] for key in same)
             notes.append(
-                f"Greedy, {name}: {len(same) - differ} of {len(same)} answers are the same with the drafter. llama.cpp "
-                "rounds otherwise when it computes several rows at once; with --dtype f32 and a target in F32 it does "
-                "not, and every answer can be proven."
+                f"{_same_sentence(name, equal, len(same))} llama.cpp rounds otherwise when it computes several rows at "
+                "once; with --dtype f32 and a target in F32 it does not, and every answer can be proven."
             )
             continue
         target = target or loading.load_target(setting.recipe.target)[0]
@@ -416,12 +412,15 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -
     return proofs
 
 
+def _same_sentence(name: str, same: int, prompts: int) -> str:
+    return f"Greedy, {name}: {same} of {prompts} answers are the same with the drafter."
+
+
 def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
     """Name the differences one by one, and say of each whether it is a numerical tie."""
     sentences = []
     for proof in proofs:
-        same = proof.prompts - len(proof.divergences)
-        sentences.append(f"Greedy, {proof.method}: {same} of {proof.prompts} answers are the same with the drafter.")
+        sentences.append(_same_sentence(proof.method, proof.prompts - len(proof.divergences), proof.prompts))
         for each in proof.divergences:
             why = "a numerical tie" if each.is_tie else "NO TIE"
             sentences.append(

@@ -52,8 +52,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     folder.stages()
     tokenizer = load_tokenizer(recipe.target)
     if answering is not recipe.target:
-        template = {"chat_template": recipe.target.chat_template or tokenizer.chat_template}
-        if load_tokenizer(answering.model_copy(update=template)).get_vocab() != tokenizer.get_vocab():
+        as_is = answering.model_copy(update={"chat_template": tokenizer.chat_template, "chat_template_kwargs": {}})
+        if load_tokenizer(as_is).get_vocab() != tokenizer.get_vocab():
             raise UserError(
                 f"data.distill.model {answering.model} has another tokenizer than target.model {recipe.target.model}: "
                 "name a copy of the target"

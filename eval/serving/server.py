@@ -317,8 +317,7 @@ def application(worker: Worker, api_key: str | None = None) -> FastAPI:
         worker.stop()
 
     app = FastAPI(title="draftsmith", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    model = worker.recipe.target.model
-    name = Path(model).name if Path(model).is_dir() else model  # no folder of this machine
+    name = worker.recipe.target.shown
 
     app.add_middleware(BoundedBodies)
 

@@ -33,12 +33,7 @@ from draftsmith.models.decoding.decoders import (
     TreeDecoder,
 )
 from draftsmith.models.groups.attention import GroupAttention
-from draftsmith.models.groups.layers import (
-    Rotate,
-    build_target_layers,
-    layers_config,
-    rotary_of,
-)
+from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
 from draftsmith.models.groups.rows import ActiveRows, active, previous_features
 from draftsmith.models.losses import has_teacher
 

@@ -74,7 +74,7 @@ def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool)
         config = AutoConfig.for_model(**drafter.config.layers_of, **{key: getattr(config, key, None) for key in kept})
     config.num_hidden_layers, config.tie_word_embeddings = len(drafter.layers), tied
     if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * len(drafter.layers))[: len(drafter.layers)]
+        config.layer_types = config.layer_types[: len(drafter.layers)]
     model = AutoModelForCausalLM.from_config(config).to(dtype=drafter.dtype, device=target.device)
     model.get_input_embeddings().load_state_dict(target.get_input_embeddings().state_dict())
     model.get_output_embeddings().load_state_dict(target.get_output_embeddings().state_dict())

@@ -76,7 +76,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: Its layers are of another shape than the target's.
     """
     config = checkpoint.config
-    kind = kind_of_layers(config, target_config)
+    kind = kind_of_layers(checkpoint, target_config)
     state = {name.removeprefix("model."): value for name, value in checkpoint.tensors.items()}
     borrowed, num_layers = take_borrowed(state), config["num_hidden_layers"]
     mask_token_id = config.get("pard_token")

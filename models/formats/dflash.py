@@ -106,7 +106,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: It was made for a target of another shape.
     """
     config, state = checkpoint.config, dict(checkpoint.tensors)
-    kind_of_layers(config, target_config, ("qwen3",))
+    kind_of_layers(checkpoint, target_config, ("qwen3",))
     known = {**config, **(config.get("dflash_config") or {})}
     options = {
         "block_size": known["block_size"],
@@ -130,18 +130,11 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 EXPORTERS = {
     ("dflash", "vllm"): Exporter(
-        to_dflash, parameters, OF_DFLASH, "dflash",
-        needs_target=has_draft_vocabulary, in_blocks=True,
+        to_dflash, parameters, OF_DFLASH, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
     ),
-    ("dflash", "sglang"): Exporter(
-        to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True
-    ),
+    ("dflash", "sglang"): Exporter(to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True),
     ("dspark", "vllm"): Exporter(
-        to_dspark, parameters, OF_DSPARK, "dspark",
-        needs_target=has_draft_vocabulary, in_blocks=True,
+        to_dspark, parameters, OF_DSPARK, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
     ),
-    ("dspark", "sglang"): Exporter(
-        to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), "DSPARK",
-        in_blocks=True,
-    ),
-}  # fmt: skip
+    ("dspark", "sglang"): Exporter(to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), "DSPARK", in_blocks=True),
+}

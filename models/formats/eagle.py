@@ -196,7 +196,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: It was made for another target, or does not say which layers of the target it reads.
     """
     config = checkpoint.config
-    kind = kind_of_layers(config, target_config)
+    kind = kind_of_layers(checkpoint, target_config)
     state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), of_kind(kind, target_config))
     options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl", "layers": kind}
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
@@ -284,7 +284,7 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: It was made for a target of another shape.
     """
-    kind = kind_of_layers(checkpoint.config, target_config)
+    kind = kind_of_layers(checkpoint, target_config)
     state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
     borrowed = take_borrowed(state)
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))

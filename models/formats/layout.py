@@ -26,8 +26,8 @@ LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "rope_parameters", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
-LLAMAS = "drafter.options.layers=llama"
 HARMLESS_KEYS = ("max_position_embeddings", "initializer_range")
+LLAMAS = "drafter.options.layers=llama"  # the way out where a reader does not run the drafter's layers
 
 
 @dataclass
@@ -250,7 +250,7 @@ def config_differences(config: Mapping[str, Any], layers_of: Mapping[str, Any], 
         layers_of: What ours are made from.
         exactly: Also compare keys that no output of ours depends on: the number of positions, the initial range.
     """
-    ours = layers_config(dict(layers_of), 1)
+    ours = layers_config(layers_of, 1)
     model_type = config.get("model_type")
     values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
     theirs = AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
@@ -268,14 +268,16 @@ def config_differences(config: Mapping[str, Any], layers_of: Mapping[str, Any], 
 
 
 def kind_of_layers(
-    config: Mapping[str, Any], target_config: Mapping[str, Any], kinds: Collection[str] = ("target", *OTHER_KINDS)
+    checkpoint: Checkpoint, target_config: Mapping[str, Any], kinds: Collection[str] = ("target", *OTHER_KINDS)
 ) -> str:
-    """Which of these kinds the layers of a foreign config are of, see `of_kind`.
+    """Which of these kinds the layers of a foreign checkpoint are of, see `of_kind`.
 
     Raises:
         UserError: They are not of the target's shape, the only one that our drafters have; or its vocabulary is not.
     """
+    config = checkpoint.config
     differences, model_type = list[str](), config.get("model_type")
+    biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
     for kind in kinds:
         layers_of = of_kind(kind, target_config)
         own = layers_of["model_type"]
@@ -283,8 +285,8 @@ def kind_of_layers(
         if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
             continue
         found = config_differences(config, layers_of, exactly=False)
-        if bool(config.get("attention_bias", model_type == "qwen2")) != _has_biases(layers_of):
-            found.append(f"attention_bias is {not _has_biases(layers_of)} where the target's layers have another")
+        if biased != _has_biases(layers_of):
+            found.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
         if config.get("vocab_size") != target_config["vocab_size"]:
             found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
         if not found:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.models.formats import causal_lm, dflash, eagle
@@ -34,6 +33,7 @@ from draftsmith.models.formats.layout import (
     only,
     renamed,
 )
+from draftsmith.models.groups.layers import as_config
 from draftsmith.recipes.errors import UserError, reason
 
 FILE = "drafter.gguf"
@@ -244,10 +244,7 @@ def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
     kind = (layers_of.get("rope_parameters") or {}).get("rope_type", "default")
     if kind == "default":
         return None
-    config = AutoConfig.for_model(
-        layers_of["model_type"],
-        **{key: value for key, value in layers_of.items() if key not in ("model_type", "architectures")},
-    )
+    config = as_config(layers_of)
     scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     head_size = 2 * len(scaled)
     plain = config.rope_parameters["rope_theta"] ** (-torch.arange(0, head_size, 2).float() / head_size)

@@ -42,7 +42,7 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 OTHER_KINDS: dict[str, Any] = {"llama": LlamaRotaryEmbedding, "qwen3": Qwen3RotaryEmbedding}
 
 
-def layers_config(layers_of: dict[str, Any], num_layers: int) -> PreTrainedConfig:
+def layers_config(layers_of: Mapping[str, Any], num_layers: int) -> PreTrainedConfig:
     """Return the config, cut down to this many layers of full attention and a vocabulary of one.
 
     Args:
@@ -57,7 +57,7 @@ def layers_config(layers_of: dict[str, Any], num_layers: int) -> PreTrainedConfi
             f"target architecture `{model_type}` is not supported by this drafter: take another drafter.kind, or a "
             f"target whose model_type is one of {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    values = copy.deepcopy(layers_of)
+    values = copy.deepcopy(dict(layers_of))
     for key in ("model_type", "layer_types", "dtype", "torch_dtype", "_name_or_path", "architectures"):
         values.pop(key, None)
     values.update(num_hidden_layers=num_layers, vocab_size=1, attention_dropout=0.0)
@@ -66,6 +66,16 @@ def layers_config(layers_of: dict[str, Any], num_layers: int) -> PreTrainedConfi
     config = AutoConfig.for_model(model_type, **values)
     config._attn_implementation = ATTENTION_NAME
     return config
+
+
+def as_config(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Make a config's values a config of their `model_type`.
+
+    Raises:
+        ValueError: transformers knows no such type.
+    """
+    known = {key: value for key, value in values.items() if key not in ("model_type", "architectures")}
+    return AutoConfig.for_model(values["model_type"], **copy.deepcopy(known))
 
 
 def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,11 +88,10 @@ def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if kind == "target":
         return dict(target_config)
-    known = {key: value for key, value in target_config.items() if key not in ("model_type", "architectures")}
     try:
-        source = AutoConfig.for_model(target_config["model_type"], **copy.deepcopy(known))
+        source = as_config(target_config)
     except (KeyError, ValueError):  # the target's own code
-        source = PreTrainedConfig(**copy.deepcopy(known))
+        source = PreTrainedConfig(**copy.deepcopy(dict(target_config)))
     rope = dict(getattr(source, "rope_parameters", None) or {})
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.get("rope_type", "default") == "longrope":
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_tokenizers as templates
+from support.tiny_models import EXPERTS
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,14 +25,13 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # Architecture, template, and what of the drafter is smaller for a target of 8 layers and a few hundred tokens.
 LARGE: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "llama3.1-8b-eagle3": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
     "llama3.1-8b-parallel": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
     "qwen3-8b-dflash": ("qwen3", {}, THINKING, ["block_size=4", "num_layers=2"]),
     "qwen3-8b-dspark": ("qwen3", {"tie_word_embeddings": True}, THINKING, ["markov_rank=4", "num_layers=2"]),
-    "qwen3-30b-a3b-dflash": ("qwen3_moe", EXPERTS, THINKING, ["block_size=4", "num_layers=2"]),
+    "qwen3-30b-a3b-dflash": ("qwen3_moe", EXPERTS["qwen3_moe"], THINKING, ["block_size=4", "num_layers=2"]),
     "llama3.3-70b-eagle3": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
 }
 
@@ -77,5 +77,6 @@ def test_from_answers_to_the_export(name: str, tmp_path: Path) -> None:
     scaling = config.get("rope_scaling") or {}
     assert scaling.get("rope_type") == ("llama3" if "rope_parameters" in changes else None)
     assert config["model_type"] == ("llama" if model_type == "llama" else "qwen3")
-    prompts = [json.loads(line) for line in (RunFolder(recipe).data / "shards").glob("*.jsonl").__next__().open()]
-    assert all("<think>" not in message["content"] for line in prompts for message in line["messages"])
+    (shard,) = (RunFolder(recipe).data / "shards").glob("*.jsonl")
+    lines = map(json.loads, shard.read_text().splitlines())
+    assert all("<think>" not in message["content"] for line in lines for message in line["messages"])

@@ -12,6 +12,11 @@ from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.target.features import target_features
 
 VOCABULARY, LENGTH = 61, 14
+# Of targets of experts, by their type.
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 MASKS = 3
 
 

@@ -56,6 +56,12 @@ def test_the_copy_answers(target_folder: Path, tmp_path: Path) -> None:
     assert "every answer was written by `copy`, a copy of `target`, to train drafters for both." in card
     with pytest.raises(UserError, match=r"data\.distill\.model changed too"):
         run_distill(recipe_in(tmp_path, "copied"))
+    switched = "{% if shout %}w9 {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}"
+    for each in (target_folder, copy):
+        save_tokenizer(each, SMALL_VOCABULARY, switched)
+    silent = recipe_in(tmp_path, "silent", model=str(copy))
+    silent.target.chat_template_kwargs = {"shout": True}
+    assert len(first_tokens(silent)) > 3
     save_tokenizer(copy, SMALL_VOCABULARY - 1)
     with pytest.raises(UserError, match=r"data\.distill\.model .*copy has another tokenizer than target\.model"):
         run_distill(recipe_in(tmp_path, "other", model=str(copy)))

@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from support import tiny_tokenizers as templates
+from support.tiny_models import EXPERTS
 from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -348,10 +349,8 @@ def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str],
 @pytest.mark.parametrize("kind", drafter_kinds())
 def test_a_target_of_experts(tmp_path: Path, kind: str) -> None:
     """Every kind works, or says which line to change."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 4}
-    code, findings, printed = clinic(tmp_path, model_type="qwen3_moe", **experts).examine(
-        f"drafter.kind={kind}", "drafter.options={}"
-    )
+    mine = clinic(tmp_path, model_type="qwen3_moe", num_hidden_layers=4, **EXPERTS["qwen3_moe"])
+    code, findings, printed = mine.examine(f"drafter.kind={kind}", "drafter.options={}")
     if kind == "pass_embeddings":
         assert (code, "`qwen3_moe` is not supported by this drafter: take another drafter.kind" in printed) == (1, True)
     else:

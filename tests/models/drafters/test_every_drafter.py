@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 from safetensors import safe_open
-from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -148,10 +148,6 @@ OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
     for kind in ("draft_model", "eagle", "eagle3", "eagle_parallel", "hydra", "parallel", "peagle")
     for layers in ("llama", "qwen3")
 ]
-EXPERTS = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
 
 
 @pytest.mark.parametrize("model_type", EXPERTS)
