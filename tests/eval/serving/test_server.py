@@ -220,7 +220,8 @@ def test_connections_are_bounded_and_slow_ones_hold_nobody_up(served: Served) ->
     more = [socket.create_connection((host, int(port))) for _ in range(40)]
     for each in more:
         each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert b"503" in more[-1].recv(64)
+    # Which ones are refused depends on whether they were all accepted before the first was read; how many does not.
+    assert sum(b"503" in each.recv(64) for each in more) >= 60 + 40 - 80
     for each in (*slow, *more):
         each.close()
     time.sleep(0.2)
