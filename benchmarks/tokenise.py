@@ -20,7 +20,7 @@ from parts.timing import benchmark_parser, peak_resident_bytes, write_figures
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from draftsmith.data.distill.token_dataset import MOST_PROCESSES, Answered, save_rows, write_token_rows
+from draftsmith.data.distill.token_dataset import MOST_PROCESSES, Answered, Work, save_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn, open_records, parse_conversation
 from draftsmith.recipes.schema import SourceRecipe
 
@@ -48,7 +48,7 @@ def measure(count: int, processes: int) -> dict[str, Any]:
         interpreter_mib, begin_s = peak_resident_bytes() / 2**20, time.perf_counter()
         with tqdm(total=count, desc="tokenise", unit="conv") as bar:
             conversations = synthetic(sources, count)
-            counts = write_token_rows(conversations, tokenizer, MAX_LENGTH_TOKENS, rows_file, processes, bar)
+            counts = write_token_rows(conversations, Work(tokenizer, MAX_LENGTH_TOKENS), rows_file, processes, bar)
         save_rows(rows_file, final)
         wall_time_s = time.perf_counter() - begin_s
         dataset = load_from_disk(str(final))

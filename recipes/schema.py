@@ -256,6 +256,13 @@ class DataRecipe(Section):
         description="`mask`: tokens of an answer in copies of twelve and more of its earlier tokens carry no loss, as "
         "where a small model's greedy answer repeats itself; they are still read",
     )
+    reasoning: Literal["learn", "mask"] = Field(
+        "learn",
+        description="`mask`: the thoughts of an answer, up to the token that ends them, carry no loss; they are read",
+    )
+    reasoning_tokens: tuple[str, str] = Field(
+        ("<think>", "</think>"), description="between which the target thinks; each is one token of its vocabulary"
+    )
     features: FeaturesRecipe = FeaturesRecipe()
     packing: bool = Field(
         False, description="train on rows of several conversations, together at most max_length_tokens long"

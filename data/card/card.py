@@ -129,6 +129,10 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         },
         "versions": versions(),
         "loops": {"loops": recipe.data.loops, "copied_tokens": 0 if report is None else report.copied_tokens},
+        "reasoning": {
+            "reasoning": recipe.data.reasoning,
+            "tokens": 0 if report is None else report.reasoning_tokens,
+        },
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
     }
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

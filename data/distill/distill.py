@@ -29,6 +29,7 @@ from draftsmith.data.tokens.chat_tokens import (
     TemplateProblem,
     TemplateRefusal,
     prompt_token_ids,
+    reasoning_ids,
     template_answer_lead,
     template_end_token,
     tokenize_conversation,
@@ -117,6 +118,8 @@ def distill(
         UserError: Bad conversations, no chat template, or a folder made with other settings.
     """
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
+    if recipe.data.reasoning == "mask":
+        reasoning_ids(tokenizer, recipe.data.reasoning_tokens)
     report = DistillReport(folder.data)
     conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
     settings, file = distill_settings(recipe, weights, tokenizer), folder.data / "distill_settings.json"

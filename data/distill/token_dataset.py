@@ -31,6 +31,7 @@ from draftsmith.data.tokens.chat_tokens import (
     AnswerIds,
     TemplateProblem,
     TokenizedConversation,
+    reasoning_ids,
     tokenize_conversation,
     tokenize_shortened,
     up_to_turn,
@@ -55,8 +56,24 @@ FEATURES = datasets.Features(
 )
 
 Answered = tuple[Conversation, AnswerIds | None]
-Work = tuple[Any, int, bool, bool]  # the tokenizer, the length, whether first answers are cut to it, copies masked
 Chunk = tuple[Counter[str], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """How conversations are made tokens.
+
+    max_length_tokens: longer ones are shortened, by whole turns.
+    cut_answers: keep of a first exchange that is too long what fits, if it ends in the answer.
+    mask_copies: tokens that an answer copies from itself carry no loss.
+    reasoning: between which ids an answer's tokens carry no loss.
+    """
+
+    tokenizer: Any
+    max_length_tokens: int
+    cut_answers: bool = False
+    mask_copies: bool = False
+    reasoning: tuple[int, int] | None = None
 
 
 @dataclass
@@ -66,6 +83,8 @@ class TokenReport:
     shortened: conversations that lost trailing turns to the length; too_long: that did not fit at all.
     answers_cut: first answers that were cut at the length, beyond which nothing of them is left.
     copied_tokens: of answers, without loss as they are copies of the same answer (`data.loops: mask`).
+    reasoning_tokens: of answers, without loss as they are thoughts (`data.reasoning: mask`).
+    thoughts_alone: rows that were left out, as there is nothing but thoughts in them.
     extra_rows: of answers that the rows they belong to do not hold; numbered: rows say of which conversation they are.
     fingerprint: of the dataset's inputs; reused: it was there, made from the same ones.
     """
@@ -79,6 +98,8 @@ class TokenReport:
     refused: int = 0
     answers_cut: int = 0
     copied_tokens: int = 0
+    reasoning_tokens: int = 0
+    thoughts_alone: int = 0
     extra_rows: int = 0
     numbered: bool = False
     path: str = ""
@@ -88,12 +109,14 @@ class TokenReport:
     def sentence(self) -> str:
         """Say it in one line, for the console."""
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
+        copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
         return (
             f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
             f"{self.path}; of {self.conversations} conversations {self.shortened} shortened by whole turns, "
             f"{self.answers_cut} cut in their first answer, {self.too_long} too long, {self.refused} refused by the "
             "chat template"
+            + (f", {self.thoughts_alone} rows of thoughts alone left out" if self.thoughts_alone else "")
         )
 
 
@@ -106,12 +129,18 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
     Raises:
         UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
     """
-    view, max_length_tokens = LedgerView(folder.data), recipe.data.max_length_tokens
-    cut_answers, mask_copies = recipe.data.distill.cut_answers == "keep", recipe.data.loops == "mask"
+    view, settings = LedgerView(folder.data), recipe.data
+    work = Work(
+        tokenizer,
+        settings.max_length_tokens,
+        cut_answers=settings.distill.cut_answers == "keep",
+        mask_copies=settings.loops == "mask",
+        reasoning=reasoning_ids(tokenizer, settings.reasoning_tokens) if settings.reasoning == "mask" else None,
+    )
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share a folder end at the same time.
     with FileLock(folder.data / "tokens.lock"):
-        fingerprint = _fingerprint(view, tokenizer, max_length_tokens, cut_answers, mask_copies)
+        fingerprint = _fingerprint(view, work)
         recorded = recorded_report(final)
         # Rows of one conversation that do not say so would be on both sides of training and evaluation.
         told = recorded is not None and (recorded.numbered or not recorded.extra_rows)
@@ -122,20 +151,18 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         with progress_bar(len(view), "tokenise", "conv", shown=progress) as bar:
             report = write_token_rows(
                 ((made.conversation, made.answer_ids) for made in view.distilled()),
-                tokenizer,
-                max_length_tokens,
+                work,
                 building / "rows.arrow",
-                recipe.data.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
+                settings.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
                 bar,
-                cut_answers,
-                mask_copies,
             )
         if report.rows == 0:
             shutil.rmtree(building)
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
-                f"longer than {max_length_tokens} tokens, {report.refused} refused by the chat template): "
-                "raise data.max_length_tokens"
+                f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
+                + (f", {report.thoughts_alone} with thoughts alone" if report.thoughts_alone else "")
+                + "): raise data.max_length_tokens"
             )
         report = replace(report, path=str(final), fingerprint=fingerprint)
         # Saved beside the final place, then renamed; an older dataset goes only once the new one is whole.
@@ -152,32 +179,21 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
 
 
 def write_token_rows(
-    conversations: Iterable[Answered],
-    tokenizer: Any,
-    max_length_tokens: int,
-    file: Path,
-    processes: int,
-    bar: Progress,
-    cut_answers: bool = False,
-    mask_copies: bool = False,
+    conversations: Iterable[Answered], work: Work, file: Path, processes: int, bar: Progress
 ) -> TokenReport:
     """Tokenise to an Arrow file, with the columns of `FEATURES`.
 
     Args:
         conversations: Read once, in the order of the rows; for each the ids of its answers where they are known.
-        tokenizer: The target's.
-        max_length_tokens: Longer conversations are shortened, by whole turns.
+        work: How.
         file: Is written anew.
         processes: With 1 all is done in this one.
         bar: Of conversations.
-        cut_answers: Keep of a first exchange that is too long what fits, if it ends in the answer.
-        mask_copies: Tokens that an answer copies from itself carry no loss.
 
     Raises:
         UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
     """
     counts: Counter[str] = Counter()
-    work = (tokenizer, max_length_tokens, cut_answers, mask_copies)
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
         for counted, rows in _chunks(iter(conversations), work, processes):
             for row in rows:
@@ -217,7 +233,8 @@ def _begin(work: Work) -> None:
 
 
 def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
-    tokenizer, max_length_tokens, cut_answers, mask_copies = work or _work[0]
+    work = work or _work[0]
+    tokenizer, max_length_tokens = work.tokenizer, work.max_length_tokens
     counts: Counter[str] = Counter(conversations=len(conversations))
     found: list[tuple[int, TokenizedConversation]] = []
     for number, (conversation, answer_ids) in enumerate(conversations):
@@ -226,7 +243,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         except TemplateProblem:
             counts["refused"] += 1
             continue
-        if not rows and cut_answers and answer_ids and answer_ids[0] is not None:
+        if not rows and work.cut_answers and answer_ids and answer_ids[0] is not None:
             # Of the first exchange what fits, if that is within its answer.
             end = next(turns for turns, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
             first = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
@@ -236,7 +253,13 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         counts["too_long"] += not rows
         counts["shortened"] += shortened
         counts["extra_rows"] += max(0, len(rows) - 1)
-        if mask_copies:
+        if work.reasoning is not None:
+            with_loss, read = sum(sum(row.loss_mask) for row in rows), len(rows)
+            rows = [row.without_reasoning(*work.reasoning) for row in rows]
+            counts["reasoning_tokens"] += with_loss - sum(sum(row.loss_mask) for row in rows)
+            rows = [row for row in rows if any(row.loss_mask)]
+            counts["thoughts_alone"] += read - len(rows)
+        if work.mask_copies:
             with_loss = sum(sum(row.loss_mask) for row in rows)
             rows = [row.without_copies() for row in rows]
             counts["copied_tokens"] += with_loss - sum(sum(row.loss_mask) for row in rows)
@@ -275,12 +298,14 @@ def tokenize_rows(
     return rows, dropped > 0
 
 
-def _fingerprint(view: LedgerView, tokenizer: Any, max_length_tokens: int, cut_answers: bool, mask_copies: bool) -> str:
+def _fingerprint(view: LedgerView, work: Work) -> str:
+    tokenizer = work.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
-    parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(max_length_tokens)]
-    parts += ["cut answers"] * cut_answers + ["copies without loss"] * mask_copies
+    parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens)]
+    parts += ["cut answers"] * work.cut_answers + ["copies without loss"] * work.mask_copies
+    parts += [] if work.reasoning is None else [f"thoughts without loss: {work.reasoning}"]
     return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 
 

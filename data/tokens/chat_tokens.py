@@ -47,6 +47,7 @@ END_TOKENS = 16  # more than any template puts after an answer
 COPIED_TOKENS = 12  # so many in a row that an answer has said before are a copy
 CHARACTERS_ALWAYS_READ = 1 << 20
 LOOK_BACK_CHARACTERS = 1000
+OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer begin with thoughts
 
 
 class TemplateProblem(UserError):
@@ -114,6 +115,28 @@ class TokenizedConversation:
                 begin = after
         return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
 
+    def without_reasoning(self, opening: int, closing: int) -> "TokenizedConversation":
+        """The same tokens without loss on thoughts, and on the tokens around them.
+
+        Args:
+            opening: The id of the token with which thoughts begin, in an answer or at the end of its prompt.
+            closing: The one with which they end. Thoughts that were cut short reach to the end of their answer.
+        """
+        mask = list(self.loss_mask)
+        end = 0
+        for carries_loss, run in groupby(self.loss_mask):
+            start, end = end, end + len(list(run))
+            if not carries_loss:
+                continue
+            before = self.input_ids[max(0, start - OPENED_WITHIN_TOKENS) : start]
+            thinks = opening in before and closing not in before
+            for place in range(start, end):
+                token_id = self.input_ids[place]
+                thinks = thinks or token_id == opening
+                mask[place] = int(not thinks)
+                thinks = thinks and token_id != closing
+        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+
     def with_last_answer_only(self) -> "TokenizedConversation":
         """The same tokens with loss on the last run of ones alone."""
         end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
@@ -135,6 +158,22 @@ def copies_in(answer: list[int]) -> list[bool]:
             copied[start : start + COPIED_TOKENS] = [True] * COPIED_TOKENS
         seen.add(run)
     return copied
+
+
+def reasoning_ids(tokenizer: Any, tokens: tuple[str, str]) -> tuple[int, int]:
+    """The ids of the tokens that begin and end thoughts.
+
+    Raises:
+        UserError: One of them is not a token of this vocabulary.
+    """
+    opening, closing = (tokenizer.get_vocab().get(token) for token in tokens)
+    if opening is None or closing is None:
+        missing = tokens[0] if opening is None else tokens[1]
+        raise UserError(
+            f"the target's tokenizer has no token {missing}, so that thoughts cannot be told from answers: set "
+            "data.reasoning_tokens to the two that it thinks between, or data.reasoning=learn if it does not think"
+        )
+    return opening, closing
 
 
 def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn]) -> list[int]:

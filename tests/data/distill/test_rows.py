@@ -13,9 +13,10 @@ from support.tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
 from draftsmith.data.distill import token_dataset as token_rows
-from draftsmith.data.distill.token_dataset import Answered, tokenize_rows, write_token_rows
+from draftsmith.data.distill.token_dataset import Answered, Work, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, reasoning_ids, tokenize_conversation
+from draftsmith.recipes.errors import UserError
 
 
 def conversation(number: int, answer: str = "Hello") -> Conversation:
@@ -26,7 +27,7 @@ def conversation(number: int, answer: str = "Hello") -> Conversation:
 def written(tmp_path: Path, conversations: Any, processes: int, template: str | None = templates.CHATML) -> Any:
     file = tmp_path / f"{processes}.arrow"
     with tqdm(disable=True) as bar:
-        counts = write_token_rows(conversations, tiny_tokenizer(template), 60, file, processes, bar)
+        counts = write_token_rows(conversations, Work(tiny_tokenizer(template), 60), file, processes, bar)
     return counts, datasets.Dataset.from_file(str(file))
 
 
@@ -66,7 +67,7 @@ def test_a_first_answer_is_cut_at_the_length(tmp_path: Path) -> None:
     answered: list[Answered] = [(long, [said]), (long, None), (unasked, [[5, 6]]), (conversation(3), [[5, 6, 7]])]
     answered[1] = (Conversation("no ids", (Turn("user", "a"), Turn("assistant", "b " * 90))), None)
     with tqdm(disable=True) as bar:
-        counts = write_token_rows(iter(answered), tokenizer, 60, tmp_path / "x", 1, bar, cut_answers=True)
+        counts = write_token_rows(iter(answered), Work(tokenizer, 60, cut_answers=True), tmp_path / "x", 1, bar)
     assert (counts.rows, counts.answers_cut, counts.too_long, counts.shortened) == (2, 1, 2, 0)
     row = datasets.Dataset.from_file(str(tmp_path / "x"))[0]
     prompt = prompt_token_ids(tokenizer, long.turns[:1])
@@ -95,7 +96,7 @@ def test_conversations_are_read_no_further_than_the_work_ahead(
             furthest = max(furthest, read - done)
             yield conversation(number), None
 
-    counts = write_token_rows(reading(), tiny_tokenizer(templates.CHATML), 60, tmp_path / "x", processes, Bar())
+    counts = write_token_rows(reading(), Work(tiny_tokenizer(templates.CHATML), 60), tmp_path / "x", processes, Bar())
     assert counts.rows == done == 60
     assert furthest <= 2 * (processes * token_rows.CHUNKS_PER_PROCESS + 1) + 1
 
@@ -116,3 +117,28 @@ def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
     # A row that does not fit is left out; so are the turns that do not fit.
     assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1]
     assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], False)
+
+
+def test_thoughts_without_loss(tmp_path: Path) -> None:
+    """Of each answer what comes after its thoughts; a row in which there is nothing else is left out, and counted."""
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    texts = ["<think>\none\n</think>\n\nHello", "<think>\nthree\n</think>\n\nBye"]
+    turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
+    ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
+    cut = Conversation("cut", (Turn("user", "Say hi"), Turn("assistant", "<think>\none")))
+    answered: list[Answered] = [
+        (Conversation("thinking", tuple(turns)), list(ids)),
+        (cut, [tokenizer.encode("<think>\none", add_special_tokens=False)]),
+    ]
+    around = reasoning_ids(tokenizer, ("<think>", "</think>"))
+    assert tokenizer.convert_ids_to_tokens(list(around)) == ["<think>", "</think>"]
+    with tqdm(disable=True) as bar:
+        report = write_token_rows(iter(answered), Work(tokenizer, 1000, reasoning=around), tmp_path / "x", 1, bar)
+    rows = datasets.Dataset.from_file(str(tmp_path / "x"))
+    learned = [[i for i, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss] for row in rows]
+    assert list(map(tokenizer.decode, learned)) == ["\n\nBye<|im_end|>", "\n\nHello<|im_end|>"]
+    thoughts = sum(each.index(around[1]) + 1 for each in ids) + len(tokenizer.encode("<think>\none"))
+    assert (report.rows, report.thoughts_alone, report.reasoning_tokens) == (2, 1, thoughts)
+    assert ", 1 rows of thoughts alone left out" in report.sentence()
+    with pytest.raises(UserError, match=r"no token \[THINK\], .* set data.reasoning_tokens to the two"):
+        reasoning_ids(tokenizer, ("[THINK]", "</think>"))

@@ -110,3 +110,19 @@ def test_an_answer_copies_from_itself_alone() -> None:
     assert tokens.without_copies().loss_mask == [0] + [1] * 13 + [0] + [1] * 12 + [0] * 12 + [1]
     assert tokens.without_copies().input_ids == tokens.input_ids
     assert tokens.without_copies().with_copies() == tokens
+
+
+@pytest.mark.parametrize(
+    ("ids", "loss", "kept"),
+    [  # 8 opens thoughts, 9 ends them, 2 ends an answer
+        ([1, 8, 5, 9, 6, 2], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]),
+        ([1, 8, 3, 5, 9, 6, 2], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1]),  # the prompt opens them
+        ([1, 8, 5, 5], [0, 1, 1, 1], [0, 0, 0, 0]),  # cut
+        ([1, 8, 9, 6, 2], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]),  # the prompt has none
+        ([8, 1, 1, 1, 6, 2], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]),  # somebody wrote of thoughts
+        ([1, 8, 5, 9, 6, 2, 1, 7, 8, 5, 9, 2], [0, *[1] * 5, 0, *[1] * 5], [0] * 4 + [1, 1, 0, 1, 0, 0, 0, 1]),
+    ],
+)
+def test_thoughts_carry_no_loss(ids: list[int], loss: list[int], kept: list[int]) -> None:
+    masked = TokenizedConversation(ids, loss).without_reasoning(8, 9)
+    assert (masked.input_ids, masked.loss_mask) == (ids, kept)

@@ -66,18 +66,29 @@ def test_what_each_process_holds(tmp_path: Path) -> None:
         assert [each["reads"] for each in found] == reads
 
 
+def is_whole(layer: torch.nn.Module) -> bool:
+    return not any(isinstance(weight, DTensor) for weight in layer.parameters())
+
+
 def test_a_sharded_target_is_split_again_after_its_forward(tmp_path: Path) -> None:
-    """One process is enough to see it: a layer's weights are parts of distributed tensors, not whole ones."""
+    """One process is enough to see it: a layer's weights are parts of distributed tensors, not whole ones.
+
+    During it, one layer at a time is whole, so that a process holds its shard and two layers at most (one on its way).
+    """
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         target, ids = tiny_target(), torch.arange(3, 15)[None]
         expected = target_features(target, ids)
         _shard(target, torch.device("cpu"))
+        whole: list[int] = []
+        for layer in decoder_layers(target):
+            layer.register_forward_pre_hook(lambda *_: whole.append(sum(map(is_whole, decoder_layers(target)))))
         for _ in range(2):
             assert torch.equal(target_features(target, ids), expected)
             weights = [weight for layer in decoder_layers(target) for weight in layer.parameters()]
             assert all(isinstance(weight, DTensor) for weight in weights)
+        assert whole == [1] * (2 * len(decoder_layers(target)))
     finally:
         distributed.destroy_process_group()
 
