@@ -183,8 +183,6 @@ def _compiled_flex_attention() -> Any:
 def _flex_block_mask(
     query_depths: int, num_depths: int, length: int, device: torch.device, causal: bool, documents: Documents | None
 ) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     first_query = (num_depths - query_depths) * length
     document_s = None if documents is None else documents.numbers(length)
 
@@ -192,7 +190,16 @@ def _flex_block_mask(
         seen = _may_see(query + first_query, key, length, causal)
         return seen if document_s is None else seen & (document_s[query % length] == document_s[key % length])
 
-    return create_block_mask(mask_mod, None, None, query_depths * length, num_depths * length, device=device)
+    make = _compiled_block_mask()
+    return make(mask_mod, None, None, query_depths * length, num_depths * length, device=device)
+
+
+@functools.cache
+def _compiled_block_mask() -> Any:
+    """Uncompiled it makes the whole mask first, a byte for each query and key: 25 GiB for five depths of 32k."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask)
 
 
 class _FoldedGroupAttention(torch.autograd.Function):

@@ -7,7 +7,12 @@ import torch
 from support.ghost_device import ghost_device
 from torch import Tensor
 
-from draftsmith.models.groups.attention import _FoldedGroupAttention, group_attention, group_mask
+from draftsmith.models.groups.attention import (
+    _flex_block_mask,
+    _FoldedGroupAttention,
+    group_attention,
+    group_mask,
+)
 from draftsmith.models.groups.rows import Documents
 from draftsmith.recipes.errors import UserError
 
@@ -187,6 +192,28 @@ def test_folded_takes_the_kernel_that_the_device_has(
                 assert (ghosts.of("back"), ghosts.of("in")) == (0, 0)
     assert [part.dtype for part in results[1]] == [dtype] * 4
     torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bounds", [None, [0, 130, 200, 390]])
+def test_blocks_of_flex_attention(bounds: list[int] | None) -> None:
+    """Made by a compiled function, they are those of the dense mask: which are empty, partly and wholly seen."""
+    num_depths, query_depths, length, block = 3, 2, 390, 128
+    documents = None if bounds is None else Documents(torch.tensor(bounds, dtype=torch.int32), 200)
+    made = _flex_block_mask(query_depths, num_depths, length, torch.device("cpu"), True, documents)
+    mask = group_mask(num_depths, length)
+    if documents is not None:
+        document_t = documents.numbers(length).repeat(num_depths)
+        mask &= document_t[:, None] == document_t[None]
+    mask = mask[-query_depths * length :]
+    for row in range(made.kv_num_blocks.shape[-1]):
+        parts = [each.float().mean().item() for each in mask[row * block : (row + 1) * block].split(block, dim=1)]
+        partly = made.kv_indices[0, 0, row, : made.kv_num_blocks[0, 0, row]].tolist()
+        wholly = made.full_kv_indices[0, 0, row, : made.full_kv_num_blocks[0, 0, row]].tolist()
+        is_inside = [(row + 1) * block <= mask.shape[0] and (n + 1) * block <= mask.shape[1] for n in range(len(parts))]
+        expected = [n for n, share in enumerate(parts) if share == 1 and is_inside[n]]
+        assert sorted(wholly) == expected
+        assert sorted(partly) == [n for n, share in enumerate(parts) if share and n not in expected]
 
 
 class _Kept:
