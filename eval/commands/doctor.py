@@ -482,7 +482,7 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(gguf_file_of(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
     found = [
-        Finding("export", "ok", f"`draftsmith export --to {to}` can write it"),
+        Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {exporting.versions_of(config, to)}"),
         *([] if command is None else [Finding("command", "ok", command)]),
     ]
     return found if warned is None else [*found, Finding("first token", "warning", warned)]

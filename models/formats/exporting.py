@@ -32,7 +32,7 @@ from draftsmith.recipes.run_folder import RunFolder, check_writable, share_as_us
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 FORMATS = {
-    "vllm": "vLLM 0.32 (0.33 but for Medusa)",
+    "vllm": "vLLM 0.32 and 0.33 (Medusa: 0.32)",
     "sglang": "SGLang 0.5.23",
     "speculators": "speculators, read by vLLM 0.32",
     "gguf": "llama.cpp, as in llama-cpp-python 0.3.36",
@@ -40,6 +40,8 @@ FORMATS = {
     "medusa": "FasterDecoding/Medusa",
     "hydra": "zankner/Hydra",
 }
+# The first vLLM that has it, by serve_vllm of NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative).
+FIRST_VLLM = {"parallel_drafting": "0.16", "dflash": "0.20"}
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # where an engine is not called as its format
 EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
@@ -80,12 +82,15 @@ class Exported:
     folder: Path
     made: Export
     caveat: str | None
+    versions: str
 
     def lines(self) -> list[str]:
         """Say what to print; the command is alone on the last line."""
         done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
         warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
-        return [done, *warned] if self.made.command is None else [done, *warned, "Serve it:", self.made.command]
+        if self.made.command is None:
+            return [done, *warned]
+        return [done, *warned, f"Serve it ({self.versions}):", self.made.command]
 
 
 # ---- where a drafter can go ----
@@ -141,6 +146,15 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
             "drafter.options.first_token=false trains it as it is served"
         )
     return None
+
+
+def versions_of(config: DrafterConfig, to: str) -> str:
+    """Say which version of the engine a folder was written for, and which is too old for it, where that is known."""
+    exporter = EXPORTERS[kind_of(config), to]
+    feature = "parallel_drafting" if exporter.parallel else exporter.method
+    first = FIRST_VLLM.get(feature) if to in ("vllm", "speculators") else None
+    written = f"for {FORMATS[to]}"
+    return written if first is None else f"{written}; `{feature}` needs vLLM {first} or later"
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
@@ -241,7 +255,7 @@ def export_run(
     target = target_location(recipe.answering) if gguf is None else str(gguf.file)
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
-    return Exported(folder, made, caveat(drafter.config, to))
+    return Exported(folder, made, caveat(drafter.config, to), versions_of(drafter.config, to))
 
 
 @dataclass(frozen=True)

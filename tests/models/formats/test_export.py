@@ -27,6 +27,7 @@ from draftsmith.models.formats.exporting import (
     loading_words,
     refusal,
     serving_command,
+    versions_of,
 )
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.weights import load_weights, weights_sha256
@@ -274,6 +275,19 @@ def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
     recipe = Recipe.model_validate(values)
     # The copy in FP8 that answered is what is served, in the dtype that it was saved in.
     assert loading_words(recipe, "vllm") == loading_words(recipe, "sglang") == ["--tensor-parallel-size", "4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "said"),
+    [
+        ("dflash", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `dflash` needs vLLM 0.20 or later"),
+        ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `parallel_drafting` needs vLLM 0.16 or later"),
+        ("eagle3", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32)"),
+        ("dflash", "sglang", "for SGLang 0.5.23"),
+    ],
+)
+def test_which_versions_a_command_is_for(kind: str, to: str, said: str) -> None:
+    assert versions_of(drafter_of(kind, "llama", {}).config, to) == said
 
 
 def test_a_server_loads_the_target_as_the_recipe_does() -> None:
