@@ -118,8 +118,7 @@ def distill(
         UserError: Bad conversations, no chat template, or a folder made with other settings.
     """
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
-    if recipe.data.reasoning == "mask":
-        reasoning_ids(tokenizer, recipe.data.reasoning_tokens)
+    reasoning_ids(tokenizer, recipe.data)
     report = DistillReport(folder.data)
     conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
     settings, file = distill_settings(recipe, weights, tokenizer), folder.data / "distill_settings.json"

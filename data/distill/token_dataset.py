@@ -135,7 +135,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         settings.max_length_tokens,
         cut_answers=settings.distill.cut_answers == "keep",
         mask_copies=settings.loops == "mask",
-        reasoning=reasoning_ids(tokenizer, settings.reasoning_tokens) if settings.reasoning == "mask" else None,
+        reasoning=reasoning_ids(tokenizer, settings),
     )
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share a folder end at the same time.
@@ -163,6 +163,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
                 + (f", {report.thoughts_alone} with thoughts alone" if report.thoughts_alone else "")
                 + "): raise data.max_length_tokens"
+                + (", or data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
         report = replace(report, path=str(final), fingerprint=fingerprint)
         # Saved beside the final place, then renamed; an older dataset goes only once the new one is whole.
@@ -254,19 +255,18 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         counts["shortened"] += shortened
         counts["extra_rows"] += max(0, len(rows) - 1)
         if work.reasoning is not None:
-            with_loss, read = sum(sum(row.loss_mask) for row in rows), len(rows)
-            rows = [row.without_reasoning(*work.reasoning) for row in rows]
-            counts["reasoning_tokens"] += with_loss - sum(sum(row.loss_mask) for row in rows)
-            rows = [row for row in rows if any(row.loss_mask)]
-            counts["thoughts_alone"] += read - len(rows)
+            masked = [row.without_reasoning(*work.reasoning) for row in rows]
+            counts["reasoning_tokens"] += _loss_tokens(rows) - _loss_tokens(masked)
+            rows = [row for row in masked if any(row.loss_mask)]
+            counts["thoughts_alone"] += len(masked) - len(rows)
         if work.mask_copies:
-            with_loss = sum(sum(row.loss_mask) for row in rows)
-            rows = [row.without_copies() for row in rows]
-            counts["copied_tokens"] += with_loss - sum(sum(row.loss_mask) for row in rows)
+            masked = [row.without_copies() for row in rows]
+            counts["copied_tokens"] += _loss_tokens(rows) - _loss_tokens(masked)
+            rows = masked
         found += [(number, row) for row in rows]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
-    counts["loss_tokens"] += sum(sum(row.loss_mask) for _, row in found)
+    counts["loss_tokens"] += _loss_tokens(row for _, row in found)
     return counts, [
         {
             "input_ids": np.array(row.input_ids, dtype=np.int32),
@@ -276,6 +276,10 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         }
         for number, row in found
     ]
+
+
+def _loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
+    return sum(sum(row.loss_mask) for row in rows)
 
 
 def tokenize_rows(

@@ -25,7 +25,8 @@ These are three renderings of everything for each answer. Of many answers only t
 is around those in between is read off renderings in which markers stand for all contents together.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise, takewhile
 from operator import itemgetter
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DataRecipe
 
 if TYPE_CHECKING:  # torch, which the processes that tokenise do not need
     from transformers import GenerationConfig
@@ -85,6 +87,14 @@ class TokenizedConversation:
         runs = groupby(zip(self.loss_mask, self.input_ids, strict=True), key=itemgetter(0))
         return [[token_id for _, token_id in run] for carries_loss, run in runs if carries_loss]
 
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        """Where each run of ones begins and ends."""
+        end = 0
+        for carries_loss, run in groupby(self.loss_mask):
+            start, end = end, end + len(list(run))
+            if carries_loss:
+                yield start, end
+
     def cut_to(self, length_tokens: int) -> "TokenizedConversation":
         """Keep the first tokens; there is no label after them."""
         ends = tuple(end for end in self.answer_ends_tokens if end <= length_tokens)
@@ -93,13 +103,9 @@ class TokenizedConversation:
     def without_copies(self) -> "TokenizedConversation":
         """The same tokens without loss on those that an answer copies from itself: see `copies_in`."""
         mask = list(self.loss_mask)
-        start = 0
-        for carries_loss, run in groupby(self.loss_mask):
-            end = start + len(list(run))
-            if carries_loss:
-                mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
-            start = end
-        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+        for start, end in self._bounds():
+            mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
+        return replace(self, loss_mask=mask)
 
     def with_copies(self) -> "TokenizedConversation":
         """Undo `without_copies`, but for a copy that an answer ends with: what is between two parts was a copy."""
@@ -113,7 +119,7 @@ class TokenizedConversation:
                 mask[end + 1 : after] = [1] * (after - end - 1)
             else:
                 begin = after
-        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+        return replace(self, loss_mask=mask)
 
     def without_reasoning(self, opening: int, closing: int) -> "TokenizedConversation":
         """The same tokens without loss on thoughts, and on the tokens around them.
@@ -123,11 +129,7 @@ class TokenizedConversation:
             closing: The one with which they end. Thoughts that were cut short reach to the end of their answer.
         """
         mask = list(self.loss_mask)
-        end = 0
-        for carries_loss, run in groupby(self.loss_mask):
-            start, end = end, end + len(list(run))
-            if not carries_loss:
-                continue
+        for start, end in self._bounds():
             before = self.input_ids[max(0, start - OPENED_WITHIN_TOKENS) : start]
             thinks = opening in before and closing not in before
             for place in range(start, end):
@@ -135,14 +137,14 @@ class TokenizedConversation:
                 thinks = thinks or token_id == opening
                 mask[place] = int(not thinks)
                 thinks = thinks and token_id != closing
-        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+        return replace(self, loss_mask=mask)
 
     def with_last_answer_only(self) -> "TokenizedConversation":
         """The same tokens with loss on the last run of ones alone."""
         end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
         start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
         mask = [0] * start + self.loss_mask[start:]
-        return TokenizedConversation(self.input_ids, mask, self.unsaid_turns, self.answer_ends_tokens)
+        return replace(self, loss_mask=mask)
 
 
 def copies_in(answer: list[int]) -> list[bool]:
@@ -160,15 +162,17 @@ def copies_in(answer: list[int]) -> list[bool]:
     return copied
 
 
-def reasoning_ids(tokenizer: Any, tokens: tuple[str, str]) -> tuple[int, int]:
-    """The ids of the tokens that begin and end thoughts.
+def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
+    """The ids of the tokens that begin and end thoughts; None if thoughts are learned.
 
     Raises:
         UserError: One of them is not a token of this vocabulary.
     """
-    opening, closing = (tokenizer.get_vocab().get(token) for token in tokens)
+    if data.reasoning == "learn":
+        return None
+    opening, closing = (tokenizer.get_vocab().get(token) for token in data.reasoning_tokens)
     if opening is None or closing is None:
-        missing = tokens[0] if opening is None else tokens[1]
+        missing = data.reasoning_tokens[opening is not None]
         raise UserError(
             f"the target's tokenizer has no token {missing}, so that thoughts cannot be told from answers: set "
             "data.reasoning_tokens to the two that it thinks between, or data.reasoning=learn if it does not think"

@@ -481,8 +481,9 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(gguf_file_of(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
+    versions = exporting.versions_of(recipe.drafter.kind, to)
     found = [
-        Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {exporting.versions_of(config, to)}"),
+        Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {versions}"),
         *([] if command is None else [Finding("command", "ok", command)]),
     ]
     return found if warned is None else [*found, Finding("first token", "warning", warned)]

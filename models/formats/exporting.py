@@ -82,7 +82,6 @@ class Exported:
     folder: Path
     made: Export
     caveat: str | None
-    versions: str
 
     def lines(self) -> list[str]:
         """Say what to print; the command is alone on the last line."""
@@ -90,7 +89,7 @@ class Exported:
         warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
         if self.made.command is None:
             return [done, *warned]
-        return [done, *warned, f"Serve it ({self.versions}):", self.made.command]
+        return [done, *warned, f"Serve it ({versions_of(self.made.kind, self.made.to)}):", self.made.command]
 
 
 # ---- where a drafter can go ----
@@ -148,13 +147,12 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
     return None
 
 
-def versions_of(config: DrafterConfig, to: str) -> str:
-    """Say which version of the engine a folder was written for, and which is too old for it, where that is known."""
-    exporter = EXPORTERS[kind_of(config), to]
+def versions_of(kind: str, to: str) -> str:
+    """Say which version of the engine a folder is for, and which is too old for it, where that is known."""
+    exporter = EXPORTERS[kind, to]
     feature = "parallel_drafting" if exporter.parallel else exporter.method
     first = FIRST_VLLM.get(feature) if to in ("vllm", "speculators") else None
-    written = f"for {FORMATS[to]}"
-    return written if first is None else f"{written}; `{feature}` needs vLLM {first} or later"
+    return f"for {FORMATS[to]}" + ("" if first is None else f"; `{feature}` needs vLLM {first} or later")
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
@@ -255,7 +253,7 @@ def export_run(
     target = target_location(recipe.answering) if gguf is None else str(gguf.file)
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
-    return Exported(folder, made, caveat(drafter.config, to), versions_of(drafter.config, to))
+    return Exported(folder, made, caveat(drafter.config, to))
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def group_attention(
         )
     else:
         block_mask = _flex_block_mask(query_depths, num_depths, length, device, causal, documents)
-        out = _compiled_flex_attention()(
+        out = _compiled_flex("flex_attention")(
             q_bhtd, k_bhtd, v_bhtd, block_mask=block_mask, scale=scale, enable_gqa=q_bhtd.shape[1] != k_bhtd.shape[1]
         )
     return out.unflatten(2, (query_depths, length))
@@ -173,10 +173,11 @@ def _may_see(query: Tensor, key: Tensor, length: int, causal: bool) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex_attention() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+def _compiled_flex(function: Literal["flex_attention", "create_block_mask"]) -> Any:
+    """Uncompiled they hold a value for each query and key: of a mask 25 GiB for five depths of 32k."""
+    from torch.nn.attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(getattr(flex_attention, function))
 
 
 @functools.lru_cache(maxsize=16)
@@ -190,16 +191,8 @@ def _flex_block_mask(
         seen = _may_see(query + first_query, key, length, causal)
         return seen if document_s is None else seen & (document_s[query % length] == document_s[key % length])
 
-    make = _compiled_block_mask()
-    return make(mask_mod, None, None, query_depths * length, num_depths * length, device=device)
-
-
-@functools.cache
-def _compiled_block_mask() -> Any:
-    """Uncompiled it makes the whole mask first, a byte for each query and key: 25 GiB for five depths of 32k."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask)
+    create_block_mask = _compiled_flex("create_block_mask")
+    return create_block_mask(mask_mod, None, None, query_depths * length, num_depths * length, device=device)
 
 
 class _FoldedGroupAttention(torch.autograd.Function):

@@ -17,6 +17,7 @@ from draftsmith.data.distill.token_dataset import Answered, Work, tokenize_rows,
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, reasoning_ids, tokenize_conversation
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DataRecipe
 
 
 def conversation(number: int, answer: str = "Hello") -> Conversation:
@@ -130,7 +131,8 @@ def test_thoughts_without_loss(tmp_path: Path) -> None:
         (Conversation("thinking", tuple(turns)), list(ids)),
         (cut, [tokenizer.encode("<think>\none", add_special_tokens=False)]),
     ]
-    around = reasoning_ids(tokenizer, ("<think>", "</think>"))
+    around = reasoning_ids(tokenizer, DataRecipe(reasoning="mask"))
+    assert around is not None
     assert tokenizer.convert_ids_to_tokens(list(around)) == ["<think>", "</think>"]
     with tqdm(disable=True) as bar:
         report = write_token_rows(iter(answered), Work(tokenizer, 1000, reasoning=around), tmp_path / "x", 1, bar)
@@ -141,4 +143,4 @@ def test_thoughts_without_loss(tmp_path: Path) -> None:
     assert (report.rows, report.thoughts_alone, report.reasoning_tokens) == (2, 1, thoughts)
     assert ", 1 rows of thoughts alone left out" in report.sentence()
     with pytest.raises(UserError, match=r"no token \[THINK\], .* set data.reasoning_tokens to the two"):
-        reasoning_ids(tokenizer, ("[THINK]", "</think>"))
+        reasoning_ids(tokenizer, DataRecipe(reasoning="mask", reasoning_tokens=("[THINK]", "</think>")))

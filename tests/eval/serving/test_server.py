@@ -220,7 +220,7 @@ def test_connections_are_bounded_and_slow_ones_hold_nobody_up(served: Served) ->
     more = [socket.create_connection((host, int(port))) for _ in range(40)]
     for each in more:
         each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    # Which ones are refused depends on whether they were all accepted before the first was read; how many does not.
+    # Which ones are refused, not that so many are, depends on whether all were accepted before the first was read.
     assert sum(b"503" in each.recv(64) for each in more) >= 60 + 40 - 80
     for each in (*slow, *more):
         each.close()

@@ -287,7 +287,7 @@ def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
     ],
 )
 def test_which_versions_a_command_is_for(kind: str, to: str, said: str) -> None:
-    assert versions_of(drafter_of(kind, "llama", {}).config, to) == said
+    assert versions_of(kind, to) == said
 
 
 def test_a_server_loads_the_target_as_the_recipe_does() -> None:
