@@ -192,7 +192,9 @@ def _draw_histograms(tokens: dict[str, list[int]], file: Path, title: str) -> No
 
 def _fenced(turn: Turn) -> str:
     """The text as it is, in a fence that it cannot break."""
-    text = turn.content if len(turn.content) <= SHOWN_CHARS else turn.content[:SHOWN_CHARS] + " [...]"
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.tool_calls]
+    text = "\n".join([turn.content] * bool(turn.content) + calls)
+    text = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " [...]"
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
     return f"{fence}text\n{text}\n{fence}"
 

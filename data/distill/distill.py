@@ -15,12 +15,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
+from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView, kept_record
 from draftsmith.data.engines.engine import Completion, Engine, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
@@ -30,7 +30,9 @@ from draftsmith.data.tokens.chat_tokens import (
     TemplateRefusal,
     prompt_token_ids,
     reasoning_ids,
+    render,
     template_answer_lead,
+    template_calls,
     template_end_token,
     tokenize_conversation,
 )
@@ -49,6 +51,7 @@ PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
+OTHER_CALLS = "called tools whose results are not there"
 # What another try would end with again; all other failures are the engine's.
 FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN)
 
@@ -260,30 +263,31 @@ class _Distillation:
         """
         turns: list[Turn] = []
         answer_ids: list[list[int] | None] = []
-        reason = None
-        for turn in source.turns:
+        reason, rest = None, deque(source.turns)
+        while rest:
+            turn = rest.popleft()
             if turn.role == "assistant":
                 continue
             turns.append(turn)
-            if turn.role == "system":
+            if turn.role == "system" or (rest and rest[0].role == "tool"):
                 continue
             number = len(answer_ids)
             if number < len(answered):
                 text, token_ids = answered[number]["text"], answered[number]["token_ids"]
             else:
-                prompt_ids = self._prompt_of(turns)
+                asked = Conversation(source.id, tuple(turns), tools=source.tools)
+                prompt_ids = self._prompt_of(asked)
                 if isinstance(prompt_ids, str):
                     reason = prompt_ids
                     break
-                messages = Conversation(source.id, tuple(turns)).messages
                 # Of the answer alone, so that it depends on neither its neighbours nor interruptions; 63 bits.
                 digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
                 seed = int.from_bytes(digest[:8], "big") >> 1
-                outcome = yield Request(source.id, prompt_ids, messages, self.settings, seed)
+                outcome = yield Request(source.id, prompt_ids, asked.messages, self.settings, seed, source.tools)
                 assert outcome is not None
                 if isinstance(outcome, Failure):  # the answers so far stay in the ledger, for another try
                     return Finished(source.id, FAILED, outcome.reason)
-                text, token_ids = self._text_of(outcome), outcome.token_ids
+                text, token_ids = self._text_of(outcome, source), outcome.token_ids
                 self.report.answers += 1
                 self.report.tokens_generated += len(token_ids or self.tokenizer(text, verbose=False)["input_ids"])
                 if outcome.finish_reason == "length":
@@ -298,11 +302,48 @@ class _Distillation:
                     break
                 else:
                     self.answers.append((source.id, number, {"text": text, "token_ids": token_ids}))
-            turns.append(Turn("assistant", text))
+            said = Turn("assistant", text)
+            if reason is None:  # of an answer that was cut short a call would have an end that nobody said
+                said, reason = self._said(text, source, turns, rest)
+            turns.append(said)
             answer_ids.append(token_ids)
             if reason is not None:
                 break
         return self._settled(source, turns, answer_ids, reason)
+
+    def _said(self, text: str, source: Conversation, turns: list[Turn], rest: deque[Turn]) -> tuple[Turn, str | None]:
+        """The answer as a turn, and the reason why the conversation ends with it, if it does.
+
+        What tools gave to the source's author is given to the target if it calls the same functions. If it answers
+        without a call, the source's exchange with the tools is left out.
+
+        Args:
+            text: Of the answer.
+            source: The conversation that is rewritten.
+            turns: Before the answer.
+            rest: The source's turns from the answer in this place on; of them what does not follow is taken out.
+        """
+        theirs = rest.popleft() if rest and rest[0].role == "assistant" else Turn("assistant", "")
+        results = list(takewhile(lambda turn: turn.role == "tool", rest))
+        said = Turn("assistant", text)
+        if not source.tools and not results:
+            return said, None
+        form = template_calls(self.tokenizer)
+        if form is None:
+            return said, OTHER_CALLS if results else None
+        called = form.names(text)
+        if called and rest and (not results or called != (theirs.called or form.names(theirs.content))):
+            return said, OTHER_CALLS
+        if not called:
+            while results and rest and rest[0].role != "user":
+                rest.popleft()
+            return said, None
+        calling = form.turn(text, [turn.tool_call_id for turn in results if turn.tool_call_id])
+        try:
+            render(self.tokenizer, (*turns, calling), tools=source.tools)
+        except TemplateProblem:  # of two calls at once, for instance, which some templates do not write
+            return said, None
+        return calling, None
 
     def _check_cut(self) -> None:
         """
@@ -318,10 +359,10 @@ class _Distillation:
                 "{enable_thinking: false}; what was answered is kept"
             )
 
-    def _prompt_of(self, turns: list[Turn]) -> list[int] | str:
+    def _prompt_of(self, asked: Conversation) -> list[int] | str:
         """Return the prompt's ids, or the reason why the target cannot be asked."""
         try:
-            prompt_ids = prompt_token_ids(self.tokenizer, turns)
+            prompt_ids = prompt_token_ids(self.tokenizer, asked.turns, asked.tools)
         except TemplateRefusal:
             if not self.recipe.data.conversations.skip_invalid:
                 raise
@@ -332,12 +373,14 @@ class _Distillation:
         # A longer sequence would be shortened again when the tokens are made.
         return PROMPT_TOO_LONG if len(prompt_ids) >= self.recipe.data.max_length_tokens else prompt_ids
 
-    def _text_of(self, completion: Completion) -> str:
+    def _text_of(self, completion: Completion, source: Conversation) -> str:
         text = completion.text
         if text is None:
             ids = completion.token_ids or []
             ids = ids[:-1] if completion.finish_reason == "stop" else ids
-            text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            # Some calls begin with a special token.
+            skipped = not source.tools
+            text = self.tokenizer.decode(ids, skip_special_tokens=skipped, clean_up_tokenization_spaces=False)
         return text.removeprefix(self.answer_lead)
 
     def _settled(
@@ -348,14 +391,14 @@ class _Distillation:
             return Finished(source.id, FAILED, reason)
         while turns[-1].role != "assistant":
             turns.pop()
-        conversation = Conversation(source.id, tuple(turns))
+        conversation = replace(source, turns=tuple(turns))
         # Can it be trained on? One answer can, after the very prompt that asked for it; earlier ones may be rewritten.
         if len(answer_ids) > 1 or None in answer_ids:
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
             except TemplateProblem:  # an answer with two </think>, for instance
                 return Finished(source.id, FAILED, REWRITTEN)
-        record = {"source": source.source, "messages": conversation.messages, "answer_ids": answer_ids}
+        record = kept_record(conversation) | {"answer_ids": answer_ids}
         return Finished(source.id, DONE if reason is None else SHORTENED, reason, record)
 
     def _write(self) -> None:
@@ -383,11 +426,10 @@ def _pass_through(
     while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
         finished = []
         for key in ledger.claim(page).taken:
-            messages = conversations[key].messages
-            if messages[-1]["role"] != "assistant":
-                messages.pop()
-            record = {"source": conversations[key].source, "messages": messages}
-            finished.append(Finished(key, DONE, None, record))
+            turns = conversations[key].turns
+            while turns[-1].role != "assistant":
+                turns = turns[:-1]
+            finished.append(Finished(key, DONE, None, kept_record(replace(conversations[key], turns=turns))))
         ledger.commit([], finished)
         report.kept += len(finished)
         bar.update(len(finished))

@@ -24,21 +24,35 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired
+from typing import Any, NamedTuple, NotRequired
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Role, Turn
 from draftsmith.recipes.errors import UserError
 
 DONE, SHORTENED, FAILED = "done", "truncated", "failed"
 SHARDS, UNFINISHED, CLAIMS = "shards", "unfinished", "claims.lock"
 
 
+class _Function(TypedDict):
+    name: str
+    arguments: dict[str, Any]
+
+
+class _ToolCall(TypedDict):
+    type: str
+    function: _Function
+    id: NotRequired[str]
+
+
 class _Message(TypedDict):
-    role: Literal["system", "user", "assistant"]
+    role: Role
     content: str
+    tool_calls: NotRequired[list[_ToolCall]]
+    name: NotRequired[str]
+    tool_call_id: NotRequired[str]
 
 
 class _Answer(TypedDict):
@@ -54,6 +68,7 @@ class _KeptLine(TypedDict):
     reason: str | None
     messages: list[_Message]
     source: NotRequired[str]
+    tools: NotRequired[list[dict[str, Any]]]
     answer_ids: NotRequired[list[list[int] | None]]
 
 
@@ -86,6 +101,12 @@ class Finished:
     state: str
     reason: str | None = None
     record: dict[str, Any] | None = None
+
+
+def kept_record(conversation: Conversation) -> dict[str, Any]:
+    """A conversation as the `record` of a line of `shards/`."""
+    record = {"source": conversation.source, "messages": conversation.messages}
+    return record | ({"tools": list(conversation.tools)} if conversation.tools else {})
 
 
 class Claim(NamedTuple):
@@ -160,9 +181,12 @@ class LedgerView:
     def distilled(self) -> Iterator[Distilled]:
         """Kept conversations with their answers, in the order of `records`."""
         for record in self.records():
-            turns = tuple(Turn(message["role"], message["content"]) for message in record["messages"])
+            turns = tuple(
+                Turn(**{**message, "tool_calls": tuple(message.get("tool_calls", ()))})
+                for message in record["messages"]
+            )
             answers = sum(turn.role == "assistant" for turn in turns)
-            conversation = Conversation(record["id"], turns, record.get("source", ""))
+            conversation = Conversation(record["id"], turns, record.get("source", ""), tuple(record.get("tools", ())))
             yield Distilled(conversation, record.get("answer_ids") or [None] * answers, record["reason"])
 
     def counts(self) -> dict[str, Counter[str]]:

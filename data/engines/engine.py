@@ -39,13 +39,15 @@ class Request:
     key: of the conversation; no other request in flight has it.
     prompt_ids: the prompt through the target's chat template; messages: the same as OpenAI messages.
     seed: for temperatures above 0, this answer's own, 63 bits.
+    tools: that the prompt offers.
     """
 
     key: str
     prompt_ids: list[int]
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     settings: GenerationSettings
     seed: int
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

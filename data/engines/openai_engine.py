@@ -45,6 +45,7 @@ PROBE_PAUSE_S = 5.0  # between two looks whether a server is back
 # These are about one request. All others from 400 on are about what every request has in common.
 REQUEST_REFUSED = {400, 413, 422, 451}
 REASON_CHARACTERS = 80
+TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
 OTHER_PROMPT = "the server's chat template made another prompt"
 
 
@@ -337,6 +338,8 @@ class OpenAIEngine:
             UserError: The server refuses what every request has in common: the key, the URL, the model.
         """
         api = self.options.api
+        if request.tools and api == "chat":  # where servers read calls each in its own way, or not at all
+            return Failure(TOOLS_IN_CHAT)
         endpoint: Any = server.client.completions if api == "completions" else server.client.chat.completions
         try:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))

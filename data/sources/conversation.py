@@ -13,6 +13,9 @@ Records are in one of these forms:
 assistant by turns, beginning with the user; no turn is empty. A user turn at the end is kept: self-distillation answers
 it. Between user turns that came without answers there are empty assistant turns, which the target fills.
 
+Tools are OpenAI's: `tools` beside the turns, `tool_calls` in an assistant's turn, and after it a turn of the role
+`tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns.
+
 A file has one record a line, an array of them, or one after the other over several lines; plain or compressed (.gz,
 .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a time; of
 records over several lines the text is in memory as a whole.
@@ -36,16 +39,27 @@ from typing import Any, BinaryIO, Literal, cast
 from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import ColumnsRecipe, SourceRecipe
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
+Tool = dict[str, Any]  # OpenAI's: {"type": "function", "function": {"name": ...}}
 FORMATS: tuple[tuple[str, str, str, dict[str, Role]], ...] = (  # the list's key, the turn's keys, the roles
     (
         "conversations",
         "from",
         "value",
-        {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
+        {
+            "human": "user",
+            "user": "user",
+            "gpt": "assistant",
+            "assistant": "assistant",
+            "function_call": "assistant",
+            "observation": "tool",
+            "tool": "tool",
+            "system": "system",
+        },
     ),
-    ("messages", "role", "content", {"system": "system", "user": "user", "assistant": "assistant"}),
+    ("messages", "role", "content", {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}),
 )
+CALL_AS_TEXT = "function_call"  # the role of a turn whose text is a call, as JSON
 COLUMNS = {
     "prompt": ("prompt", "instruction", "question", "turns"),
     "input": ("input", "context"),
@@ -66,6 +80,7 @@ MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
 MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
 BLANK = re.compile(r"[ \t\r\n]*")
 CONTAINER = re.compile(r'\{\s*"data"\s*:\s*\[(?=\s*\{)')
+BAD_CALL = "malformed tool call"
 TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
 DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
 CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
@@ -76,33 +91,57 @@ Records = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn is one message of a conversation."""
+    """A turn is one message of a conversation.
+
+    tool_calls: of an assistant turn, as OpenAI's, but with the arguments as an object, which chat templates take.
+    name, tool_call_id: of a tool's result, where they are known.
+    """
 
     role: Role
     content: str
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    name: str = ""
+    tool_call_id: str = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as an OpenAI message, which is what chat templates take."""
+        more = {"tool_calls": list(self.tool_calls), "name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": self.content} | {key: value for key, value in more.items() if value}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the target is yet to say it."""
+        return not self.content and not self.tool_calls
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the functions that it calls."""
+        return [call["function"]["name"] for call in self.tool_calls]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Validated turns. `id` is a hash of the prompt side (system and user turns), so it outlives a regeneration.
+    """Validated turns. `id` is a hash of all that the assistant did not say, so it outlives a regeneration.
 
-    `source` is the name of the source in the recipe.
+    `source` is the name of the source in the recipe; `tools` are those that the assistant may call.
     """
 
     id: str
     turns: tuple[Turn, ...]
     source: str = field(default="", compare=False)
+    tools: tuple[Tool, ...] = ()
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        """The turns as OpenAI messages, which is what chat templates take."""
-        return [{"role": turn.role, "content": turn.content} for turn in self.turns]
+    def messages(self) -> list[dict[str, Any]]:
+        """The turns as OpenAI messages."""
+        return [turn.message for turn in self.turns]
 
     @property
     def is_answered(self) -> bool:
         """Whether there are answers, and every user turn but a last one has its own."""
-        answers = [turn.content for turn in self.turns if turn.role == "assistant"]
-        return bool(answers) and all(answers)
+        answers = [turn for turn in self.turns if turn.role == "assistant"]
+        return bool(answers) and not any(turn.is_empty for turn in answers)
 
 
 class InvalidConversation(UserError):
@@ -357,13 +396,14 @@ def parse_conversation(record: Any, where: str, columns: ColumnsRecipe | None = 
             f"(data.conversations.columns.prompt names it), this one has {listed(record)}{hint}",
         )
     _check_turns(turns, where)
-    return Conversation(conversation_id(turns), turns)
+    tools = _tools_of(record.get("tools"), where)
+    return Conversation(conversation_id(turns, tools), turns, tools=tools)
 
 
-def conversation_id(turns: tuple[Turn, ...]) -> str:
-    """The hash of the turns that a regeneration does not change."""
-    prompt_side = [[turn.role, turn.content] for turn in turns if turn.role != "assistant"]
-    text = json.dumps(prompt_side, ensure_ascii=True)
+def conversation_id(turns: tuple[Turn, ...], tools: tuple[Tool, ...] = ()) -> str:
+    """The hash of the turns that a regeneration does not change, and of the tools."""
+    prompt_side: list[Any] = [[turn.role, turn.content] for turn in turns if turn.role != "assistant"]
+    text = json.dumps(prompt_side + list(tools), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:ID_HEX_DIGITS]
 
 
@@ -408,19 +448,83 @@ def _listed_turns(record: dict[str, Any], where: str) -> tuple[Turn, ...] | None
         raise InvalidConversation(where, "not a list of turns", what)
     turns = []
     for number, message in enumerate(messages, start=1):
-        here = f"{where}, turn {number}"
-        if not isinstance(message, dict) or role_key not in message or text_key not in message:
-            what = f"a turn must be an object with `{role_key}` and `{text_key}`"
-            raise InvalidConversation(here, "malformed turn", what)
-        name = message[role_key]
-        if not isinstance(name, str) or name not in roles:
-            shown = json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
-            raise InvalidConversation(here, "unknown role", f"unknown role {shown}, known ones are {', '.join(roles)}")
-        content = text_of(message[text_key], here)
-        if not content.strip():
-            raise InvalidConversation(here, f"empty {roles[name]} turn", f"the {name} turn is empty")
-        turns.append(Turn(roles[name], content))
+        turns.append(_turn(message, role_key, text_key, roles, f"{where}, turn {number}"))
     return tuple(turns)
+
+
+def _turn(message: Any, role_key: str, text_key: str, roles: dict[str, Role], here: str) -> Turn:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(message, dict) or role_key not in message or (text_key not in message and not calls):
+        what = f"a turn must be an object with `{role_key}` and `{text_key}`"
+        raise InvalidConversation(here, "malformed turn", what)
+    name = message[role_key]
+    if not isinstance(name, str) or name not in roles:
+        shown = json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
+        raise InvalidConversation(here, "unknown role", f"unknown role {shown}, known ones are {', '.join(roles)}")
+    role, content = roles[name], message.get(text_key)
+    content = "" if content is None and (calls or role == "tool") else text_of(content, here)
+    if name == CALL_AS_TEXT:
+        calls, content = _read_json(content, f"the {CALL_AS_TEXT}", here), ""
+        calls = calls if isinstance(calls, list) else [calls]
+    if calls and role != "assistant":
+        raise InvalidConversation(here, BAD_CALL, f"a {role} turn calls tools, which only the assistant does")
+    if calls is not None and not isinstance(calls, list):
+        raise InvalidConversation(here, BAD_CALL, f"`tool_calls` must be a list, not {json_kind(calls)}")
+    if not content.strip() and not calls and role != "tool":  # a tool may well have nothing to say
+        raise InvalidConversation(here, f"empty {role} turn", f"the {name} turn is empty")
+    told = {
+        key: value for key in ("name", "tool_call_id") if role == "tool" and isinstance(value := message.get(key), str)
+    }
+    return Turn(role, content, tuple(_call(call, here) for call in calls or ()), **told)
+
+
+def _call(call: Any, here: str) -> dict[str, Any]:
+    """OpenAI's call, or what is in it: {"name": ..., "arguments": ...}, the arguments an object or its JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidConversation(here, BAD_CALL, "a tool call must be an object with the `name` of a function")
+    arguments = function.get("arguments")
+    arguments = _read_json(arguments, "a tool call's `arguments`", here) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict | None):
+        what = f"a tool call's `arguments` must be an object, not {json_kind(arguments)}"
+        raise InvalidConversation(here, BAD_CALL, what)
+    call_id = call["id"] if isinstance(call.get("id"), str) else ""
+    return _clean(tool_call(function["name"], arguments or {}, call_id), here)
+
+
+def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:
+    """A call as chat templates take it."""
+    named = {"id": call_id} if call_id else {}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _clean(value: Any, where: str) -> Any:
+    """The same JSON without lone surrogates: see `text_of`."""
+    try:
+        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="replace"))
+    except RecursionError:
+        raise InvalidConversation(where, TOO_DEEP, TOO_DEEP) from None
+
+
+def _tools_of(tools: Any, where: str) -> tuple[Tool, ...]:
+    """The functions of a record's `tools`, which may be JSON text; each with or without OpenAI's wrapping."""
+    if isinstance(tools, str):
+        tools = _read_json(tools, "`tools`", where) if tools.strip() else None
+    found = []
+    for tool in [] if tools is None else tools if isinstance(tools, list) else [None]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            what = "`tools` must be a list of functions, each an object with a `name`"
+            raise InvalidConversation(where, "malformed tools", what)
+        found.append(_clean({"type": "function", "function": function}, where))
+    return tuple(found)
+
+
+def _read_json(text: str, what: str, where: str) -> Any:
+    try:
+        return DECODER.decode(text)
+    except (json.JSONDecodeError, RecursionError):
+        raise InvalidConversation(where, BAD_CALL, f"{what} must be JSON") from None
 
 
 def _turns_of_columns(record: dict[str, Any], where: str, columns: ColumnsRecipe) -> tuple[Turn, ...] | None:
@@ -479,7 +583,7 @@ def _column(record: dict[str, Any], where: str, key: str, columns: ColumnsRecipe
 
 
 def _check_turns(turns: tuple[Turn, ...], where: str) -> None:
-    characters = sum(len(turn.content) for turn in turns)
+    characters = sum(len(turn.content) + sum(map(len, map(str, turn.tool_calls))) for turn in turns)
     if len(turns) > MOST_TURNS or characters > MOST_CHARACTERS:
         raise InvalidConversation(
             where,
@@ -490,17 +594,24 @@ def _check_turns(turns: tuple[Turn, ...], where: str) -> None:
     if not turns:
         raise InvalidConversation(where, "no turns", "the conversation is empty")
     first = 2 if turns[0].role == "system" else 1
+    before: Role | None = None
     for number, turn in enumerate(turns[first - 1 :], start=first):
-        if turn.role == ("assistant" if (number - first) % 2 else "user"):
-            continue
+        here, reason = f"{where}, turn {number}", ""
         if turn.role == "system":
             reason, sentence = "system turn not first", "a system turn may only be the first one"
-        elif number == first:
+        elif turn.role == "assistant" and before is None:
             reason = "first turn from the assistant"
             sentence = "the conversation begins with the assistant, it must begin with the user"
-        else:
+        elif turn.role == "tool" and before not in ("assistant", "tool"):
+            reason, sentence = "result without a call", "a tool's result must come after the assistant's call"
+        elif turn.role == "user" and (before == "tool" or (before == "assistant" and turns[number - 2].tool_calls)):
+            reason = "a tool's exchange without an answer"
+            sentence = "after a call its result must come, and after a result the assistant's turn"
+        elif turn.role == before and turn.role != "tool":
             reason = f"two {turn.role} turns in a row"
             sentence = f"{reason}, user and assistant must alternate"
-        raise InvalidConversation(f"{where}, turn {number}", reason, sentence)
+        if reason:
+            raise InvalidConversation(here, reason, sentence)
+        before = turn.role
     if len(turns) < first:
         raise InvalidConversation(where, "no user turn", "the conversation has no user turn")

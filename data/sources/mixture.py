@@ -181,8 +181,8 @@ class Filters:
         """Return the first reason to leave the conversation out, if there is any."""
         recipe, turns = self._recipe, conversation.turns
         user_turns = sum(turn.role == "user" for turn in turns)
-        # An answer that the target is yet to write has no length.
-        chars = [len(turn.content) for turn in turns if turn.role != "system" and turn.content]
+        # An answer that the target is yet to write has no length, and what a tool gave may well be a word.
+        chars = [len(turn.content) for turn in turns if turn.role in ("user", "assistant") and turn.content]
         if user_turns < recipe.min_turns:
             return f"fewer than {recipe.min_turns} user turns"
         if recipe.max_turns is not None and user_turns > recipe.max_turns:
@@ -250,7 +250,8 @@ class _Selection:
         """Count the first reason to leave a valid conversation out, if there is any."""
         recipe, turns = self._recipe.data.conversations, conversation.turns
         prompts = [[turn.role, " ".join(turn.content.casefold().split())] for turn in turns if turn.role != "assistant"]
-        key = hashlib.sha256(json.dumps(prompts).encode()).digest()[:KEY_BYTES]
+        offered = list(conversation.tools)  # the same question with other tools is another one
+        key = hashlib.sha256(json.dumps([*prompts, *offered]).encode()).digest()[:KEY_BYTES]
         if key in self._seen:
             tally.duplicates += 1
             return True

@@ -21,18 +21,21 @@ For the assistant turn i of a conversation whose full rendering is F:
 3. its end is the first special token after the content, within the length of the turn's own ending
    (`<|im_end|>`, but not the newline after it). A template without an end token carries the content alone.
 
+In a turn that calls tools the marker stands for the functions' names, and the call's own ending is part of the turn's.
+
 These are three renderings of everything for each answer. Of many answers only the two at each end are found so; what
 is around those in between is read off renderings in which markers stand for all contents together.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Tool, Turn
+from draftsmith.data.tokens.tool_calls import CallForm, call_form, common_end
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
 
@@ -43,6 +46,7 @@ MARKER = "Xq7AnswerMarkerXq7"
 AT_EACH_END = 2  # answers
 MOST_RENDERED_ONE_BY_ONE = 256  # answers, of a template that writes its history in several ways
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
+Tools = tuple[Tool, ...]
 AnswerIds = list[list[int] | None]
 ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
 END_TOKENS = 16  # more than any template puts after an answer
@@ -180,9 +184,9 @@ def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
     return opening, closing
 
 
-def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn]) -> list[int]:
+def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn], tools: Tools = ()) -> list[int]:
     """Ids of the prompt that asks the target for the next assistant turn. No BOS is added beyond the template's own."""
-    return token_ids(tokenizer, render(tokenizer, tuple(turns), add_generation_prompt=True))
+    return token_ids(tokenizer, render(tokenizer, tuple(turns), add_generation_prompt=True, tools=tools))
 
 
 def tokenize_conversation(
@@ -201,16 +205,16 @@ def tokenize_conversation(
         UserError: The tokenizer has no chat template, or the answers' ids are not those of this conversation.
         TemplateProblem: The template refuses this conversation or hides an answer, or the mask would be empty or full.
     """
-    turns, given = conversation.turns, _ids_by_turn(conversation, answer_ids)
+    turns, tools, given = conversation.turns, conversation.tools, _ids_by_turn(conversation, answer_ids)
     last = len(turns) - 1
     # Ids that are given for the last answer follow the prompt that asked for it, so the answer itself is not rendered.
     asking = last in given
     shown = turns[:-1] if asking else turns
-    text = render(tokenizer, shown, add_generation_prompt=asking)
+    text = render(tokenizer, shown, add_generation_prompt=asking, tools=tools)
     if not asking:
         _check_last_answer_is_whole(turns, text)
     special = special_ids(tokenizer)
-    spans = find_spans(tokenizer, shown, text, special, asking)
+    spans = find_spans(tokenizer, shown, text, special, asking, tools)
     borders = []
     for index, span in spans.items():
         is_cut_short = index in given and given[index][-1] not in special
@@ -241,7 +245,11 @@ def tokenize_conversation(
     ends += [len(input_ids)] if asking else []
     _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
-    if turns[last].role == "assistant" and not asking and _has_another_prompt(tokenizer, turns, text, spans[last]):
+    if (
+        turns[last].role == "assistant"
+        and not asking
+        and _has_another_prompt(tokenizer, conversation, text, spans[last])
+    ):
         # Once more, the last answer's ids given now, so that it comes after the prompt that asks for it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
         return tokenize_conversation(tokenizer, conversation, [*earlier, tokenized.answers()[-1]])
@@ -297,13 +305,14 @@ def up_to_turn(
     """The first `end` turns, and the ids of the answers among them."""
     turns = conversation.turns[:end]
     answers = sum(turn.role == "assistant" for turn in turns)
-    return Conversation(conversation.id, turns), None if answer_ids is None else answer_ids[:answers]
+    return replace(conversation, turns=turns), None if answer_ids is None else answer_ids[:answers]
 
 
 def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
     """Thoughts may go missing from the history, as at inference, but what the target just said must all be there."""
-    last = next((turn.content for turn in reversed(turns) if turn.role == "assistant"), "")
-    if "".join(last.split()) not in "".join(text.split()):
+    last = next((turn for turn in reversed(turns) if turn.role == "assistant"), Turn("assistant", ""))
+    shown = "".join(text.split())
+    if not all("".join(said.split()) in shown for said in (last.content, *last.called)):
         raise TemplateProblem(
             "the target's chat template leaves out part of the last answer (a <think> block, most likely), so that a "
             "drafter would never see it: set a tokenizer.chat_template that keeps it"
@@ -323,13 +332,13 @@ def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> di
     return {index: ids for index, ids in zip(answers, answer_ids, strict=True) if ids is not None}
 
 
-def _has_another_prompt(tokenizer: Any, turns: tuple[Turn, ...], text: str, span: Span) -> bool:
+def _has_another_prompt(tokenizer: Any, conversation: Conversation, text: str, span: Span) -> bool:
     """Whether the last answer comes after other words than the target was asked with.
 
     Mistral's templates have the system prompt in the last turn if that is the user's, and nowhere if it is not.
     A prompt that goes on where the answer starts (with an opened <think>) is another matter.
     """
-    prompt = render(tokenizer, turns[:-1], add_generation_prompt=True)
+    prompt = render(tokenizer, conversation.turns[:-1], add_generation_prompt=True, tools=conversation.tools)
     return not text.startswith(prompt) and not prompt.startswith(text[: span.start])
 
 
@@ -369,7 +378,11 @@ def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list
     if "generation %}" not in template.replace("-%}", " %}").replace("  %}", " %}").replace("endgeneration", ""):
         return None
     encoded = tokenizer.apply_chat_template(
-        conversation.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        conversation.messages,
+        tools=list(conversation.tools) or None,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     return list(encoded["assistant_masks"]) if list(encoded["input_ids"]) == input_ids else None
 
@@ -435,27 +448,50 @@ def template_end_token(tokenizer: Any) -> int | None:
 # ---- where the answers are in what the template renders ----
 
 
-def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False) -> str:
+def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False, tools: Tools = ()) -> str:
     """The conversation as the template writes it.
 
     Raises:
         UserError: There is no template.
-        TemplateRefusal: It raises.
+        TemplateRefusal: It raises, or it knows nothing of tools.
     """
     if not tokenizer.chat_template:
         raise UserError(
             f"the target's tokenizer ({tokenizer.name_or_path or 'unnamed'}) has no chat template: "
             "take an instruct model, or set tokenizer.chat_template and save the tokenizer beside the model"
         )
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    way_out = "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
+    if tools and template_calls(tokenizer) is None:
+        raise TemplateRefusal(
+            f"the target's chat template does not write tools, their calls or their results, which conversations have: "
+            f"{way_out}"
+        )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return _written(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
     except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
         raise TemplateRefusal(
-            f"the target's chat template refuses a conversation with the roles {roles}: {error}; "
-            "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
+            f"the target's chat template refuses a conversation with the roles {roles}: {error}; {way_out}"
         ) from None
+
+
+def _written(tokenizer: Any, conversation: Conversation, asking: bool) -> str:
+    return tokenizer.apply_chat_template(
+        conversation.messages,
+        tools=list(conversation.tools) or None,
+        tokenize=False,
+        add_generation_prompt=asking,
+    )
+
+
+def template_calls(tokenizer: Any) -> CallForm | None:
+    """How the template writes calls of tools; None if it does not write tools, calls and results."""
+    return _template_calls(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _template_calls(tokenizer: Any, template: str) -> CallForm | None:
+    return call_form(partial(_written, tokenizer))
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
@@ -475,7 +511,12 @@ def template_answer_lead(tokenizer: Any) -> str:
 
 
 def find_spans(
-    tokenizer: Any, turns: tuple[Turn, ...], text: str, special: frozenset[int], asking: bool = False
+    tokenizer: Any,
+    turns: tuple[Turn, ...],
+    text: str,
+    special: frozenset[int],
+    asking: bool = False,
+    tools: Tools = (),
 ) -> dict[int, Span]:
     """Find each assistant turn in the rendering `text`, by its index; in time linear in the text.
 
@@ -484,15 +525,17 @@ def find_spans(
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     between = answers[AT_EACH_END:-AT_EACH_END]
     one_by_one = answers if not between else answers[:AT_EACH_END] + answers[-AT_EACH_END:]
-    spans = {index: find_span(tokenizer, turns, index, text, special, asking) for index in one_by_one}
+    span_of = partial(find_span, tokenizer, turns, text=text, special=special, asking=asking, tools=tools)
+    spans = {index: span_of(index) for index in one_by_one}
     if between:
-        found = _spans_between(tokenizer, turns, answers, text, spans, asking)
+        plain = not tools and all(turn.role != "tool" and not turn.tool_calls for turn in turns)
+        found = _spans_between(tokenizer, turns, answers, text, spans, asking) if plain else {}
         if not found and len(answers) > MOST_RENDERED_ONE_BY_ONE:
             raise TemplateProblem(
                 f"the target's chat template does not write all {len(answers)} answers of a conversation alike, and so "
                 "many cannot be told apart one by one: take shorter conversations, or correct tokenizer.chat_template"
             )
-        spans |= found or {i: find_span(tokenizer, turns, i, text, special, asking) for i in between}
+        spans |= found or {index: span_of(index) for index in between}
     return {index: spans[index] for index in answers}
 
 
@@ -550,36 +593,39 @@ def _content_end(text: str, begin: int, content: str, after: str) -> int:
 
 
 def find_span(
-    tokenizer: Any, turns: tuple[Turn, ...], index: int, text: str, special: frozenset[int], asking: bool = False
+    tokenizer: Any,
+    turns: tuple[Turn, ...],
+    index: int,
+    text: str,
+    special: frozenset[int],
+    asking: bool = False,
+    tools: Tools = (),
 ) -> Span:
     """Find assistant turn `index` in the rendering `text` (steps 1 to 3 of the module).
 
     Args:
         special: Ids among which an end token is.
         asking: `text` ends with a generation prompt.
+        tools: Of the conversation.
 
     Raises:
         TemplateProblem: The template drops or rewrites what is needed to tell.
     """
+    if turns[index].tool_calls:
+        return _calling_span(tokenizer, turns, index, text, special, asking, tools)
     marked_turns = (*turns[:index], Turn("assistant", MARKER), *turns[index + 1 :])
-    marked_text = render(tokenizer, marked_turns, asking)
+    marked_text = render(tokenizer, marked_turns, asking, tools)
     before, _, after = marked_text.partition(MARKER)
-    ending = render(tokenizer, marked_turns[: index + 1]).partition(MARKER)[2]
-    prompt = render(tokenizer, turns[:index], add_generation_prompt=True)
+    ending = render(tokenizer, marked_turns[: index + 1], tools=tools).partition(MARKER)[2]
+    prompt = render(tokenizer, turns[:index], add_generation_prompt=True, tools=tools)
     if marked_text.count(MARKER) != 1 or not text.endswith(after):
-        raise TemplateProblem(
-            f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
-            "tokens cannot be told apart: correct tokenizer.chat_template"
-        )
+        raise _dropped(index)
     if text.startswith(prompt):
         start = len(prompt)
     elif text.startswith(before):
         start = len(before.removesuffix(template_answer_lead(tokenizer)))
     else:
-        raise TemplateProblem(
-            f"the target's chat template writes the text before turn {index + 1} differently once later turns follow, "
-            "so that the assistant's tokens cannot be told apart: correct tokenizer.chat_template"
-        )
+        raise _rewritten(index)
     content_end = max(start, len(text) - len(after))
     ending = text[content_end : content_end + len(ending)]
     tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
@@ -589,3 +635,55 @@ def find_span(
     if end_token is None:
         return Span(start, content_end, content_end)
     return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))
+
+
+def _calling_span(
+    tokenizer: Any,
+    turns: tuple[Turn, ...],
+    index: int,
+    text: str,
+    special: frozenset[int],
+    asking: bool,
+    tools: Tools,
+) -> Span:
+    """As `find_span`, of a turn that calls tools; its end is the last special token that ends calls and turn."""
+    turn = turns[index]
+    calls = tuple({**call, "function": {"name": MARKER, "arguments": {}}} for call in turn.tool_calls)
+    marked_turns = (*turns[:index], replace(turn, tool_calls=calls), *turns[index + 1 :])
+    marked_text = render(tokenizer, marked_turns, asking, tools)
+    prompt = render(tokenizer, turns[:index], add_generation_prompt=True, tools=tools)
+    if marked_text.count(MARKER) != len(calls):
+        raise _dropped(index)
+    before, after = marked_text.partition(MARKER)[0], common_end(marked_text.rpartition(MARKER)[2], text)
+    ended, marked_end = (render(tokenizer, each[: index + 1], tools=tools) for each in (turns, marked_turns))
+    ending = common_end(marked_end.rpartition(MARKER)[2], ended)
+    # What the template writes between the generation prompt and the first name, as `template_answer_lead`.
+    asked = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
+    probe = render(tokenizer, (PROBE[0], marked_turns[index]), tools=tools)
+    opening = probe.removeprefix(asked).partition(MARKER)[0] if probe.startswith(asked) else ""
+    if text.startswith(prompt):
+        start = len(prompt)
+    elif opening and before.endswith(opening) and text.startswith(before):
+        start = len(before) - len(opening)
+    else:
+        raise _rewritten(index)
+    content_end = len(text) - len(after)
+    ending = text[content_end : content_end + len(ending)]
+    tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
+    end_token = next((token for token in reversed(tokens) if token in ending), None)
+    end = content_end + (len(ending.rstrip()) if end_token is None else ending.rindex(end_token) + len(end_token))
+    return Span(start, content_end, end)
+
+
+def _dropped(index: int) -> TemplateProblem:
+    return TemplateProblem(
+        f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
+        "tokens cannot be told apart: correct tokenizer.chat_template"
+    )
+
+
+def _rewritten(index: int) -> TemplateProblem:
+    return TemplateProblem(
+        f"the target's chat template writes the text before turn {index + 1} differently once later turns follow, "
+        "so that the assistant's tokens cannot be told apart: correct tokenizer.chat_template"
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
@@ -260,9 +260,9 @@ def _source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> None:
     for conversation in sample:
         whole = conversation
         if not conversation.is_answered:  # with stand-ins prompts show whether they fit and go through the template
-            turns = [turn if turn.content else PROBE[1] for turn in conversation.turns]
+            turns = [PROBE[1] if turn.role == "assistant" and turn.is_empty else turn for turn in conversation.turns]
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
-            whole = Conversation(conversation.id, (*turns, *ending))
+            whole = replace(conversation, turns=(*turns, *ending))
         try:
             result = tokenize_shortened(expected.tokenizer, whole, recipe.data.max_length_tokens)
         except TemplateProblem as problem:

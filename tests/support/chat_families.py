@@ -79,6 +79,80 @@ R1 = (
     "'assistant' %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
 )
+# With tools. Qwen writes each call in a block of its own, and results in a user's turn.
+QWEN_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You "
+    "help.') + "
+    "'\n\n# Tools\n<tools>' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
+    "{{ '\n</tools><|im_end|>\n' }}"
+    "{% elif messages[0].role == 'system' %}"
+    "{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
+    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}{% if m.content %}{{ '\n' + m.content }}{% endif %}"
+    "{% for call in m.tool_calls %}CALL{% endfor %}{% if not m.content and not m.tool_calls %}{{ '\n' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% elif m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN25_TOOLS = QWEN_TOOLS.replace(
+    "CALL",
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' + call.function.arguments | tojson '
+    "+ '}\n</tool_call>' }}",
+)
+QWEN3_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n# Tools\n<tools>' }}{% for tool in tools %}{{ '\n' + tool | tojson }}"
+    "{% endfor %}{{ '\n</tools><|im_end|>\n' }}{% endif %}"
+    + QWEN3.replace(
+        "{{ '<|im_end|>\n' }}{% else %}",
+        "{% for call in m.tool_calls %}{% if said or not loop.first %}{{ '\n' }}{% endif %}"
+        '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+        "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+        "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+        "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% else %}",
+    )
+)
+QWEN3_CODER = QWEN_TOOLS.replace(
+    "CALL",
+    "{{ '\n<tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% for name, value in call.function.arguments.items() %}"
+    "{{ '<parameter=' + name + '>\n' + value | string + '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>' }}",
+)
+# One call a turn; tools stand in the first user turn.
+LLAMA31 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    '{{ \'<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "\' + m.tool_calls[0].function.name + '
+    "'\", \"parameters\": ' + m.tool_calls[0].function.arguments | tojson + '}<|eot_id|>' }}{% elif m.role == 'tool' %}"
+    "{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content | tojson + '<|eot_id|>' }}{% else %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if tools and loop.first %}"
+    "{{ 'Given the following functions, answer with a call in JSON.\n\n' }}{% for tool in tools %}"
+    "{{ tool | tojson(indent=4) + '\n\n' }}{% endfor %}{% endif %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# A call begins with a special token, its id has nine letters and digits, and tools move to the last user turn.
+MISTRAL_TOOLS = (
+    "{{ bos_token }}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('After the optional system message, conversation roles must alternate user and assistant!') }}"
+    "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and m == users[-1] %}"
+    "{{ '[AVAILABLE_TOOLS] ' + tools | list | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' + m.content + '[/INST]' }}{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for call in m.tool_calls %}"
+    "{% if call.id is not defined or call.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{{ (call.function | tojson)[:-1] + ', \"id\": \"' + call.id + '\"}' + (']' + eos_token if loop.last else ', ') }}"
+    "{% endfor %}{% elif m.role == 'tool' %}"
+    '{{ \'[TOOL_RESULTS] {"content": \' + m.content | string + \', "call_id": "\' + m.tool_call_id + '
+    "'\"}[/TOOL_RESULTS]' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
 
 
 @dataclass(frozen=True)
@@ -112,4 +186,13 @@ FAMILIES = {
     "Qwen3": Family(QWEN3, "<|im_end|>", added=THOUGHTS),
     "Qwen3, no thoughts": Family(QWEN3_SILENT, "<|im_end|>", added=THOUGHTS),
     "R1": Family(R1, special=("<|User|>", "<|Assistant|>"), added=THOUGHTS),
+}
+CALL_TOKENS = ("<tool_call>", "</tool_call>")
+MISTRAL_TOKENS = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]")
+TOOL_FAMILIES = {
+    "Qwen2.5": Family(QWEN25_TOOLS, "<|im_end|>", added=CALL_TOKENS),
+    "Qwen3": Family(QWEN3_TOOLS, "<|im_end|>", added=(*THOUGHTS, *CALL_TOKENS)),
+    "Qwen3-Coder": Family(QWEN3_CODER, "<|im_end|>", added=CALL_TOKENS),
+    "Llama 3.1": Family(LLAMA31, "<|eot_id|>", "<|begin_of_text|>"),
+    "Mistral v0.3": Family(MISTRAL_TOOLS, special=(*MISTRAL_TOKENS, "[/TOOL_RESULTS]")),
 }

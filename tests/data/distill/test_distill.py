@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from support import tiny_tokenizers as templates
+from support.chat_families import TOOL_FAMILIES
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
 from draftsmith.data.distill.ledger import Distilled, LedgerView
+from draftsmith.data.distill.token_dataset import tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
@@ -348,3 +350,112 @@ def test_template_that_refuses_system_turns(tmp_path: Path) -> None:
     report = run(recipe, tmp_path / "out", engine)
     assert dict(report.failed) == {"refused by the chat template": 1}
     assert report.kept == 1
+
+
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Bern"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("sky", "sea")]
+
+
+class CallingEngine(HashEngine):
+    """Says what the test gives, in its order, then hashes."""
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        super().__init__(tokenizer)
+        self.texts = list(texts)
+
+    def answer(self, prompt: str) -> str:
+        return self.texts.pop(0) if self.texts else super().answer(prompt)
+
+
+def calling(*names: str) -> dict[str, Any]:
+    calls = [{"id": f"id{name}", "function": {"name": name, "arguments": '{"city": "Rome"}'}} for name in names]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def gives(name: str) -> dict[str, Any]:
+    return {"role": "tool", "content": f"{name} is blue", "tool_call_id": f"id{name}"}
+
+
+def said(text: str, role: str = "assistant") -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def with_tools(tmp_path: Path, *texts: str, messages: list[dict[str, Any]]) -> tuple[DistillReport, Distilled, Any]:
+    file = tmp_path / "tools.jsonl"
+    file.write_text(json.dumps({"messages": messages, "tools": TOOLS}))
+    engine = CallingEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer(), *texts)
+    report = run(make_recipe(file), tmp_path / "out", engine)
+    (found,) = read_distilled(tmp_path / "out")
+    return report, found, engine
+
+
+ASKED = [said("Blue?", "user"), calling("sky", "sea"), gives("sky"), gives("sea"), said("Yes."), said("Bye", "user")]
+
+
+def test_a_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> None:
+    _, found, engine = with_tools(tmp_path, f"Let me see.\n{CALL % 'sky'}\n{CALL % 'sea'}", messages=ASKED)
+    roles = [turn.role for turn in found.conversation.turns]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
+    call = found.conversation.turns[1]
+    assert (call.content, call.called) == ("Let me see.", ["sky", "sea"])
+    assert [each["id"] for each in call.tool_calls] == ["idsky", "idsea"]
+    assert call.tool_calls[0]["function"]["arguments"] == {"city": "Bern"}  # the target's own
+    (second,) = engine.calls[1]
+    assert second.startswith("<|im_start|>system\nYou help.\n\n# Tools")
+    assert '"city": "Bern"' in second
+    assert "Rome" not in second
+    assert second.endswith(
+        "user\n<tool_response>\nsky is blue\n</tool_response>\n<tool_response>\nsea is blue\n</tool_response>"
+        "<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    rows, _ = tokenize_rows(engine.tokenizer, found.conversation, 4096, found.answer_ids)
+    assert [row.answers() for row in rows] == [found.answer_ids]  # one row, each answer with loss, as it was said
+    assert found.conversation.tools == tuple(TOOLS)
+
+
+def test_a_target_that_answers_at_once_goes_on_with_the_next_question(tmp_path: Path) -> None:
+    _, found, _ = with_tools(tmp_path, "It is.", messages=ASKED)
+    turns = found.conversation.turns
+    assert [turn.role for turn in turns] == ["user", "assistant", "user", "assistant"]
+    assert (turns[1].content, turns[2].content) == ("It is.", "Bye")
+    assert found.shortened is None
+
+
+@pytest.mark.parametrize(
+    ("texts", "messages", "roles"),
+    [
+        ([CALL % "sky"], ASKED, ["user", "assistant"]),  # the other results are not there
+        ([CALL % "sea" + CALL % "sky"], ASKED, ["user", "assistant"]),
+        ([CALL % "sky"], [said("Hi", "user"), said("Ho"), said("Bye", "user")], ["user", "assistant"]),
+        ([CALL % "sky" + CALL % "sea", CALL % "sky"], ASKED, ["user", "assistant", "tool", "tool", "assistant"]),
+    ],
+)
+def test_a_target_that_calls_other_tools_ends_the_conversation(
+    tmp_path: Path, texts: list[str], messages: list[dict[str, Any]], roles: list[str]
+) -> None:
+    report, found, _ = with_tools(tmp_path, *texts, messages=messages)
+    assert [turn.role for turn in found.conversation.turns] == roles
+    assert found.shortened == distill_module.OTHER_CALLS
+    assert report.shortened == {distill_module.OTHER_CALLS: 1}
+
+
+def test_a_conversation_may_end_with_a_call(tmp_path: Path) -> None:
+    _, found, _ = with_tools(tmp_path, CALL % "sky", messages=[said("Blue?", "user"), calling("sea")])
+    assert found.conversation.turns[1].called == ["sky"]
+    assert found.shortened is None
+
+
+def test_tools_without_an_engine(tmp_path: Path) -> None:
+    file = tmp_path / "tools.jsonl"
+    file.write_text(json.dumps({"messages": ASKED[:4], "tools": json.dumps([TOOLS[0]["function"]])}))
+    engine = HashEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer())
+    distill(make_recipe(file, engine="none"), engine.tokenizer, run_folder(make_recipe(file), tmp_path), None)
+    (found,) = read_distilled(tmp_path)
+    assert [turn.role for turn in found.conversation.turns] == ["user", "assistant"]
+    assert found.conversation.tools == (TOOLS[0],)
+    (row,), _ = tokenize_rows(engine.tokenizer, found.conversation, 4096)
+    (answer,) = row.answers()
+    assert engine.tokenizer.decode(answer) == (CALL % "sky" + "\n" + CALL % "sea" + "<|im_end|>").replace(
+        "Bern", "Rome"
+    )

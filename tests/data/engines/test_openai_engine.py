@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,17 @@ def test_chat_and_text_without_token_ids(start_server: StartServer, start_engine
     }
     assert "prompt" not in server.requests[0]
     assert server.requests[0]["messages"] in [request.messages for request in asked]
+
+
+def test_tools_go_as_token_ids_alone(start_server: StartServer, start_engine: StartEngine) -> None:
+    tools = ({"type": "function", "function": {"name": "sky"}},)
+    (plain, asked) = requests(2)
+    asked = replace(asked, tools=tools)
+    sent = run(start_engine(start_server(), api="completions"), [plain, asked])
+    assert sent == right_answers([plain, asked])
+    refused = run(start_engine(start_server(), api="chat"), [plain, asked])
+    assert isinstance(refused[plain.key], Completion)
+    assert refused[asked.key] == Failure("a conversation with tools needs data.distill.options.api: completions")
 
 
 def test_variables_of_the_chat_template_go_with_messages(start_server: StartServer, start_engine: StartEngine) -> None:

@@ -46,6 +46,28 @@ def test_id_is_of_the_prompt_side() -> None:
     assert len(ids[0]) == 16
 
 
+def test_tools_in_every_form() -> None:
+    function = {"name": "sky", "parameters": {}}
+    call = {"id": "1", "type": "function", "function": {"name": "sky", "arguments": '{"city": "Bern"}'}}
+    messages = [
+        {"role": "user", "content": "Blue?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    wrapped = parse_conversation({"messages": messages, "tools": [{"type": "function", "function": function}]}, "")
+    told = json.dumps({"name": "sky", "arguments": {"city": "Bern"}})
+    turns = [("human", "Blue?"), ("function_call", told), ("observation", ""), ("gpt", "Yes.")]
+    bare = parse_conversation({**sharegpt(*turns), "tools": json.dumps([function])}, "")
+    assert bare.tools == wrapped.tools
+    assert bare.id == wrapped.id
+    assert [turn.called for turn in wrapped.turns] == [[], ["sky"], [], []]
+    assert wrapped.turns[1].tool_calls[0]["function"]["arguments"] == {"city": "Bern"}
+    assert wrapped.turns[2].message == {"role": "tool", "content": "", "tool_call_id": "1"}
+    assert wrapped.id != parse_conversation({"messages": messages}, "").id
+    assert wrapped.is_answered
+
+
 def test_lone_surrogates_are_replaced() -> None:
     record = json.loads('{"conversations": [{"from": "human", "value": "a\\ud800"}, {"from": "gpt", "value": "b"}]}')
     assert parse_conversation(record, "here").turns[0].content == "a?"
@@ -62,6 +84,7 @@ def openai(**turn: Any) -> dict[str, Any]:
     return {"messages": [turn]}
 
 
+NO_END = "a tool's exchange without an answer"
 ASSISTANT_FIRST, TOO_LONG = "first turn from the assistant", "longer than any model reads"
 
 
@@ -77,6 +100,20 @@ ASSISTANT_FIRST, TOO_LONG = "first turn from the assistant", "longer than any mo
         (sharegpt(("gpt", "a"), ("human", "b")), ASSISTANT_FIRST, "turn 1: the conversation begins with"),
         (sharegpt(("system", "s"), ("gpt", "a")), ASSISTANT_FIRST, "turn 2: the conversation begins with"),
         (sharegpt(("human", "a"), ("human", "b")), "two user turns in a row", "turn 2: two user turns in a row"),
+        (sharegpt(("human", "a"), ("tool", "b")), "result without a call", "turn 2: a tool's result must come after"),
+        (sharegpt(("human", "a"), ("gpt", "b"), ("tool", "c"), ("human", "d")), NO_END, "turn 4: after a call its"),
+        (sharegpt(("human", "a"), ("function_call", "{}")), "malformed tool call", "turn 2: a tool call must be an"),
+        (sharegpt(("human", "a"), ("function_call", "f()")), "malformed tool call", "the function_call must be JSON"),
+        (openai(role="user", content="a", tool_calls=[{}]), "malformed tool call", "a user turn calls tools"),
+        (openai(role="assistant", tool_calls={"name": "f"}), "malformed tool call", "must be a list, not an object"),
+        (openai(role="assistant", tool_calls=[{"name": "f", "arguments": "["}]), "malformed tool call", "must be JSON"),
+        (openai(role="assistant", tool_calls=[{"name": "f", "arguments": 1}]), "malformed tool call", "not a number"),
+        (
+            {**sharegpt(("human", "a")), "tools": {"name": "f"}},
+            "malformed tools",
+            "`tools` must be a list of functions",
+        ),
+        ({**sharegpt(("human", "a")), "tools": [{"f": 1}]}, "malformed tools", "each an object with a `name`"),
         (sharegpt(("human", "a"), ("gpt", "b"), ("gpt", "c")), "two assistant turns in a row", "turn 3: two assistant"),
         (sharegpt(("human", "a"), ("system", "b")), "system turn not first", "turn 2: a system turn may only be the"),
         (sharegpt(("system", "a")), "no user turn", "f line 3: the conversation has no user turn"),

@@ -1,0 +1,112 @@
+"""How a chat template writes the calls of tools, so that a target's answer is read as its own template would write it.
+
+Found by rendering a call, as `chat_tokens` finds answers: what stands before the function's name, and between the name
+and the arguments. A template whose arguments are no JSON (Qwen3-Coder's) gives the names alone; an answer of it keeps
+its text.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
+
+# Names, values and a result that no template writes by itself.
+NAME, SECOND, ARGUMENT, VALUE, RESULT = "xq7_first", "xq7_second", "xq7_argument", "Xq7ValueXq7", "Xq7ResultXq7"
+# Nine letters and digits, as Mistral's templates want the ids of calls.
+CALL_ID = "call{:05d}"
+FUNCTION = {
+    "name": NAME,
+    "description": "A function.",
+    "parameters": {"type": "object", "properties": {ARGUMENT: {"type": "string", "description": "A text."}}},
+}
+ASKED = (Turn("user", "Say hi"),)
+DECODER = json.JSONDecoder()
+
+Render = Callable[[Conversation, bool], str]  # raises what the template raises
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """What a template writes around a call's name: before it, and between it and the JSON of the arguments."""
+
+    before: re.Pattern[str]
+    between: re.Pattern[str] | None
+
+    def names(self, text: str) -> list[str]:
+        """The names of the functions that an answer calls, in their order."""
+        return [found["name"] for found in self.before.finditer(text)]
+
+    def turn(self, text: str, call_ids: list[str]) -> Turn:
+        """An answer as a turn: with its calls, or as the text that it is if it has none or they cannot be read.
+
+        Args:
+            text: Of the answer, special tokens included, without its end token.
+            call_ids: Of its calls, as far as the results that follow name them.
+        """
+        calls: list[dict[str, Any]] = []
+        end, start = 0, None
+        for found in self.before.finditer(text):
+            if found.start() < end:  # within the arguments of the call before
+                continue
+            start = found.start() if start is None else start
+            between = self.between.match(text, found.end()) if self.between else None
+            try:
+                arguments, end = DECODER.raw_decode(text, between.end()) if between else (None, 0)
+            except (json.JSONDecodeError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                return Turn("assistant", text)
+            number = len(calls)
+            call_id = call_ids[number] if number < len(call_ids) else CALL_ID.format(number + 1)
+            calls.append(tool_call(found["name"], arguments, call_id))
+        return Turn("assistant", text[:start].strip() if calls else text, tuple(calls))
+
+
+def call_form(render: Render) -> CallForm | None:
+    """Find how a template writes calls; None if it does not write tools, calls and results at all."""
+    tools = ({"type": "function", "function": FUNCTION},)
+    calls = [tool_call(name, {ARGUMENT: VALUE}, CALL_ID.format(n)) for n, name in enumerate((NAME, SECOND), start=1)]
+
+    def rendered(*turns: Turn, asking: bool = False) -> str:
+        return render(Conversation("probe", (*ASKED, *turns), tools=tools), asking)
+
+    called = Turn("assistant", "", tuple(calls[:1]))
+    result = Turn("tool", RESULT, name=NAME, tool_call_id=calls[0]["id"])
+    try:
+        prompt, text, whole = rendered(asking=True), rendered(called), rendered(called, result, asking=True)
+    except Exception:  # of any kind: templates are programs
+        return None
+    answer = text.removeprefix(prompt)
+    if NAME not in prompt or NAME not in answer or VALUE not in answer or RESULT not in whole or answer == text:
+        return None
+    opening, _, rest = answer.partition(NAME)
+    openings = [opening]
+    try:  # many templates take one call a turn
+        both = rendered(Turn("assistant", "", tuple(calls))).removeprefix(prompt)
+        _, _, to_second = both[: both.index(SECOND)].rpartition(VALUE)
+        openings.append(common_end(opening, to_second))
+    except Exception:  # as above, or without a place for the second
+        pass
+    written = "|".join(dict.fromkeys(_loosely(each) for each in openings if each.strip()))
+    if not written:
+        return None
+    between = rest[: max(rest.find("{", 0, rest.index(ARGUMENT)), 0)]
+    is_json = rest[len(between) : len(between) + 1] == "{"
+    return CallForm(
+        re.compile(rf"(?:{written})(?P<name>[\w.-]+)"), re.compile(_loosely(between)) if is_json and between else None
+    )
+
+
+def common_end(left: str, right: str) -> str:
+    """The longest text with which both end."""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(left), reversed(right), strict=False))
+    return left[len(left) - sum(1 for _ in alike) :]
+
+
+def _loosely(text: str) -> str:
+    """A pattern for the text, whatever its white space."""
+    return r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", text))) + r"\s*" * text[-1:].isspace()

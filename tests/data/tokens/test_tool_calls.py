@@ -1,0 +1,145 @@
+"""Tools: the calls of an answer as each template writes them, and the masks of conversations with tools."""
+
+import json
+from typing import Any
+
+import pytest
+from support.chat_families import TOOL_FAMILIES
+from support.tiny_tokenizers import CHATML, tiny_tokenizer
+
+from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
+from draftsmith.data.tokens.chat_tokens import (
+    TemplateRefusal,
+    prompt_token_ids,
+    template_calls,
+    tokenize_conversation,
+)
+
+WEATHER = {"name": "get_weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = ({"type": "function", "function": WEATHER},)
+ID = "abcdefghi"
+CALLING = Turn("assistant", "", (tool_call("get_weather", {"city": "Zürich", "days": 2}, ID),))
+RESULT = Turn("tool", '{"sky": "clear"}', name="get_weather", tool_call_id=ID)
+TALK = Conversation(
+    "id",
+    (
+        Turn("user", "Is it fine?"),
+        CALLING,
+        RESULT,
+        Turn("assistant", "It is."),
+        Turn("user", "Bye"),
+        Turn("assistant", "Bye."),
+    ),
+    tools=TOOLS,
+)
+# What each family says in place of the call, its end token included.
+CALLS = {
+    "Qwen2.5": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>'
+    "<|im_end|>",
+    "Llama 3.1": '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}<|eot_id|>',
+    "Mistral v0.3": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}, '
+    '"id": "abcdefghi"}]</s>',
+    "Qwen3-Coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call><|im_end|>",
+}
+
+
+def answers(tokenizer: Any, conversation: Conversation, ids: Any = None) -> list[str]:
+    tokenized = tokenize_conversation(tokenizer, conversation, ids)
+    return [tokenizer.decode(each) for each in tokenized.answers()]
+
+
+@pytest.fixture(params=CALLS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_call_carries_loss_and_what_the_tool_said_does_not(family: str) -> None:
+    tokenizer = TOOL_FAMILIES[family].tokenizer()
+    end = tokenizer.eos_token
+    lead = " " if family.startswith("Mistral") else ""
+    assert answers(tokenizer, TALK) == [CALLS[family], f"{lead}It is.{end}", f"{lead}Bye.{end}"]
+    ids = tokenize_conversation(tokenizer, TALK).input_ids
+    assert tokenizer.decode(ids).count("clear") == 1
+    assert (
+        ids[: len(prompt_token_ids(tokenizer, TALK.turns[:1], TOOLS))]
+        != ids[: len(prompt_token_ids(tokenizer, TALK.turns[:1]))]
+    )
+
+
+def test_the_call_ends_a_conversation_too(family: str) -> None:
+    tokenizer = TOOL_FAMILIES[family].tokenizer()
+    cut = Conversation("id", TALK.turns[:2], tools=TOOLS)
+    assert answers(tokenizer, cut) == [CALLS[family]]
+
+
+def test_given_ids_take_the_place_of_a_call(family: str) -> None:
+    tokenizer = TOOL_FAMILIES[family].tokenizer()
+    said = CALLS[family].replace(": ", ":  ").replace("\n<", "\n\n<")  # other white space: the same words
+    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+    tokenized = tokenize_conversation(tokenizer, TALK, [ids, None, None])
+    assert tokenized.answers()[0] == ids
+    assert not tokenized.unsaid_turns
+    other = tokenizer(said.replace("Zürich", "Genf"), add_special_tokens=False)["input_ids"]
+    assert tokenize_conversation(tokenizer, TALK, [other, None, None]).unsaid_turns == (1,)
+
+
+def test_an_answer_is_read_as_its_template_writes_it(family: str) -> None:
+    tokenizer = TOOL_FAMILIES[family].tokenizer()
+    form = template_calls(tokenizer)
+    assert form is not None
+    said = CALLS[family].removesuffix(tokenizer.eos_token)
+    assert form.names(said) == ["get_weather"]
+    assert form.names("It is {fine}.") == []
+    turn = form.turn(said, [ID])
+    if family == "Qwen3-Coder":  # no JSON: the text stays
+        assert turn == Turn("assistant", said)
+    else:
+        assert turn == CALLING
+    assert form.turn("It is.", []) == Turn("assistant", "It is.")
+    broken = said[: said.index("Zür")]
+    assert form.turn(broken, []) == Turn("assistant", broken)
+
+
+def test_calls_after_thoughts() -> None:
+    """Qwen3 writes thoughts before a call until the next question, and takes them out after it."""
+    tokenizer = TOOL_FAMILIES["Qwen3"].tokenizer()
+    call, thoughts = CALLS["Qwen2.5"], "<think>\nLook.\n</think>\n\n"
+    form = template_calls(tokenizer)
+    assert form is not None
+    turn = form.turn(thoughts + call.removesuffix("<|im_end|>"), [ID])
+    assert turn == Turn("assistant", thoughts.strip(), CALLING.tool_calls)
+    ids = tokenizer(thoughts + call)["input_ids"]
+    thinking = Conversation("id", (TALK.turns[0], turn, *TALK.turns[2:4]), tools=TOOLS)
+    assert answers(tokenizer, thinking, [ids, None]) == [thoughts + call, "<think>\n\n</think>\n\nIt is.<|im_end|>"]
+    assert answers(tokenizer, TALK)[0] == call
+    later = Conversation("id", (*thinking.turns, *TALK.turns[4:]), tools=TOOLS)
+    assert tokenize_conversation(tokenizer, later, [ids, None, None]).unsaid_turns == (1,)
+
+
+def test_several_calls_with_words_before() -> None:
+    form = template_calls(TOOL_FAMILIES["Qwen2.5"].tokenizer())
+    assert form is not None
+    call = '<tool_call>\n{"name": "%s", "arguments": {"text": "<tool_call> {}"}}\n</tool_call>'
+    turn = form.turn("Let me see.\n" + call % "a" + "\n" + call % "b", ["first"])
+    assert (turn.content, turn.called) == ("Let me see.", ["a", "b"])
+    assert [call["id"] for call in turn.tool_calls] == ["first", "call00002"]
+    mistral = template_calls(TOOL_FAMILIES["Mistral v0.3"].tokenizer())
+    assert mistral is not None
+    assert mistral.names('[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]') == ["a", "b"]
+
+
+def test_a_template_without_tools_is_refused() -> None:
+    tokenizer = tiny_tokenizer(CHATML)
+    assert template_calls(tokenizer) is None
+    with pytest.raises(TemplateRefusal, match="does not write tools, their calls or their results"):
+        tokenize_conversation(tokenizer, TALK)
+
+
+def test_arguments_reach_the_template_as_an_object() -> None:
+    """Text would be written with its quotes escaped."""
+    tokenizer = TOOL_FAMILIES["Llama 3.1"].tokenizer()
+    assert json.loads(answers(tokenizer, TALK)[0].removesuffix("<|eot_id|>"))["parameters"] == {
+        "city": "Zürich",
+        "days": 2,
+    }
