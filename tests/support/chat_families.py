@@ -110,7 +110,8 @@ QWEN3_TOOLS = (
         "{% for call in m.tool_calls %}{% if said or not loop.first %}{{ '\n' }}{% endif %}"
         '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
         "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
-        "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+        "{% elif m.role == 'tool' %}"
+        "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
         "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
         "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% else %}",
     )
