@@ -415,6 +415,9 @@ def plan(
     peak_tflops: Annotated[
         float | None, typer.Option(help="The device's peak, in the recipe's dtype; measured here by default.")
     ] = None,
+    memory_gb_per_s: Annotated[
+        float | None, typer.Option(help="What the device reads of its memory; measured here by default.")
+    ] = None,
     utilisation: Annotated[float, typer.Option(help="Share of that rate that a training step reaches.")] = 0.4,
     labelled_share: Annotated[
         float | None, typer.Option(help="Plan for full rows with this share of labels, not for the data there is.")
@@ -423,12 +426,14 @@ def plan(
         int, typer.Option(help="Say what each of so many holds: DDP, FSDP2, ZeRO; the target whole, split, quantised.")
     ] = 1,
 ) -> None:
-    """Say what training will need, from configs alone: parameters, memory, disk, FLOPs, time."""
+    """Say what a recipe will need, from configs alone: parameters, memory, disk, FLOPs, time."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.train.plan.plan import PlanOptions, make_plan, show_plan
 
     heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, utilisation, labelled_share, processes))
+    planned = make_plan(
+        loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, utilisation, labelled_share, processes)
+    )
     tell(asdict(planned))
     show_plan(planned, console, memory_gib)
     _next("doctor", recipe, overrides)

@@ -9,6 +9,7 @@ Shapes: B batch, S sequence.
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
+from draftsmith.data.sources.questions import load_questions
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import packable_bytes
 from draftsmith.models.fake_run import Phase
@@ -41,7 +43,18 @@ SCALING_FILE = Path(__file__).with_name("data_scaling.json")  # written by `benc
 GROUPS = (
     ("parameters", "Parameters"), ("batches", "Batches"), ("memory", "Memory, when most is in use"), ("disk", "Disk"),
     ("flops_per_token", "Computation"), ("throughput", "Speed"),
+    ("stages", "Distilling and measuring, at the limit of the device"),
 )  # fmt: skip
+READ_BYTES = 1 << 30  # once, to measure how fast memory is read
+ROWS_AT_ONCE = {
+    "transformers": ("batch_size", 16),
+    "vllm": ("concurrency", 256),
+    "openai": ("concurrency_per_server", 64),
+}
+# speculators' pull request 1132 (September 2026): EAGLE-3 for Qwen3-8B, 5,000 conversations, five epochs, features from
+# disk, 942 s on four H100.
+PUBLISHED_CONVERSATIONS_PER_S = 5 * 5000 / 942 / 4
+PUBLISHED_PARAMETERS = (6e9, 10e9)  # of targets that it says something about
 PLACEMENTS = ("replicated", "sharded", "int8", "nf4", "offline")
 
 
@@ -88,6 +101,7 @@ class Plan:
     disk: list[Line]
     flops_per_token: list[Line]
     throughput: list[Line]
+    stages: list[Line]
     verdict: Verdict | None
     notes: list[str]
     set_ups: list[SetUp]
@@ -100,6 +114,7 @@ class PlanOptions:
     Args:
         memory_gib: Of the device, for a verdict.
         peak_tflops: Of the device; measured here by default.
+        memory_gb_per_s: What the device reads of its memory, in 10^9 bytes a second; measured here by default.
         utilisation: Share of that rate which a training step reaches.
         labelled_share: Plan for rows of `data.max_length_tokens` of which this share carries labels, whatever data
             there is.
@@ -108,6 +123,7 @@ class PlanOptions:
 
     memory_gib: float | None = None
     peak_tflops: float | None = None
+    memory_gb_per_s: float | None = None
     utilisation: float = 0.4
     labelled_share: float | None = None
     processes: int = 1
@@ -115,7 +131,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.processes < 1:
             raise UserError(f"option --processes must be at least 1, not {self.processes}")
-        for key in ("memory_gib", "peak_tflops", "utilisation", "labelled_share"):
+        for key in ("memory_gib", "peak_tflops", "memory_gb_per_s", "utilisation", "labelled_share"):
             value, is_share = getattr(self, key), key in ("utilisation", "labelled_share")
             if value is not None and not (value > 0 and (value <= 1 or not is_share)):
                 limit = " and at most 1" if is_share else ""
@@ -138,6 +154,14 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         notes.append("drafter.options.attention: flex is planned as folded, which saves the same for the backward pass")
     more_data = what_more_data_is_worth(recipe)
     notes += [] if more_data is None else [more_data]
+    rates, source = _rates(training, args, typical, options, device)
+    throughput = _throughput(args, typical, data, options, rates, source)
+    if recipe.drafter.kind == "eagle3" and _is_between(_size_of(training.target), *PUBLISHED_PARAMETERS):
+        notes.append(
+            f"published: speculators trained EAGLE-3 for Qwen3-8B at {PUBLISHED_CONVERSATIONS_PER_S:.1f} conversations "
+            "a second for each of four H100, features from disk (pull request 1132); the time above is of products at "
+            "an assumed utilisation, and may be two to four times too good"
+        )
     if args.gradient_accumulation_steps > 1:
         notes.append("gradients stay while the next batch of an accumulated step is computed: counted")
     if device.type == "cpu" and (packable := packable_bytes(training.target)):
@@ -159,7 +183,8 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         phase_peak_bytes={name: phase.peak_bytes for name, phase in largest.phases.items()},
         disk=[_cache(recipe, training, data)],
         flops_per_token=_flops(typical),
-        throughput=_throughput(training, args, typical, data, options, device),
+        throughput=throughput,
+        stages=_stages(recipe, training, typical, options, device, rates["target forward"]),
         verdict=_verdict(recipe, largest, options),
         notes=notes,
         set_ups=set_ups(recipe, args, data.largest, options.processes) if options.processes > 1 else [],
@@ -277,15 +302,18 @@ def _flops(cost: StepCost) -> list[Line]:
     return [*lines, Line("all", sum(line.amount for line in lines), "FLOPs a token", "sum")]
 
 
-def _throughput(
-    training: FakeTraining,
-    args: TrainingArguments,
-    cost: StepCost,
-    data: TrainingData,
-    options: PlanOptions,
-    device: torch.device,
-) -> list[Line]:
-    """Estimate tokens/s, and the time of the recipe's training if its length is known."""
+def _size_of(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _is_between(value: float, least: float, most: float) -> bool:
+    return least <= value <= most
+
+
+def _rates(
+    training: FakeTraining, args: TrainingArguments, cost: StepCost, options: PlanOptions, device: torch.device
+) -> tuple[dict[str, float], str]:
+    """FLOPs a second of each part of a step at full use, and where they come from."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     dtypes = dict.fromkeys(cost.flops(), half or training.drafter.dtype)
     dtypes |= {"target forward": training.target.dtype, "LM head": half or training.target.dtype}
@@ -296,7 +324,19 @@ def _throughput(
         rates = {dtype: matmul_flops_per_s(device, dtype) for dtype in set(dtypes.values())}
         found = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {_name(dtype)}" for dtype, rate in rates.items())
         source = f"{found}, measured on this {device.type} by matrix products"
-    seconds = sum(flops / rates[dtypes[name]] for name, flops in cost.flops().items()) / options.utilisation
+    return {name: rates[dtype] for name, dtype in dtypes.items()}, source
+
+
+def _throughput(
+    args: TrainingArguments,
+    cost: StepCost,
+    data: TrainingData,
+    options: PlanOptions,
+    rates: dict[str, float],
+    source: str,
+) -> list[Line]:
+    """Estimate tokens/s, and the time of the recipe's training if its length is known."""
+    seconds = sum(flops / rates[name] for name, flops in cost.flops().items()) / options.utilisation
     tokens_per_s = cost.tokens / seconds
     how = f"{source}, x utilisation {options.utilisation:g} (assumed: --utilisation)"
     lines = [Line("throughput", tokens_per_s, "tokens/s", how)]
@@ -309,18 +349,79 @@ def _throughput(
     return lines
 
 
+def _stages(
+    recipe: Recipe,
+    training: FakeTraining,
+    cost: StepCost,
+    options: PlanOptions,
+    device: torch.device,
+    flops_per_s: float,
+) -> list[Line]:
+    """How long distilling and measuring take if every answer is as long as it may be.
+
+    A step reads the target's weights once for all its rows, of experts those that they take, or computes the rows'
+    products, whichever is longer; prompts and caches are not counted.
+    """
+    target, flops = training.target, cost.flops()
+    if "target forward" not in flops or not (heads := target.get_output_embeddings()):
+        return []  # offline: the target's layers are not there
+    head = heads.weight.numel()
+    row_flops = flops["target forward"] / cost.tokens + 2 * head
+    number_bytes = heads.weight.element_size()
+    held = _size_of(target) - (0 if target.config.tie_word_embeddings else target.get_input_embeddings().weight.numel())
+    bytes_per_s = options.memory_gb_per_s * 1e9 if options.memory_gb_per_s else read_bytes_per_s(device)
+    source = "--memory-gb-per-s" if options.memory_gb_per_s else f"measured on this {device.type}"
+
+    def step_s(rows: int) -> float:
+        read_bytes = number_bytes * min(held, rows * row_flops / 2)
+        return max(read_bytes / bytes_per_s, rows * row_flops / (flops_per_s * options.utilisation))
+
+    lines, chosen, memory = [], recipe.data.distill, f"memory at {bytes_per_s / 1e9:.3g} GB/s ({source})"
+    if chosen.engine in ROWS_AT_ONCE:
+        option, by_default = ROWS_AT_ONCE[chosen.engine]
+        rows, limit = int(chosen.options.get(option, by_default)), recipe.data.conversations.limit
+        seconds = (limit or 1000) * chosen.max_new_tokens / rows * step_s(rows)
+        how = (
+            f"{limit or 1000:,} answers of {chosen.max_new_tokens} tokens, {rows} at once by {chosen.engine} ({option})"
+        )
+        how += ", one copy of the target; " + memory
+        there = (RunFolder(recipe).data / "tokens").is_dir()
+        lines.append(Line("distilling", seconds, "seconds", f"{how}{'; there already' if there else ''}"))
+    try:
+        questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
+    except UserError:  # told by doctor and eval
+        return lines
+    turns, eval_ = sum(len(question.turns) for question in questions), recipe.eval
+    times = eval_.runs * len(eval_.temperatures) * (1 + len(eval_.methods))
+    how = (
+        f"{turns} turns of {eval_.max_new_tokens} tokens x {times} (runs, temperatures, methods and the loop without a "
+    )
+    how += f"draft), each token a step: with drafts it is less; {memory}"
+    return [*lines, Line("measuring", turns * eval_.max_new_tokens * times * step_s(1), "seconds", how)]
+
+
+def read_bytes_per_s(device: torch.device) -> float:
+    """Measure how fast this device reads memory, in about a second."""
+    values = torch.ones(READ_BYTES // 4, device=device)
+    return READ_BYTES / _best_s(lambda: values.sum().item())
+
+
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Measure what products of large square matrices reach on this device, in about a second."""
     size = 8192 if device.type == "cuda" else 512
     left = torch.randn(size, size, device=device).to(dtype)
     right = left.t().contiguous()
     (left @ right)[0, 0].item()  # the first product prepares the device
-    # The best of them: other work on this machine is not the device's fault.
+    return 2 * size**3 / _best_s(lambda: (left @ right)[0, 0].item())  # `item` waits until it is done
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """The shortest time of several: other work on this machine is not the device's fault."""
     best_s, end_s = float("inf"), time.perf_counter() + MEASURING_S
     while (begin_s := time.perf_counter()) < end_s or best_s == float("inf"):
-        (left @ right)[0, 0].item()  # `item` waits until it is done
+        work()
         best_s = min(best_s, time.perf_counter() - begin_s)
-    return 2 * size**3 / best_s
+    return best_s
 
 
 # ---- what fits ----

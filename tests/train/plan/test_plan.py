@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3M
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
+from draftsmith.data.sources.questions import load_questions
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.stages import run_train
 from draftsmith.models.base.registry import load_drafter_class
@@ -23,7 +24,7 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import DataRecipe, Recipe
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.trainer import DrafterTrainer, collate_right_padded
 from draftsmith.train.drafter.training_arguments import training_arguments
@@ -214,7 +215,10 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     )  # fmt: skip
     train = {"per_device_train_batch_size": 1, "bf16": True}
     recipe = recipe_of(tmp_path, config, target={"dtype": "bfloat16"}, train=train)
-    plan = make_plan(recipe, PlanOptions(memory_gib=80, peak_tflops=300.0))
+    distilling = {"engine": "vllm", "max_new_tokens": 500, "options": {"concurrency": 20}}
+    recipe.data = DataRecipe.model_validate({"conversations": {"limit": 2000}, "distill": distilling})
+    recipe.eval.max_new_tokens, recipe.eval.limit_per_category, recipe.eval.runs = 100, 1, 2
+    plan = make_plan(recipe, PlanOptions(memory_gib=80, peak_tflops=300.0, memory_gb_per_s=3000.0))
     size = 4096
     layer = 2 * size**2 + 2 * size * 1024 + 3 * size * 14336 + 2 * size
     assert amount(plan.parameters, "target parameters") == 8_030_261_248
@@ -222,6 +226,28 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     assert amount(plan.memory, "target weights") == pytest.approx(2 * 8_030_261_248, rel=1e-6)  # and RoPE's angles
     assert plan.verdict is not None
     assert plan.verdict.fits
+    # A step reads all weights but the embedding's table once, 5.0 ms at 3 TB/s: longer than 20 rows' products take.
+    step_s = 2 * (8_030_261_248 - 128256 * size) / 3e12
+    assert amount(plan.stages, "distilling") == pytest.approx(2000 * 500 / 20 * step_s, rel=0.01)
+    turns = sum(len(question.turns) for question in load_questions(recipe.eval.questions, limit_per_category=1))
+    methods = 1 + len(recipe.eval.methods)
+    assert amount(plan.stages, "measuring") == pytest.approx(turns * 100 * 2 * methods * step_s, rel=0.05)
+    recipe.data.distill.options = {"concurrency": 4000}  # then products are: 2 FLOPs for each of the weights
+    wide = make_plan(recipe, PlanOptions(peak_tflops=300.0, memory_gb_per_s=3000.0, utilisation=0.5)).stages
+    products_s = 2 * (8_030_261_248 - 128256 * size) / 150e12
+    assert amount(wide, "distilling") == pytest.approx(2000 * 500 * products_s, rel=0.1)  # attention on top
+
+
+def test_published_runs_stand_beside_the_plan(tmp_path: Path) -> None:
+    config = llama_config(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    large = recipe_of(tmp_path, config, target={"dtype": "bfloat16"}, drafter={"kind": "eagle3", "options": {}})
+    notes = make_plan(large, PlanOptions(peak_tflops=300.0, memory_gb_per_s=3000.0)).notes
+    assert any("at 6.6 conversations a second for each of four H100" in note for note in notes)
+    small = recipe_of(tmp_path / "small", drafter={"kind": "eagle3", "options": {}})
+    assert not any("H100" in note for note in make_plan(small, PlanOptions(peak_tflops=1.0)).notes)
 
 
 def test_the_feature_cache(tmp_path: Path) -> None:
