@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 from torch import nn
@@ -129,19 +130,21 @@ _OF_TURNS = {each.name for each in fields(AnswerRecord)} - {"outside_tokens", "e
 class RecordLog:
     """The append-only file of records, which survives Ctrl-C, a killed process and a full disk.
 
-    A record is in the file whole, on a line of its own, or not at all once the file is opened again.
+    A record is in the file whole, on a line of its own, or not at all once the file is opened again. Several processes
+    may append, one after the other.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(f"{file}.lock")
         if file.exists():
-            with file.open("rb+") as stream:  # drop what an interrupted append wrote after the last newline
+            with self._lock, file.open("rb+") as stream:  # drop what an interrupted append wrote after the last newline
                 stream.truncate(stream.read().rfind(b"\n") + 1)
 
     def append(self, record: QuestionRecord) -> None:
         """Write a record and wait until it is on disk."""
-        with self.file.open("ab") as stream:
+        with self._lock, self.file.open("ab") as stream:
             stream.write((json.dumps(asdict(record), ensure_ascii=False) + "\n").encode("utf-8"))
             stream.flush()
             os.fsync(stream.fileno())
@@ -156,6 +159,8 @@ class RecordLog:
             return
         with self.file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
+                if not line.endswith(b"\n"):  # another process is writing it
+                    return
                 try:
                     record = QuestionRecord.from_json(from_json(line, allow_inf_nan=False))
                 except (ValueError, TypeError, KeyError, AttributeError):

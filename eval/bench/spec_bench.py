@@ -82,17 +82,27 @@ class SpecBench:
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
         self.session = open_session(target, length, compiles)
 
-    def run(self, methods: list[MeasuredMethod], log: RecordLog, runs: int, warmup_questions: int) -> None:
+    def run(
+        self,
+        methods: list[MeasuredMethod],
+        log: RecordLog,
+        runs: int,
+        warmup_questions: int,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         """Measure every (run, question) that the log does not hold yet.
 
         Args:
             methods: What is compared; each temperature has its autoregressive one.
+            part: (number, count) of the process, where several share the questions.
         """
+        number, count = part
+        questions = list(enumerate(self.questions))[number::count]
         finished = {(record.run, record.question_id) for record in log}
         wanted = [
             (run, index, question)
             for run in range(runs)
-            for index, question in enumerate(self.questions)
+            for index, question in questions
             if (run, question.question_id) not in finished
         ]
         if not wanted:
@@ -107,8 +117,8 @@ class SpecBench:
                 self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
         if isinstance(self.session, CompiledSession):
             self.session.keep_sizes()
-        total = runs * len(self.questions)
-        with progress_bar(total, "measure", "question", initial=total - len(wanted)) as progress:
+        total = runs * len(questions)
+        with progress_bar(total, "measure", "question", initial=total - len(wanted), shown=number == 0) as progress:
             for run, index, question in wanted:
                 log.append(self._record(methods, run, index, question))
                 progress.update()

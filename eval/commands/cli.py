@@ -112,6 +112,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 def evaluate_command(
     recipe: RecipePath,
     overrides: Overrides = None,
+    processes: Annotated[int, typer.Option(min=1, help="So many share the questions, each on a GPU of its own.")] = 1,
     engine: Annotated[
         str | None,
         typer.Option(help="vllm or llamacpp: the same questions through it, with and without the drafter."),
@@ -154,10 +155,14 @@ def evaluate_command(
     if engine is None:
         if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(of_llamacpp):
             raise UserError("options of an engine go with `--engine vllm` or `--engine llamacpp`")
-        run_eval(loaded)
+        run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
         _where_to_go_next(loaded)
         return
+    if processes > 1:
+        raise UserError(
+            "option --processes is of our own loop: in an engine, set its own parallelism in engine options"
+        )
     if engine not in LEVELS:
         raise UserError(f"there is no engine {engine}: {did_you_mean(engine, list(LEVELS), 'use vllm or llamacpp')}")
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from draftsmith.data.card.card import CARD_JSON, DataCard
 from draftsmith.data.sources.questions import load_questions, questions_file
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
+    MeasuredMethod,
     drafter_folders,
     load_models,
     measured_methods,
@@ -31,7 +35,7 @@ from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.asking import recorded_served
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_training
 from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.results import write_result
@@ -49,22 +53,24 @@ DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 
 
 @alone_in_its_run("eval")
-def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]:
+def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
     """Measure what is not measured yet and write everything under `runs/<name>/`. Returns the summary.
 
     Args:
         command: What repeats it, for the report; by default `draftsmith run` with the run's recipe.
+        processes: So many share the questions, each on a GPU of its own.
 
     Raises:
-        UserError: No trained drafter, bad questions, or records of other settings in the way.
+        UserError: No trained drafter, bad questions, records of other settings in the way, or too few GPUs.
     """
+    devices = gpus_for(processes) if processes > 1 else []
     recipe = artifacts.with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     for trained in drafter_folders(recipe):
         if not (trained / "config.json").is_file():
             raise UserError(f"no trained drafter in {trained}: run `draftsmith train` with its recipe first")
     choices = recipe.eval
-    questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
+    load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
     settings = artifacts.measurement_settings(recipe)
     check_settings(folder.eval / artifacts.SETTINGS, settings, "measure again")
     write_settings(folder.eval / artifacts.SETTINGS, settings)
@@ -76,18 +82,13 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
     }
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
-    target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(
-        target,
-        tokenizer,
-        questions,
-        choices.max_new_tokens,
-        recipe.seed,
-        choices.stop,
-        choices.compile,
-    )
+    if devices:
+        _measure_in_processes(recipe, devices)
+    elif (gpus := torch.cuda.device_count()) > 1:
+        PlainConsole().print(f"one of {gpus} GPUs measures; `draftsmith eval --processes {gpus}` shares the questions")
+    bench, methods, drafters = _bench(recipe)
+    target = bench.target
     try:
-        methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
         _store(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
@@ -112,6 +113,55 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
     summary = report_again(recipe)
     add_to_trackers(recipe, summary)
     return summary
+
+
+def _bench(recipe: Recipe) -> tuple[SpecBench, list[MeasuredMethod], dict[Path, Drafter]]:
+    """The models loaded, and what is measured; with the drafters by where they are."""
+    choices = recipe.eval
+    questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
+    target, tokenizer, drafters = load_models(recipe)
+    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
+    try:
+        methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
+    except BaseException:
+        bench.session.close()
+        raise
+    return bench, methods, drafters
+
+
+def gpus_for(processes: int) -> list[str]:
+    """The GPUs of so many processes, as `CUDA_VISIBLE_DEVICES` has them.
+
+    Raises:
+        UserError: There are fewer: two processes on one device would measure each other.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [str(number) for number in range(torch.cuda.device_count())]
+    visible = named.split(",")[: len(visible)] if named else visible
+    if processes > len(visible):
+        raise UserError(
+            f"option --processes {processes} needs as many GPUs, and torch sees {len(visible)}: processes that share a "
+            "device, or a CPU's memory, falsify each other's times"
+        )
+    return visible[:processes]
+
+
+def _measure_in_processes(recipe: Recipe, devices: list[str]) -> None:
+    """Each measures its part of the questions; what one did is in the log, whatever becomes of the others."""
+    with ProcessPoolExecutor(len(devices), get_context("spawn")) as pool:
+        parts = [pool.submit(_measure_part, recipe, part, devices) for part in range(len(devices))]
+        for each in parts:
+            each.result()
+
+
+def _measure_part(recipe: Recipe, part: int, devices: list[str]) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[part]  # read when CUDA is first used
+    bench, methods, _ = _bench(recipe)
+    try:
+        log, choices = RecordLog(RunFolder(recipe).eval / artifacts.RECORDS), recipe.eval
+        bench.run(methods, log, choices.runs, choices.warmup_questions, (part, len(devices)))
+    finally:
+        bench.session.close()
 
 
 def _store(file: Path, values: Any, indent: int | None = 2) -> None:

@@ -175,12 +175,12 @@ def reuse_data(recipe: Recipe, recipes: Sequence[Recipe]) -> None:
             return
 
 
-def run_eval(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]:
+def run_eval(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
     """Measure the drafter against the autoregressive loop: `eval/`, `report.{md,html}`. Returns the summary."""
     from draftsmith.eval.commands.evaluate import evaluate
 
     heading("3 measure", f"{recipe.eval.runs} runs, each question beside the autoregressive baseline")
-    return evaluate(recipe, command)
+    return evaluate(recipe, command, processes)
 
 
 def measured_result(recipe: Recipe) -> dict[str, Any]:

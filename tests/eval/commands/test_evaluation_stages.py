@@ -5,6 +5,7 @@ They run once; every test has a copy of what they left.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from huggingface_hub import ModelCard
 
 from draftsmith.eval.bench.measured_methods import load_models
+from draftsmith.eval.bench.records import RecordLog
+from draftsmith.eval.commands import evaluate as module
 from draftsmith.eval.commands.artifacts import WEIGHTS, Proof, update_card, write_tuned
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.prove import prove
@@ -128,6 +131,31 @@ def test_one_after_the_other(stages: Stages) -> None:
     # The measurement names the tree that it was made with, so that another tuning is not mixed into it.
     settings = json.loads((folder.eval / "settings.json").read_text())
     assert settings["eval"]["methods"][0]["tree"] == tuned.chosen.tree
+
+
+def test_processes_share_the_questions(stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every question once, by one of two, with the answers that one process gives; then nothing is left to measure."""
+    recipe = stages.recipe.model_copy(update={"runs_dir": str(tmp_path)})
+    shutil.copytree(RunFolder(stages.recipe).root, RunFolder(recipe).root)
+    shutil.rmtree(RunFolder(recipe).eval)
+    monkeypatch.setattr(module, "gpus_for", lambda processes: ["7"] * processes)  # nothing here looks at it
+    evaluate(recipe, processes=2)
+    alone, shared = (list(RecordLog(RunFolder(each).eval / "records.jsonl")) for each in (stages.recipe, recipe))
+    answers = {record.question_id: {key: answer.ids for key, answer in record.answers.items()} for record in shared}
+    assert answers == {record.question_id: {k: a.ids for k, a in record.answers.items()} for record in alone}
+    assert len(shared) == len(alone)
+    by_process = Counter(record.answers["autoregressive@0"].process for record in shared)
+    assert sorted(by_process.values()) == [len(alone) // 2, len(alone) - len(alone) // 2]
+
+
+def test_processes_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,MIG-a")
+    assert module.gpus_for(2) == ["5", "MIG-a"]
+    with pytest.raises(UserError, match="--processes 3 needs as many GPUs, and torch sees 2"):
+        module.gpus_for(3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert module.gpus_for(2) == ["0", "1"]
 
 
 def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
