@@ -241,7 +241,7 @@ class FeaturesRecipe(Section):
     )
     batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline")
     sharded: bool = Field(
-        False, description="online: of several processes each holds a part of the target's layers (FSDP2)"
+        False, description="of several processes that run the target each holds a part of its layers (FSDP2)"
     )
 
 

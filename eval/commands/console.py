@@ -105,7 +105,9 @@ class WithTerminalOptions(TyperGroup):
         return super().parse_args(ctx, moved_to_front(args))
 
     def invoke(self, ctx: Any) -> Any:
-        with output_to(ctx.params.get("json_place"), ctx.params.get("quiet", False)), exit_with_one_sentence():
+        is_later = int(os.environ.get("RANK", "0")) > 0  # of the processes of a launch the first speaks
+        json_place, quiet = ctx.params.get("json_place"), ctx.params.get("quiet", False)
+        with output_to(None if is_later else json_place, is_later or quiet), exit_with_one_sentence():
             place = _output.get().file
             if place is not None and place.is_dir():
                 raise UserError(f"option --json: {place} is a folder: name a file")

@@ -5,6 +5,7 @@ Each prints what it did, and returns that as figures, for `--json`.
 Each imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -123,7 +124,8 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
         raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
     report = write_features(recipe, projection)
     console.print(report.sentence(), markup=False)
-    RunFolder(recipe).record("features")
+    if int(os.environ.get("RANK", "0")) == 0:
+        RunFolder(recipe).record("features")
     return {**there, "written_bytes": report.written_bytes, "wall_time_s": report.wall_time_s}
 
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
@@ -12,7 +14,24 @@ from draftsmith.models.target import loading
 from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.features import write
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
+
+
+def write_their_part(recipes: list[Recipe]) -> None:
+    """Write each recipe's features, and `<rank>.json` into its run: the shards that this process wrote."""
+    for recipe in recipes:
+        written: list[str] = []
+        write_shard = write.write_shard
+
+        def noted(file: Path, values: dict[str, torch.Tensor], written: list[str] = written) -> None:
+            written.append(file.name)
+            write_shard(file, values)  # noqa: B023 - called before the next recipe
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(write, "write_shard", noted)
+            write.write_features(recipe, write.project_features(recipe), progress=False)
+        (RunFolder(recipe).root / f"{distributed.get_rank()}.json").write_text(json.dumps(written))
 
 
 def hold_targets(recipes: list[Recipe]) -> None:

@@ -3,17 +3,21 @@
 The size is known before the target is even loaded, from its config and the tokens. The stage can be killed at any
 moment: shards that are there stay, and the next run writes the others.
 
+Under a launcher each process writes its part of the shards, with a target of its own or, sharded, a part of one.
+
 Shapes: B batch, S sequence, D hidden, F features.
 """
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -21,7 +25,7 @@ from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, toke
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target, target_without_weights
+from draftsmith.models.target.loading import load_target, target_device, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_text, free_bytes_at
@@ -35,6 +39,8 @@ from draftsmith.train.features.cache import (
     refuse_obstacle,
     write_shard,
 )
+from draftsmith.train.processes.frozen_target import load_split_target
+from draftsmith.train.processes.launch import leave_at_exit
 
 # Left free on the disk: a share of what is written, and what else a run writes.
 MARGIN_FRAC, MARGIN_BYTES = 0.05, 2 * SHARD_BYTES
@@ -128,7 +134,7 @@ def project_features(recipe: Recipe) -> Projection:
 
 @alone_in_its_run("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
-    """Write the shards that are missing.
+    """Write the shards that are missing; in several processes each its part of them.
 
     Raises:
         UserError: The target cannot be loaded, or is not the one that the folder was begun with.
@@ -136,15 +142,42 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     """
     begin_s = time.perf_counter()
     folder, index, chosen = projection.folder, projection.index, recipe.data.features
-    target, _ = load_target(recipe.target)
-    index.write(folder)
-    num_tokens = sum(shard.tokens for shard in projection.missing)
+    if chosen.sharded and recipe.target.quantization is not None:
+        raise UserError("key `data.features.sharded`: bitsandbytes' weights cannot be split: leave one of both out")
+    is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    group = PartialState(cpu=target_device(recipe.target).type == "cpu") if is_launched else None
+    if group is None:
+        if chosen.sharded:
+            raise UserError(
+                "key `data.features.sharded`: the target is split among processes and there is one: leave it out, or "
+                "launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
+            )
+        target, mine = load_target(recipe.target)[0], projection.missing
+    else:
+        leave_at_exit()
+        # Of the first: a slower process would already miss what a faster one has written.
+        missing = [[shard.file for shard in projection.missing]]
+        distributed.broadcast_object_list(missing, device=group.device)
+        target = load_split_target(recipe, group.device)
+        shards = [shard for shard in index.shards if shard.file in set(missing[0])]
+        parts = [shards[number :: group.num_processes] for number in range(group.num_processes)]
+        mine = parts[group.process_index]
+    if group is None or group.is_main_process:
+        index.write(folder)
+    num_tokens = sum(shard.tokens for shard in mine)
     with progress_bar(num_tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
-        for shard in projection.missing:
+        for shard in mine:
             rows = projection.tokens[shard.rows.start : shard.rows.stop]["input_ids"]
             computed = row_features(target, index.layers, rows, chosen.batch_size, chosen.autocast)
             write_shard(folder / shard.file, shard_features(computed, index, shard, bar))
-    return FeatureReport(folder, num_tokens, projection.missing_bytes, time.perf_counter() - begin_s)
+    if group is not None:
+        # A split target runs as often here as where it runs most: each process needs the parts that the others hold.
+        forwards = [sum(-(-len(shard.rows) // chosen.batch_size) for shard in part) for part in parts]
+        for _ in range((max(forwards) - forwards[group.process_index]) * chosen.sharded):
+            target_features(target, torch.zeros(1, 1, dtype=torch.long, device=group.device), layers=index.layers)
+        group.wait_for_everyone()
+    written = sum(shard.tokens for shard in projection.missing)
+    return FeatureReport(folder, written, projection.missing_bytes, time.perf_counter() - begin_s)
 
 
 def row_features(

@@ -85,6 +85,22 @@ def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, devic
     drafter.attach(target)  # again: what an earlier `attach` made is on the old device
 
 
+@torch.no_grad()
+def load_split_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    """The target of one of several processes that run it and train nothing: split if `sharded`, else whole.
+
+    Raises:
+        UserError: As `load_target`.
+    """
+    online = recipe.model_copy(deep=True)
+    online.data.features.source = "online"
+    with outside_the_launch():
+        target = load_frozen_target(online, device)
+        if online.data.features.sharded:
+            _shard(target, device)
+    return target
+
+
 def _is_one_of_several() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 

@@ -161,11 +161,9 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     needs = drafter_class.whole_target_needed
     if recipe.target.quantization is not None and needs is not None:
         yield f"key `target.quantization`: not with drafter.kind `{kind}`, as {needs}: leave it out"
-    if not features.sharded:
+    if not features.sharded or features.source == "offline":  # where it is about who writes the features
         return
     key = "key `data.features.sharded`"
-    if features.source == "offline":
-        yield f"{key}: with data.features.source=offline no process holds the target's layers: leave it out"
     if launch.processes < 2:
         yield f"{key}: the target is split among processes and there is one: launch several, or leave it out"
     if recipe.target.quantization is not None:

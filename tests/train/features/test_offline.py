@@ -1,11 +1,14 @@
 """Features on disk: their size is accepted before the first byte, a killed run goes on, training is that of online."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.held_targets import write_their_part
+from support.processes import in_processes
 from support.tiny_runs import (
     LENGTHS,
     recipe_file,
@@ -147,6 +150,43 @@ def test_a_killed_run_goes_on_and_writes_nothing_twice(tmp_path: Path, monkeypat
     assert computed == [2, 2, 2, 2, 2]
     assert contents(folder) == whole
     assert {name: (folder / name).stat().st_mtime_ns for name in written} == written
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_shards")
+def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
+    """Each its part, with the target whole or split; three shards are missing, so one runs along with the other."""
+    alone, threads = tiny_run(tmp_path, "alone"), torch.get_num_threads()
+    torch.set_num_threads(1)  # as in each of the processes: sums depend on it
+    whole = contents(write(alone))
+    torch.set_num_threads(threads)
+    recipes = [
+        tiny_run(tmp_path, name, data={"features": {"sharded": name == "split"}}) for name in ("copies", "split")
+    ]
+    for recipe in recipes:
+        folder = RunFolder(recipe).features
+        folder.mkdir(parents=True)
+        for name in ("index.json", "features-00001.safetensors"):  # of the same shards
+            shutil.copy(RunFolder(alone).features / name, folder)
+    in_processes(write_their_part, 2, recipes)
+    for recipe in recipes:
+        found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
+        assert found == [["features-00000.safetensors", "features-00003.safetensors"], ["features-00002.safetensors"]]
+        assert contents(RunFolder(recipe).features) == whole
+
+
+def test_a_split_target_needs_several_processes(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path, "run", data={"features": {"sharded": True}})
+    result = command(recipe, "--yes")
+    assert result.exit_code == 2
+    assert "there is one: leave it out, or launch several: `torchrun --nproc-per-node N" in result.stderr
+
+
+def test_the_first_process_of_a_launch_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    result = command(tiny_run(tmp_path, "run"), "--yes", f"--json={tmp_path / 'found.json'}")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert not (tmp_path / "found.json").exists()
 
 
 @pytest.mark.usefixtures("small_shards")

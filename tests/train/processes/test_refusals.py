@@ -71,10 +71,6 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (ALONE, "parallel", SHARDED, {}, r"`data\.features\.sharded`: the target is split among processes and there"),
         (DDP, "medusa2", SHARDED, {}, r"`data\.features\.sharded`: not with drafter\.kind `medusa2`, as it changes"),
         (DDP, "pass_embeddings", SHARDED, {}, r"sharded`: not with drafter\.kind `pass_embeddings`, as its own"),
-        (
-            DDP, "parallel", {"features": {"sharded": True, "source": "offline"}}, {},
-            r"`data\.features\.sharded`: with data\.features\.source=offline no process holds the target's layers",
-        ),
     ],
 )  # fmt: skip
 def test_refused_by_name(
