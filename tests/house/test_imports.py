@@ -15,7 +15,7 @@ ORDER = [
     *["data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
     *["models/formats"],
-    *["train/features", "train/processes", "train/drafter", "train/plan"],
+    *["train/processes", "train/features", "train/drafter", "train/plan"],
     *["train"],
     *[
         "eval/trees",
