@@ -294,6 +294,11 @@ class DrafterRecipe(Section):
         description="start from the weights of another trained drafter: its folder, a Hub id, or a recipe (a file or a "
         "shipped name), whose drafter `draftsmith run` then trains first, on this recipe's target and data",
     )
+    init_vocabulary: Literal["own", "kept"] = Field(
+        "own",
+        description="a reduced draft vocabulary after `init`: of this run's own answers, unless the trained one has "
+        "rows of its own; `kept`: the trained one, as where a drafter goes on with few answers",
+    )
 
 
 class ValidationRecipe(Section):

@@ -240,8 +240,20 @@ def serve(
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the key that clients need.")
     ] = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Keep what is asked and answered, and let the drafter learn from it.")
+    ] = False,
+    learn_minutes: Annotated[
+        float, typer.Option(min=0.1, help="Of a training, at a lower priority, before its drafter is weighed.")
+    ] = 5.0,
+    learn_answers: Annotated[int, typer.Option(min=100, help="So many of the newest answers are kept on disk.")] = 4000,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="With --learn: begin with the drafter that served before the last one.")
+    ] = False,
 ) -> None:
     """Serve OpenAI's API with our own loop, trees and all, for one machine and few users; a page to chat in at /."""
+    if rollback and not learn:
+        raise UserError("option --rollback is of what was learned: it goes with --learn")
     try:
         from draftsmith.eval.serving.server import Worker
         from draftsmith.eval.serving.server import run as run_server
@@ -252,7 +264,24 @@ def serve(
     if api_key == "":
         raise UserError(f"option --api-key-env: the environment has no variable {api_key_env}")
     heading("serve", loaded.target.model)
-    worker = Worker(loaded, waiting)
+    if learn:
+        from draftsmith.eval.commands.learning import Learned, start_learning, watched
+
+        learned = Learned(loaded, learn_answers)
+        if rollback:
+            console.print(learned.roll_back(), markup=False)
+            learned.newer()
+        method = loaded.eval.methods[0].model_copy(update={"drafter": str(learned.serving())})
+        served = loaded.model_copy(update={"eval": loaded.eval.model_copy(update={"methods": [method]})})
+        console.print(
+            f"--learn: prompts and answers are kept in {learned.folder} (the newest {learn_answers}), and a drafter is "
+            "trained on them; delete that folder to forget them",
+            markup=False,
+        )
+        newer = watched(learned, start_learning(learned, learn_minutes))
+        worker = Worker(served, waiting, lambda finished: learned.add(finished.prompt_ids, finished.record), newer)
+    else:
+        worker = Worker(loaded, waiting)
     console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
     run_server(worker, host, port, api_key)
 

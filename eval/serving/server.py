@@ -40,6 +40,8 @@ from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
@@ -156,13 +158,20 @@ class Worker:
         recipe: Its first method drafts.
         waiting: Jobs that may wait.
         on_answer: Told of every whole answer.
+        newer: Asked before every answer for the folder of another drafter that is to serve from then on.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.
     """
 
-    def __init__(self, recipe: Recipe, waiting: int, on_answer: Callable[[Finished], None] | None = None) -> None:
-        self.recipe, self.on_answer = recipe, on_answer
+    def __init__(
+        self,
+        recipe: Recipe,
+        waiting: int,
+        on_answer: Callable[[Finished], None] | None = None,
+        newer: Callable[[], Path | None] = lambda: None,
+    ) -> None:
+        self.recipe, self.on_answer, self._newer = recipe, on_answer, newer
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, self.drafter),) = drafters.items()
         self.length = session_tokens(self.target, LONGEST_TOKENS)
@@ -178,6 +187,7 @@ class Worker:
         self.generated = Counter("generation_tokens", "Tokens of all answers", **named)
         self.answers = Counter("answers", "Answers by how they ended", ["reason"], **named)
         self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
+        self.drafters = Counter("drafters_taken", "Drafters that came to serve after the first", **named)
         Gauge("queue_requests", "Requests that wait", **named).set_function(self.jobs.qsize)
         self._session = open_session(self.target, self.length, recipe.eval.compile)
         self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
@@ -208,6 +218,7 @@ class Worker:
             if job.gone.is_set():
                 self.answers.labels("gone").inc()
                 continue
+            self._take_newer()
             try:
                 job.put(self._answer(job))
             except Gone as gone:
@@ -217,6 +228,21 @@ class Worker:
                 logger.exception("an answer failed")
                 self.answers.labels("error").inc()
                 job.put(error)
+
+    def _take_newer(self) -> None:
+        """Let another drafter serve, if there is one; what goes wrong with it leaves the one that serves."""
+        try:
+            if (folder := self._newer()) is None:
+                return
+            drafter = load_drafter(folder, self.target)
+            pack_linears(drafter)
+            self._decoder = compile_decoder(self.recipe, drafter.decoder(self.length))
+        except Exception:  # of any kind: answers go on
+            logger.exception("a newer drafter could not be taken")
+            return
+        self.drafter = drafter
+        self.drafters.inc()
+        logger.warning("%s drafts from now on", folder)
 
     def _answer(self, job: Job, counted: bool = True) -> Finished:
         generator = torch.Generator(self.target.device).manual_seed(job.seed)

@@ -150,7 +150,11 @@ def _target_and_drafter(
     torch.manual_seed(args.seed)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     drafter.prepare(to_train)
-    start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
+    start = (
+        None
+        if begun_from is None
+        else start_from(drafter, begun_from, str(recipe.drafter.init), recipe.drafter.init_vocabulary == "kept")
+    )
     enable_gradient_checkpointing(args, drafter)
     sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
@@ -223,6 +227,8 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     if recipe.validation.decides:
         settings |= {"validation.keep": recipe.validation.keep, "validation.patience": recipe.validation.patience}
         settings |= {f"train.{key}": value for key, value in recipe.train.items() if key in EVALUATION_KEYS}
+    if recipe.drafter.init_vocabulary != "own":
+        settings["drafter.init_vocabulary"] = recipe.drafter.init_vocabulary
     if recipe.target.quantization is not None:
         settings["target.quantization"] = recipe.target.quantization
     if recipe.data.features.source == "offline":

@@ -5,7 +5,7 @@ they are, so an EAGLE's `layers` and `fc` are what the parallel flavour's are. T
 
 A draft vocabulary is the trained drafter's only where it has trained rows for these tokens, as heads of its own or a
 Markov head's W2. Where the rows are the target's nothing of it was trained, and the tokens are those most frequent in
-this run's own answers, as for a new drafter.
+this run's own answers, as for a new drafter, unless `drafter.init_vocabulary` keeps the trained one's.
 """
 
 from pathlib import Path
@@ -60,8 +60,11 @@ def start_settings(folder: Path | None) -> dict[str, str]:
 
 
 @torch.no_grad()
-def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
+def start_from(drafter: Drafter, folder: Path, source: str, keep_vocabulary: bool = False) -> Start:
     """Copy what the trained drafter in `folder` has in common with this new one, attached and prepared.
+
+    Args:
+        keep_vocabulary: Copy its draft vocabulary too, if it has one of this size, though no row of it was trained.
 
     Raises:
         UserError: Its weights are not those that training wrote, it was made for another target, it has nothing in
@@ -80,7 +83,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
     vocabulary, its_rows = drafter.draft_vocabulary_names, drafter.draft_vocabulary_rows
-    if not (vocabulary <= taken and its_rows & taken):
+    if not (vocabulary <= taken and (keep_vocabulary or its_rows & taken)):
         taken -= vocabulary | its_rows  # as a whole or not at all
     parameters = dict(drafter.named_parameters())
     if not taken & parameters.keys():
@@ -104,7 +107,8 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
     if vocabulary and not maps <= taken:
         words = "its draft vocabulary is chosen from this run's answers"
     elif vocabulary:
-        words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
+        words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained "
+        words += "rows" if its_rows & taken else "drafter"
         if anew is not None and (now := drafter.draft_vocabulary) is not None:
             words += f", {now.coverage:.2%} of this run's answer tokens where a new one would be {anew.coverage:.2%}"
     return Start(source, kind, weights_sha256(folder), fresh, unused, words)

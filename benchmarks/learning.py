@@ -1,0 +1,231 @@
+"""`draftsmith serve --learn` under traffic: the tau of the drafter that learns beside that of the one it began with.
+
+    python benchmarks/learning.py --traffic FILE:COUNT ... [--old FILE:COUNT:SKIPPED] [--recipe R]
+        [--minutes 2] [--load 0.5] [--new-tokens 64] [--picture FILE.svg] [--json FILE]
+
+Conversations of the files go through the server's own worker, one after the other, each question with the target's own
+earlier answers; between two answers nothing is asked for so long that the server is busy for a share `--load` of the
+time. Greedy answers are the same whatever drafts, so what the first drafter would have accepted is replayed afterwards
+on the very answers that were served. `--old` are questions that are never asked: of what the drafter knew before.
+Two cores are shared by the server and the process that learns.
+"""
+
+import queue
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from parts.timing import benchmark_parser, write_figures
+
+from draftsmith.data.sources.conversation import InvalidConversation, Turn, open_records, parse_conversation
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.bench.measured_methods import drafter_folders
+from draftsmith.eval.commands.demo import shipped_recipe
+from draftsmith.eval.commands.learning import Answer, Learned, Learner, start_learning, tau_of
+from draftsmith.eval.serving.server import Finished, Job, Worker
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.schema import Recipe, SourceRecipe
+
+WINDOW_ANSWERS = 50
+RESAMPLES = 1000
+MOST_TURNS = 6
+
+
+@dataclass
+class Served:
+    """One answer: when it came, in minutes, how long it took, how many rounds it had, and which drafter drafted."""
+
+    traffic: str
+    answer: Answer
+    minute: float
+    seconds: float
+    rounds: int
+    drafter: int
+
+
+def conversations(spec: str) -> Iterator[list[str]]:
+    """The user's turns of so many conversations of a file, after the first ones, given as FILE:COUNT[:SKIPPED]."""
+    file, count, skipped = [*spec.split(":"), "0"][:3]
+    for where, record in islice(
+        open_records(SourceRecipe(source=file), "all"), int(skipped), int(skipped) + int(count)
+    ):
+        with suppress(InvalidConversation):
+            turns = parse_conversation(record, where).turns
+            yield [turn.content for turn in turns if turn.role == "user"][:MOST_TURNS]
+
+
+def name_of(spec: str) -> str:
+    return Path(spec.split(":")[0]).name
+
+
+class Traffic:
+    """A client of the worker."""
+
+    def __init__(self, worker: Worker, new_tokens: int, load: float) -> None:
+        self._worker, self._new_tokens, self._load = worker, new_tokens, load
+
+    def ask(self, questions: list[str]) -> Iterator[tuple[Finished, float]]:
+        """Each answer of a conversation, and the seconds that it took."""
+        turns: list[Turn] = []
+        for question in questions:
+            turns.append(Turn("user", question))
+            ids = prompt_token_ids(self._worker.tokenizer, turns)
+            if len(ids) + self._new_tokens > self._worker.length:
+                return
+            out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            begin_s = time.perf_counter()
+            self._worker.jobs.put(Job(ids, self._new_tokens, Sampling(), 0, (), out.put))
+            while not isinstance(end := out.get(), Finished):
+                if isinstance(end, BaseException):
+                    raise end
+            seconds = time.perf_counter() - begin_s
+            yield end, seconds
+            time.sleep(seconds * (1 / self._load - 1))
+            text = self._worker.tokenizer.decode(end.record.ids, skip_special_tokens=True)
+            turns.append(Turn("assistant", text or "."))
+
+
+def interval(tokens: np.ndarray, before: np.ndarray, after: np.ndarray) -> dict[str, float]:
+    """Tau after over tau before, with 90 % of the resamplings of the answers."""
+    drawn = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
+    ratios = before[drawn].sum(axis=1) / after[drawn].sum(axis=1)
+    low, high = np.quantile(ratios, [0.05, 0.95])
+    return {
+        "ratio": float(before.sum() / after.sum()),
+        "low": float(low),
+        "high": float(high),
+        "of_answers": len(tokens),
+    }
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--traffic", nargs="+", required=True)
+    parser.add_argument("--old")
+    parser.add_argument("--recipe")
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--load", type=float, default=0.5)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    recipe = shipped_recipe() if options.recipe is None else load_recipe(options.recipe)
+    method = recipe.eval.methods[0].model_copy(update={"tree": "best_first", "nodes": 6, "branch": 3, "lookup": False})
+    recipe.eval.methods = [method.model_copy(update={"drafter": str(drafter_folders(recipe)[0])})]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measured(recipe.model_copy(update={"runs_dir": folder, "name": "learning"}), options)
+    write_figures(options, figures)
+
+
+def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
+    learned = Learned(recipe)
+    worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record), learned.newer)
+    worker.start()
+    client = Traffic(worker, options.new_tokens, options.load)
+    old = []
+    for questions in conversations(options.old) if options.old else ():
+        old += [Answer(end.prompt_ids, end.record.ids) for end, _ in client.ask(questions[:1])]
+    (learned.folder / "answers.jsonl").unlink(missing_ok=True)  # what is old is not traffic
+    process = start_learning(learned, options.minutes)
+    served: list[Served] = []
+    begin_s = time.monotonic()
+    for spec in options.traffic:
+        for questions in conversations(spec):
+            for end, seconds in client.ask(questions):
+                answer = Answer(end.prompt_ids, end.record.ids)
+                if len(answer.ids) > 1:
+                    minute, number = (time.monotonic() - begin_s) / 60, learned.state.current
+                    served.append(Served(spec, answer, minute, seconds, end.record.rounds, number))
+                    if len(served) % WINDOW_ANSWERS == 0:
+                        window = served[-WINDOW_ANSWERS:]
+                        tau = sum(len(each.answer.ids) - 1 for each in window) / sum(each.rounds for each in window)
+                        print(f"{len(served)} answers, {minute:.1f} min, drafter {number}: tau {tau:.2f}", flush=True)
+    process.terminate()
+    process.join()
+    worker.stop()
+    state = learned.state
+    for weighed in state.weighed:
+        print(weighed.sentence())
+
+    learner = Learner(learned, options.minutes)
+    answers = [each.answer for each in served]
+    begun = learner._taus_of(learned.begun_with, answers)
+    tokens = np.array([len(answer.ids) - 1 for answer in answers], dtype=float)
+    frozen, live = tokens / np.array(begun), np.array([each.rounds for each in served], dtype=float)
+    windows: list[dict[str, Any]] = []
+    for start in range(0, len(served) - WINDOW_ANSWERS + 1, WINDOW_ANSWERS):
+        within = slice(start, start + WINDOW_ANSWERS)
+        windows.append(
+            {
+                "traffic": name_of(served[start].traffic),
+                "answers": [start, start + WINDOW_ANSWERS],
+                "minute": served[start + WINDOW_ANSWERS - 1].minute,
+                "drafter": served[start + WINDOW_ANSWERS - 1].drafter,
+                "tau": float(tokens[within].sum() / live[within].sum()),
+                "tau_frozen": float(tokens[within].sum() / frozen[within].sum()),
+                **interval(tokens[within], frozen[within], live[within]),
+            }
+        )
+    last: dict[str, Any] = {}
+    for spec in options.traffic:
+        numbers = [number for number, each in enumerate(served) if each.traffic == spec]
+        third = numbers[-(len(numbers) // 3) :]
+        name = name_of(spec)
+        last[name] = interval(tokens[third], frozen[third], live[third])
+        low, high = last[name]["low"], last[name]["high"]
+        print(f"{name}: the last third of its answers: {last[name]['ratio']:.2f}x ({low:.2f} to {high:.2f}) of tau")
+    kept: dict[str, Any] = {}
+    if old:
+        before, after = (learner._taus_of(place, old) for place in (learned.begun_with, learned.serving()))
+        sizes = np.array([len(answer.ids) - 1 for answer in old], dtype=float)
+        kept = {
+            "tau_before": tau_of(old, before),
+            "tau_after": tau_of(old, after),
+            **interval(sizes, sizes / np.array(before), sizes / np.array(after)),
+        }
+        print(f"old questions: {kept['ratio']:.2f}x ({kept['low']:.2f} to {kept['high']:.2f}) of tau")
+    if options.picture is not None:
+        draw(windows, options.picture)
+    figures = {
+        "windows": windows,
+        "last_third": last,
+        "old": kept,
+        "weighed": [each.sentence() for each in state.weighed],
+        "answers": len(served),
+        "minutes": served[-1].minute,
+        "load": options.load,
+        "new_tokens": options.new_tokens,
+    }
+    shutil.rmtree(learned.folder)
+    return figures
+
+
+def draw(windows: list[dict[str, Any]], file: Path) -> None:
+    """Both taus over the answers, with the interval of their ratio as a band."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    places = [window["answers"][1] for window in windows]
+    frozen = np.array([window["tau_frozen"] for window in windows])
+    axes.plot(places, frozen, color="#999999", label="the drafter it began with")
+    axes.plot(places, [window["tau"] for window in windows], color="#0072B2", label="the drafter that learns")
+    low, high = (np.array([window[bound] for window in windows]) for bound in ("low", "high"))
+    axes.fill_between(places, frozen * low, frozen * high, color="#0072B2", alpha=0.2, linewidth=0)
+    for before, after in pairwise(windows):
+        if before["traffic"] != after["traffic"]:
+            axes.axvline(before["answers"][1], color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("answers served")
+    axes.set_ylabel("tau")
+    axes.legend(frameon=False)
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    main()

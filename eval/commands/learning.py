@@ -1,0 +1,477 @@
+"""`draftsmith serve --learn`: the drafter learns from the answers that are served.
+
+What a target answers while it serves is self-distilled data. Under `runs/<name>/learned/`:
+
+    answers.jsonl    the newest answers: the tokens of a prompt and of what was said; one line each, whole or not there
+    drafters/<n>/    drafters that were good enough to serve
+    state.json       which of them serves, which one did before, and what became of every candidate
+    trainer.log      what training printed
+
+A process of its own, at a lower priority, goes on from the drafter that serves: it trains for a few minutes on the
+newest answers, and on as many older ones and rows of the run's own data so that these are not forgotten, then weighs
+the candidate on answers that are kept out of all training: by replay, which is the tau of the tree in use at T = 0.
+A candidate that is better beyond noise is written whole, named in `state.json` and taken by the server between two
+answers; one that is worse beyond noise is dropped; else training goes on from it. No drafter changes an answer: that is
+the verification's part, and a candidate whose greedy answers were not the target's own would not be taken either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets.arrow_writer import ArrowWriter
+from torch import Tensor
+
+from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
+from draftsmith.eval.bench.measured_methods import drafter_folders
+from draftsmith.eval.commands.search import replay
+from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
+from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
+from draftsmith.models.base.registry import drafter_config, load_drafter, load_drafter_class
+from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target, target_device
+from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.stage import train_drafter
+
+LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES = (
+    "learned", "answers.jsonl", "state.json", "drafters", "trainer.log", "cycles",
+)  # fmt: skip
+KEPT_ANSWERS = 4000  # of the newest, by default
+KEPT_OUT_FRAC, FEWEST_KEPT_OUT, MOST_KEPT_OUT = 0.15, 8, 64
+FEWEST_NEW_TOKENS = 1500  # of answers, before another training
+FIRST_CYCLE_TOKENS = 16_000  # read in the first training, whose speed says how many there are in the next
+SHORTEST_ROW_TOKENS = 16
+RESAMPLES, LEVEL = 1000, 0.05
+PROVEN_PROMPTS, PROVEN_TOKENS = 2, 48
+NICENESS = 10
+LOOKS_EVERY_S = 2.0
+TRAINING: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 1,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
+    "learning_rate": 3e-4,
+    "save_strategy": "no",
+    "logging_steps": 5,
+    "report_to": [],
+}
+ROWS_OF_A_STEP = TRAINING["per_device_train_batch_size"] * TRAINING["gradient_accumulation_steps"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids of a prompt and of its answer, and a hash of both."""
+
+    prompt_ids: list[int]
+    ids: list[int]
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps([self.prompt_ids, self.ids]).encode()).hexdigest()[:16]
+
+    @property
+    def is_kept_out(self) -> bool:
+        """By its tokens alone, so that the same answer is always on the same side."""
+        return int(self.key[:8], 16) / 16**8 < KEPT_OUT_FRAC
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A candidate beside the drafter that served: tau of both on the kept-out answers, and their difference's interval.
+
+    number: its folder, if it was taken.
+    """
+
+    at: float
+    answers: int
+    trained_tokens: int
+    serving: float
+    candidate: float
+    low: float
+    high: float
+    number: int | None = None
+
+    def sentence(self) -> str:
+        """Say it in one line."""
+        taken = "thrown away" if self.high < 0 else "goes on" if self.number is None else f"serves as {self.number}"
+        return (
+            f"candidate: tau {self.serving:.2f} -> {self.candidate:.2f} ({self.low:+.2f} to {self.high:+.2f}) on "
+            f"{self.answers} kept-out answers: {taken}"
+        )
+
+
+@dataclass
+class State:
+    """current, previous: numbers of drafters, 0 the one that learning began with; begun_with: a hash of its weights."""
+
+    begun_with: str
+    current: int = 0
+    previous: int = 0
+    weighed: list[Weighed] = field(default_factory=list)
+
+
+class Learned:
+    """What a run has learned while it served, in its folder.
+
+    Args:
+        recipe: What is served; its first method drafts.
+        kept_answers: So many of the newest answers stay on disk.
+    """
+
+    def __init__(self, recipe: Recipe, kept_answers: int = KEPT_ANSWERS) -> None:
+        self.recipe, self.kept_answers = recipe, kept_answers
+        self.folder = RunFolder(recipe).root / LEARNED
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.begun_with,) = drafter_folders(recipe)
+        self._changed, self._current = 0, -1
+        self._lines = 0
+        weights = " ".join(weights_sha256(self.begun_with).values())
+        if not (self.folder / STATE).is_file():
+            self.write(State(weights))
+        if self.state.begun_with != weights:
+            raise UserError(
+                f"{self.folder} was learned from another drafter than {self.begun_with} holds: restore that one, or "
+                "delete the folder to learn anew"
+            )
+        self.newer()
+
+    @property
+    def state(self) -> State:
+        """
+        Raises:
+            UserError: The file is damaged.
+        """
+        return read_json(self.folder / STATE, State, f"delete {self.folder} to learn anew")
+
+    def write(self, state: State) -> None:
+        write_atomically(self.folder / STATE, json.dumps(asdict(state), indent=1) + "\n")
+
+    def drafter(self, number: int) -> Path:
+        """The folder of a drafter by its number."""
+        return self.folder / DRAFTERS / str(number) if number else self.begun_with
+
+    def serving(self) -> Path:
+        """The folder of the drafter that serves."""
+        return self.drafter(self.state.current)
+
+    def newer(self) -> Path | None:
+        """The folder of another drafter than at the last call, if there is one."""
+        changed = (self.folder / STATE).stat().st_mtime_ns
+        if changed == self._changed:
+            return None
+        self._changed, before = changed, self._current
+        self._current = self.state.current
+        return None if self._current == before else self.serving()
+
+    def roll_back(self) -> str:
+        """Let the drafter serve that served before; says which.
+
+        Raises:
+            UserError: There is none.
+        """
+        state = self.state
+        if state.current == state.previous:
+            raise UserError(f"{self.folder} has no drafter to go back to: {state.current} is the only one that served")
+        state.current, state.previous = state.previous, state.current
+        self.write(state)
+        return f"drafter {state.current} serves again, in place of {state.previous}"
+
+    def add(self, prompt_ids: list[int], record: AnswerRecord) -> None:
+        """Keep an answer, on disk when this returns; forget the oldest now and then."""
+        file = self.folder / ANSWERS
+        if self._lines == 0:
+            self._lines = self._trim(file)
+        with file.open("ab") as stream:
+            stream.write(json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._lines += 1
+        if self._lines > 2 * self.kept_answers:
+            self._lines = self._trim(file)
+
+    def _trim(self, file: Path) -> int:
+        """Leave the newest lines, without a torn one; how many."""
+        lines = (
+            [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+            if file.exists()
+            else []
+        )
+        if file.exists():
+            write_atomically(file, b"".join(lines[-self.kept_answers :]).decode())
+        return min(len(lines), self.kept_answers)
+
+    def answers(self) -> list[Answer]:
+        """The newest answers that something can be learned from, each once, the oldest first."""
+        file, found = self.folder / ANSWERS, dict[str, Answer]()
+        for line in file.read_bytes().splitlines(keepends=True) if file.is_file() else []:
+            if line.endswith(b"\n"):
+                answer = Answer(**json.loads(line))
+                if len(answer.ids) > 1 and answer.tokens >= SHORTEST_ROW_TOKENS:
+                    found[answer.key] = answer
+        return list(found.values())[-self.kept_answers :]
+
+
+def start_learning(learned: Learned, minutes: float) -> Any:
+    """Start the process that learns; it ends with the one that called this.
+
+    Args:
+        minutes: Of a training, before its candidate is weighed.
+    """
+    process = get_context("spawn").Process(target=_learn, args=(learned, minutes, os.getpid()), daemon=True)
+    process.start()
+    return process
+
+
+def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
+    """`Learned.newer`, which also says once that the process that learns has ended."""
+    told: list[bool] = []
+
+    def newer() -> Path | None:
+        if not process.is_alive() and not told:
+            told.append(True)
+            log = learned.folder / LOG
+            logging.getLogger(__name__).warning("what learns has ended, as %s says; answers go on without it", log)
+        return learned.newer()
+
+    return newer
+
+
+def _learn(learned: Learned, minutes: float, parent: int) -> None:
+    os.nice(NICENESS)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    with (
+        (learned.folder / LOG).open("a", encoding="utf-8", buffering=1) as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
+        try:
+            learner = Learner(learned, minutes)
+            while True:
+                if (weighed := learner.cycle()) is None:
+                    time.sleep(LOOKS_EVERY_S)
+                else:
+                    print(weighed.sentence())
+        except KeyboardInterrupt:
+            sys.exit()
+
+
+def _end_with(parent: int) -> None:
+    """What is written is written whole or not at all, so that this process may end at any moment."""
+    while os.getppid() == parent:
+        time.sleep(LOOKS_EVERY_S)
+    os._exit(1)
+
+
+class Learner:
+    """Trains candidates and weighs them.
+
+    Args:
+        learned: The folder.
+        minutes: About so long is a training.
+    """
+
+    def __init__(self, learned: Learned, minutes: float) -> None:
+        self.learned, self.minutes = learned, minutes
+        recipe = learned.recipe
+        # AdamW's steps are smaller than bf16's: trained in fp32, weighed in the dtype that serves.
+        on_cpu = target_device(recipe.target).type == "cpu"
+        self.training_target = recipe.target.model_copy(update={"dtype": "float32"} if on_cpu else {})
+        self.target, _ = load_target(recipe.target)
+        pack_linears(self.target)  # as where it serves: a token has the same bits alone and in a tree
+        # What the drafter alone decides, whatever a round costs.
+        served = recipe.eval.methods[0]
+        tree = "best_first" if served.tree == "adaptive" else served.tree
+        self.method = served.model_copy(update={"lookup": False, "tree": tree})
+        self.options = _options_of(learned.begun_with)
+        self.cycle_tokens = FIRST_CYCLE_TOKENS
+        self.trained = set[str]()  # keys of answers
+        self.trainee: Path | None = None  # goes on from the last candidate, unless that was worse
+        self._features: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._taus: dict[tuple[Path, str], float] = {}
+        shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
+
+    def cycle(self) -> Weighed | None:
+        """Train a candidate and weigh it; None if there is too little that is new, or to weigh on."""
+        answers, state = self.learned.answers(), self.learned.state
+        kept_out = [answer for answer in answers if answer.is_kept_out][-MOST_KEPT_OUT:]
+        train = [answer for answer in answers if not answer.is_kept_out]
+        new = [answer for answer in train if answer.key not in self.trained]
+        if len(kept_out) < FEWEST_KEPT_OUT or sum(len(answer.ids) for answer in new) < FEWEST_NEW_TOKENS:
+            return None
+        self.trained = {answer.key for answer in train}
+        serving = self.learned.drafter(state.current)
+        chosen = self._chosen(train, state.weighed)
+        begin_s = time.monotonic()
+        candidate = self._train(self.trainee or serving, chosen, len(state.weighed))
+        tokens = sum(len(ids) for ids, _ in chosen)
+        pace = tokens / max(time.monotonic() - begin_s, 1e-9)
+        self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
+        before, after = (self._taus_of(folder, kept_out) for folder in (serving, candidate))
+        low, high = paired_interval(kept_out, before, after)
+        number = None
+        if low > 0 and self._proven(candidate, kept_out):
+            number = 1 + max((each.number or 0 for each in state.weighed), default=0)
+            place = self.learned.drafter(number)
+            place.parent.mkdir(exist_ok=True)
+            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed before it could name it
+            candidate.rename(place)
+            self._taus = {(place, key): tau for (folder, key), tau in self._taus.items() if folder == candidate}
+            state.current, state.previous, self.trainee = number, state.current, None
+        else:
+            self.trainee = None if high < 0 else candidate
+        taus = tau_of(kept_out, before), tau_of(kept_out, after)
+        weighed = Weighed(time.time(), len(kept_out), tokens, *taus, low, high, number)
+        state.weighed.append(weighed)
+        self.learned.write(state)
+        return weighed
+
+    def _chosen(self, train: Sequence[Answer], weighed: Sequence[Weighed]) -> list[tuple[list[int], list[int]]]:
+        """Rows of a cycle's tokens: half of the newest answers, half of older ones and of the run's own data."""
+        generator = random.Random(len(weighed))
+        rows = [
+            ([*answer.prompt_ids, *answer.ids], [0] * len(answer.prompt_ids) + [1] * len(answer.ids))
+            for answer in train
+        ]
+        newest, older = [], []
+        room = self.cycle_tokens // 2
+        while rows and room > 0:
+            newest.append(rows.pop())
+            room -= len(newest[-1][0])
+        run = RunFolder(self.learned.recipe)
+        if (run.data / "tokens").is_dir():
+            tokens = load_tokens(run, self.learned.recipe.name)
+            numbers = generator.sample(range(len(tokens)), min(len(tokens), max(len(newest), 1)))
+            rows += [(tokens[number]["input_ids"], tokens[number]["loss_mask"]) for number in numbers]
+        generator.shuffle(rows)
+        room = self.cycle_tokens // 2
+        while rows and room > 0:
+            older.append(rows.pop())
+            room -= len(older[-1][0])
+        return newest + older
+
+    def _train(self, begun_from: Path, rows: list[tuple[list[int], list[int]]], number: int) -> Path:
+        """The folder of a drafter that has gone on from another."""
+        cycles = self.learned.folder / CYCLES
+        kind = str(drafter_config(self.learned.begun_with)["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
+        recipe = Recipe.model_validate(
+            {
+                "name": f"{number}",
+                "runs_dir": str(cycles),
+                "seed": number,
+                "target": self.training_target.model_dump(),
+                "drafter": {
+                    "kind": kind,
+                    "options": self.options,
+                    "init": str(begun_from),
+                    "init_vocabulary": "kept",  # of few answers most of it would be without use
+                },
+                "train": TRAINING | {"max_steps": max(1, len(rows) // ROWS_OF_A_STEP)},
+            }
+        )
+        run = RunFolder(recipe)
+        shutil.rmtree(run.root, ignore_errors=True)
+        run.data.mkdir(parents=True)
+        with ArrowWriter(path=str(run.data / "rows.arrow"), features=FEATURES) as writer:
+            for row, (ids, mask) in enumerate(rows):
+                writer.write({"input_ids": ids, "loss_mask": mask, "length": len(ids), CONVERSATION: row})
+            writer.finalize()
+        save_rows(run.data / "rows.arrow", run.data / "tokens")
+        train_drafter(recipe)
+        for old in cycles.iterdir():
+            if old.name != recipe.name and old / "drafter" != begun_from:
+                shutil.rmtree(old, ignore_errors=True)
+        return run.drafter
+
+    def _taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
+        """The tau of each answer with this drafter."""
+        wanted = [answer for answer in answers if (folder, answer.key) not in self._taus]
+        if wanted:
+            drafter = load_drafter(folder, self.target)
+            decoder = drafter.decoder(max(answer.tokens for answer in wanted) + drafter.config.num_depths + 1)
+            method = drafter_method(self.method, decoder, Sampling())
+            for answer in wanted:
+                tau = replay(method, [self._row(answer, drafter.feature_layers)])
+                self._taus[folder, answer.key] = 1.0 if tau is None else tau
+        return [self._taus[folder, answer.key] for answer in answers]
+
+    def _row(self, answer: Answer, layers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids [S], loss mask [S] and features [S, F]."""
+        if answer.key not in self._features:
+            ids_s = torch.tensor([*answer.prompt_ids, *answer.ids], device=self.target.device)
+            mask_s = torch.tensor([0] * len(answer.prompt_ids) + [1] * len(answer.ids))
+            with torch.inference_mode():
+                features_sf = target_features(self.target, ids_s[None], layers=layers)[0]
+            if len(self._features) >= 2 * MOST_KEPT_OUT:
+                self._features.clear()
+            self._features[answer.key] = (ids_s, mask_s, features_sf)
+        return self._features[answer.key]
+
+    def _proven(self, folder: Path, answers: Sequence[Answer]) -> bool:
+        """Whether greedy answers with this drafter are those of the target alone."""
+        drafter = load_drafter(folder, self.target)
+        prompts = [answer.prompt_ids for answer in answers[-PROVEN_PROMPTS:]]
+        length = max(map(len, prompts)) + PROVEN_TOKENS + self.method.nodes + 1
+        method = drafter_method(self.method, drafter.decoder(length), Sampling())
+        with TargetSession(self.target, length, drafter.feature_layers) as session:
+            for prompt in prompts:
+                drafted, plain = (
+                    generate(session, each, prompt, Sampling(), PROVEN_TOKENS, ()).ids
+                    for each in (method, Autoregressive())
+                )
+                if drafted != plain:
+                    print(f"not taken: a greedy answer differs from the target's own ({folder})")
+                    return False
+        return True
+
+
+def tau_of(answers: Sequence[Answer], taus: Sequence[float]) -> float:
+    """Tokens per round over all answers, from each answer's own. The first token comes with the prompt."""
+    return sum(len(a.ids) - 1 for a in answers) / sum(
+        (len(a.ids) - 1) / tau for a, tau in zip(answers, taus, strict=True)
+    )
+
+
+def paired_interval(answers: Sequence[Answer], before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """What lies between so much and so much in 90 of 100 resamplings of the answers: tau after minus tau before."""
+    tokens = np.array([len(answer.ids) - 1 for answer in answers], dtype=float)
+    rounds = np.stack([tokens / np.array(each) for each in (before, after)])
+    drawn = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
+    taus = tokens[drawn].sum(axis=1) / rounds[:, drawn].sum(axis=2)
+    low, high = np.quantile(taus[1] - taus[0], [LEVEL, 1 - LEVEL])
+    return float(low), float(high)
+
+
+def _options_of(folder: Path) -> dict[str, Any]:
+    """`drafter.options` that make a drafter like the one in this folder."""
+    config = drafter_config(folder)
+    kind = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
+    known = load_drafter_class(kind).config_class.Options.model_fields
+    return {key: config[key] for key in known if config.get(key) is not None}

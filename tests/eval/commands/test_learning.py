@@ -1,0 +1,254 @@
+"""A drafter that learns while it serves: what is kept, what is trained on, what is taken, and what a kill leaves."""
+
+import json
+import os
+import queue
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_runs import recipe_file, recipe_in
+from typer.testing import CliRunner
+
+from draftsmith.data.sources.conversation import Turn, open_records, parse_conversation
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.commands import cli, learning
+from draftsmith.eval.commands.learning import (
+    Answer,
+    Learned,
+    Learner,
+    Weighed,
+    paired_interval,
+    start_learning,
+    tau_of,
+    watched,
+)
+from draftsmith.eval.serving import server
+from draftsmith.eval.serving.server import Finished, Job, Worker
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe, SourceRecipe
+
+NEW_TOKENS = 48
+
+
+def made(folder: Path) -> Recipe:
+    """With a drafter that is not trained."""
+    method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}
+    recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method]})
+    torch.manual_seed(0)
+    drafter = load_drafter_class("parallel").from_target(load_target(recipe.target)[0], {"num_masks": 2})
+    drafter.save_pretrained(RunFolder(recipe).drafter)
+    return recipe
+
+
+def record(*ids: int) -> Any:
+    return SimpleNamespace(ids=list(ids))
+
+
+def ask(worker: Worker, prompt_ids: list[int]) -> list[int]:
+    out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    worker.jobs.put(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
+    while not isinstance(end := out.get(timeout=60), Finished):
+        assert not isinstance(end, BaseException)
+    return end.record.ids
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, list[list[int]], list[list[int]]]:
+    """A run that has served 90 answers of the target; the prompts, and the answers."""
+    recipe = made(tmp_path_factory.mktemp("learn"))
+    learned = Learned(recipe)
+    worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record))
+    worker.start()
+    records = (parse_conversation(record, where) for where, record in open_records(SourceRecipe(), "all"))
+    prompts = [prompt_token_ids(worker.tokenizer, [Turn("user", next(records).turns[0].content)]) for _ in range(90)]
+    answers = [ask(worker, prompt) for prompt in prompts]
+    worker.stop()
+    return recipe, prompts, answers
+
+
+@pytest.fixture
+def again(served: tuple[Recipe, list[list[int]], list[list[int]]], tmp_path: Path, monkeypatch: Any) -> Recipe:
+    """A copy of that run, for short trainings."""
+    shutil.copytree(served[0].runs_dir, tmp_path / "runs")
+    monkeypatch.setattr(learning, "FIRST_CYCLE_TOKENS", 6000)
+    monkeypatch.setattr(learning, "TRAINING", learning.TRAINING | {"learning_rate": 2e-3})
+    return served[0].model_copy(update={"runs_dir": str(tmp_path / "runs")})
+
+
+# ---- what is kept ----
+
+
+def test_the_newest_answers_are_kept_and_torn_lines_are_not(tmp_path: Path) -> None:
+    learned = Learned(made(tmp_path), kept_answers=4)
+    for number in range(5):
+        learned.add(list(range(20)), record(number, 7))
+    learned.add(list(range(20)), record(4, 7))  # once more
+    learned.add([1], record(2, 7))  # too short to learn from
+    learned.add(list(range(20)), record(9))  # nothing was decoded
+    file = learned.folder / "answers.jsonl"
+    assert [answer.ids[0] for answer in learned.answers()] == [1, 2, 3, 4]
+    with file.open("ab") as stream:
+        stream.write(b'{"prompt_ids": [1, 2')
+    assert len(learned.answers()) == 4
+    again = Learned(learned.recipe, kept_answers=3)
+    again.add(list(range(20)), record(8, 7))
+    assert len(file.read_bytes().splitlines()) == 4  # the newest three of before, and it
+    assert again.answers()[-1].ids == [8, 7]
+
+
+def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path) -> None:
+    recipe = made(tmp_path)
+    Learned(recipe)
+    weights = RunFolder(recipe).drafter / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(UserError, match="was learned from another drafter"):
+        Learned(recipe)
+
+
+# ---- what is weighed ----
+
+
+def test_the_interval_by_hand() -> None:
+    """Every answer better by the same: no resampling is worse. Half better, half worse: zero is inside."""
+    answers = [Answer([1] * 20, [2] * 11) for _ in range(20)]
+    assert tau_of(answers, [2.0] * 10 + [5.0] * 10) == 200 / 70
+    low, high = paired_interval(answers, [2.0] * 20, [2.5] * 20)
+    assert (low, high) == pytest.approx((0.5, 0.5))
+    low, high = paired_interval(answers, [2.0] * 20, [1.6, 2.4] * 10)
+    assert low < 0 < high
+    shares = [answer.is_kept_out for answer in (Answer([number] * 20, [1, 2]) for number in range(2000))]
+    assert np.mean(shares) == pytest.approx(learning.KEPT_OUT_FRAC, abs=0.03)
+
+
+@pytest.mark.slow
+def test_it_learns_from_what_it_served_and_answers_stay(
+    again: Recipe, served: tuple[Recipe, list[list[int]], list[list[int]]], monkeypatch: Any
+) -> None:
+    """Taken only if better on answers that no training saw; then the server drafts with it, and says the same."""
+    learned = Learned(again)
+    learner = Learner(learned, 0.1)
+    seen: list[list[int]] = []
+    train = learner._train
+
+    def noted(begun_from: Path, rows: list[tuple[list[int], list[int]]], number: int) -> Path:
+        seen.extend(ids for ids, _ in rows)
+        return train(begun_from, rows, number)
+
+    monkeypatch.setattr(learner, "_train", noted)
+    first = learner.cycle()
+    assert first is not None
+    kept_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_kept_out]
+    assert first.answers == len(kept_out) >= learning.FEWEST_KEPT_OUT
+    assert not [ids for ids in kept_out if ids in seen]
+    assert 0 < first.low < first.candidate - first.serving < first.high
+    assert (first.number, learned.state.current, learned.state.previous) == (1, 1, 0)
+    assert learner.cycle() is None  # nothing is new
+    worker = Worker(again, 4, newer=Learned(again).newer)
+    worker._newer = iter([learned.serving(), *[None] * 99]).__next__
+    worker.start()
+    for prompt, ids in list(zip(served[1], served[2], strict=True))[:8]:
+        assert ask(worker, prompt) == ids
+    assert worker.drafters._value.get() == 1
+    worker.stop()
+    assert learned.roll_back() == "drafter 0 serves again, in place of 1"
+    assert learned.serving() == RunFolder(again).drafter
+    assert learned.roll_back() == "drafter 1 serves again, in place of 0"
+
+
+def test_a_worse_candidate_is_thrown_away_and_an_unclear_one_goes_on(again: Recipe, monkeypatch: Any) -> None:
+    learned = Learned(again)
+    learner = Learner(learned, 0.1)
+    begun: list[Path] = []
+    monkeypatch.setattr(learner, "_train", lambda folder, rows, number: begun.append(folder) or Path(f"/c{number}"))
+    for low, high in ((-0.1, 0.1), (-0.2, -0.1), (-0.1, 0.1)):
+        monkeypatch.setattr(learning, "paired_interval", lambda *_, found=(low, high): found)
+        monkeypatch.setattr(learner, "_taus_of", lambda _, answers: [1.0] * len(answers))
+        learner.trained = set()
+        assert learner.cycle() is not None
+    origin = RunFolder(again).drafter
+    assert begun == [origin, Path("/c0"), origin]
+    assert learned.state.current == 0
+    sentences = [weighed.sentence().rpartition(": ")[2] for weighed in learned.state.weighed]
+    assert sentences == ["goes on", "thrown away", "goes on"]
+
+
+def test_a_candidate_with_other_answers_is_not_taken(again: Recipe, monkeypatch: Any) -> None:
+    learned = Learned(again)
+    learner = Learner(learned, 0.1)
+    monkeypatch.setattr(learner, "_train", lambda *_: RunFolder(again).drafter)
+    monkeypatch.setattr(learning, "paired_interval", lambda *_: (0.1, 0.2))
+    calls = iter(range(99))
+    monkeypatch.setattr(learning, "generate", lambda *_: record(next(calls)))
+    weighed = learner.cycle()
+    assert weighed is not None
+    assert weighed.number is None
+    assert learned.state.current == 0
+
+
+# ---- the process ----
+
+
+def test_the_server_says_once_that_nothing_learns_any_more(again: Recipe, caplog: Any) -> None:
+    learned = Learned(again)
+    newer = watched(learned, SimpleNamespace(is_alive=lambda: False))
+    assert (newer(), newer()) == (None, None)
+    assert caplog.text.count("what learns has ended") == 1
+
+
+def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> None:
+    """The command: who is told, what is said, and with which drafter it begins."""
+    begun: list[Any] = []
+    monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options) or SimpleNamespace())
+    workers: list[Any] = []
+    monkeypatch.setattr(server, "Worker", lambda *given: workers.append(given) or SimpleNamespace())
+    monkeypatch.setattr(server, "run", lambda *_: None)
+    plain = CliRunner().invoke(cli.app, ["serve", recipe_file(again)])
+    assert plain.exit_code == 0, plain.output
+    assert (begun, len(workers[0])) == ([], 2)
+    learned = Learned(again)
+    state = learned.state
+    state.current, state.previous = 3, 0
+    learned.write(state)
+    said = CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--learn", "--learn-minutes", "2"])
+    assert f"prompts and answers are kept in {learned.folder} (the newest 4000)" in said.stdout.replace("\n", " ")
+    assert begun[0][1] == 2.0
+    assert workers[1][0].eval.methods[0].drafter == str(learned.folder / "drafters" / "3")
+    back = CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--learn", "--rollback"])
+    assert "drafter 0 serves again, in place of 3" in back.stdout
+    assert workers[2][0].eval.methods[0].drafter == str(RunFolder(again).drafter)
+    alone = CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--rollback"])
+    assert (alone.exit_code, alone.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_last_good_drafter_serves(again: Recipe) -> None:
+    """What a killed process left half done is nothing that anybody reads."""
+    learned = Learned(again)
+    for wait_s in (6.0, 9.0):
+        process = start_learning(learned, 0.1)
+        time.sleep(wait_s)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        folder = Learned(again).serving()
+        load_drafter_class("parallel").from_pretrained(folder)
+    for half in (learned.folder / "drafters" / "7", learned.folder / "cycles" / "9"):
+        half.mkdir(parents=True, exist_ok=True)
+    state = Learned(again).state
+    assert state.current in (0, *(weighed.number for weighed in state.weighed))
+    assert json.loads((learned.folder / "state.json").read_text())["begun_with"] == state.begun_with
+
+
+def test_the_sentence() -> None:
+    weighed = Weighed(0.0, 20, 1000, 1.5, 1.7, 0.1, 0.3, 2)
+    assert weighed.sentence() == "candidate: tau 1.50 -> 1.70 (+0.10 to +0.30) on 20 kept-out answers: serves as 2"
