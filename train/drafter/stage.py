@@ -127,6 +127,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
                 with _same_bits_every_time(args):
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
+            trainer.shown.stop()
             stop.restore()
         if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
             stop.raise_interrupt()

@@ -46,6 +46,7 @@ from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums
+from draftsmith.train.drafter.shown import ShownTraining
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.processes.launch import launch_of
 from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
@@ -223,9 +224,11 @@ class DrafterTrainer(Trainer):
         self._micro_batch = 0  # of the current optimiser step, in this process
         self.progress = Progress()
         self.add_callback(self.progress)
-        if is_quiet():
-            self.remove_callback(ProgressCallback)
-            self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)
+        self.shown = ShownTraining.where_it_can_be()
+        if not is_quiet():
+            self.add_callback(self.shown)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -1,0 +1,152 @@
+"""What training shows: a panel that is drawn anew on a terminal, elsewhere a short line for each record.
+
+    step 240/788  loss 3.27  acc 58/44/36/30/27 %  4,600 tok/s  12 min left
+    step 240/788  kept out: loss 3.41  acc 55/41/33/28/25 %  tau 2.31
+
+Everything with all its digits is in `training.json` and goes to the trackers.
+"""
+
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+SPARKS = "▁▂▃▄▅▆▇█"
+LINE_WIDTH, BAR_WIDTH = 32, 40
+REDRAWN_EVERY_S = 0.25
+KEPT_OUT = "eval_"
+
+
+class ShownTraining(TrainerCallback):
+    """Shows what `Trainer.log` is told, in the first process.
+
+    Args:
+        console: None: lines on stdout, for a log file.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._live = None if console is None else Live(console=console, auto_refresh=False)
+        self._logs: list[dict[str, float]] = []
+        self._kept_out: dict[str, float] = {}
+        self._begun_s = self._drawn_s = 0.0
+        self._begun_step = 0
+
+    @staticmethod
+    def where_it_can_be() -> "ShownTraining":
+        """With a panel if stderr is a terminal."""
+        return ShownTraining(Console(stderr=True) if sys.stderr.isatty() and sys.stdout.isatty() else None)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
+        self._begun_s, self._begun_step = time.monotonic(), state.global_step
+        self._logs = [log for log in state.log_history if "loss" in log]  # of a training that goes on
+        if self._live is not None and state.is_world_process_zero:
+            self._live.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if time.monotonic() - self._drawn_s > REDRAWN_EVERY_S:
+            self._draw(state)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        if not logs or not state.is_world_process_zero:
+            return
+        if f"{KEPT_OUT}loss" in logs:
+            self._kept_out = {**logs, "step": state.global_step}
+        elif "loss" in logs:
+            self._logs.append({key: float(value) for key, value in logs.items()})
+        else:  # the summary that the Trainer ends with, which the report tells
+            return
+        if self._live is None:
+            print(f"step {state.global_step}/{state.max_steps}  {line_of(logs, self._left_s(state))}", flush=True)
+        else:
+            self._draw(state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
+        self._draw(state)
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the terminal as it was, with the panel's last state on it."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _left_s(self, state: TrainerState) -> float | None:
+        """Seconds to go, at the pace of this run; None before the first step."""
+        done = state.global_step - self._begun_step
+        if done < 1:
+            return None
+        return (time.monotonic() - self._begun_s) / done * (state.max_steps - state.global_step)
+
+    def _draw(self, state: TrainerState) -> None:
+        if self._live is not None and self._live.is_started:
+            self._drawn_s = time.monotonic()
+            self._live.update(panel(state, self._logs, self._kept_out, self._left_s(state)), refresh=True)
+
+
+def line_of(logs: dict[str, float], left_s: float | None) -> str:
+    """A record in one line; with the time to go unless it is of rows kept out."""
+    prefix = KEPT_OUT if f"{KEPT_OUT}loss" in logs else ""
+    parts = [f"{'kept out: ' if prefix else ''}loss {float(logs[f'{prefix}loss']):.2f}"]
+    accuracy = [f"{100 * value:.0f}" for _, value in by_depth(logs, f"{prefix}accuracy_depth")]
+    parts += [f"acc {'/'.join(accuracy)} %"] if accuracy else []
+    taus = by_depth(logs, f"{prefix}tau_depth")
+    parts += [f"tau {taus[-1][1]:.2f}"] if taus else []
+    if not prefix:
+        parts += [f"{logs['tokens_per_s']:,.0f} tok/s"] if "tokens_per_s" in logs else []
+        parts += [] if left_s is None else [f"{span(left_s)} left"]
+    return "  ".join(parts)
+
+
+def by_depth(logs: dict[str, float], prefix: str) -> list[tuple[int, float]]:
+    """(depth, value) of the keys with this beginning, ascending."""
+    found = ((key.removeprefix(prefix), float(value)) for key, value in logs.items() if key.startswith(prefix))
+    return sorted((int(depth), value) for depth, value in found if depth.isdigit())
+
+
+def span(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def sparks(values: list[float]) -> str:
+    """Values as a line of bars from their least to their greatest, the newest last; means where they are many."""
+    if not values:
+        return ""
+    step = max(1.0, len(values) / LINE_WIDTH)
+    cut = [int(place * step) for place in range(min(len(values), LINE_WIDTH))] + [len(values)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cut) if b > a]
+    least, most = min(means), max(means)
+    scale = (len(SPARKS) - 1) / (most - least) if most > least else 0.0
+    return "".join(SPARKS[round((value - least) * scale)] for value in means)
+
+
+def panel(state: TrainerState, logs: list[dict[str, float]], kept_out: dict[str, float], left_s: float | None) -> Group:
+    """How far it is, loss and accuracy of each depth so far, and what the rows kept out say."""
+    newest = logs[-1] if logs else {}
+    first = Table.grid(padding=(0, 2))
+    told = [f"step {state.global_step:,}/{state.max_steps:,}"]
+    told += [f"{newest['tokens_per_s']:,.0f} tok/s"] if "tokens_per_s" in newest else []
+    told += [] if left_s is None else [f"{span(left_s)} left"]
+    first.add_row(ProgressBar(total=max(1, state.max_steps), completed=state.global_step, width=BAR_WIDTH), *told)
+    curves = Table.grid(padding=(0, 2))
+    if newest:
+        curves.add_row("loss", f"{newest['loss']:.2f}", Text(sparks([log["loss"] for log in logs]), style="yellow"))
+    for depth, value in by_depth(newest, "accuracy_depth"):
+        key = f"accuracy_depth{depth}"
+        line = sparks([log[key] for log in logs if key in log])
+        curves.add_row(f"depth {depth}", f"{100 * value:.0f} %", Text(line, style="green"))
+    rows: list[Any] = [first, curves]
+    if kept_out:
+        rows.append(Text(f"step {kept_out['step']:,.0f}, {line_of(kept_out, None)}", style="cyan"))
+    return Group(*rows)
