@@ -82,7 +82,7 @@ class Traffic:
                 return
             out: queue.SimpleQueue[Any] = queue.SimpleQueue()
             begin_s = time.perf_counter()
-            self._worker.jobs.put(Job(ids, self._new_tokens, Sampling(), 0, (), out.put))
+            self._worker.submit(Job(ids, self._new_tokens, Sampling(), 0, (), out.put))
             while not isinstance(end := out.get(), Finished):
                 if isinstance(end, BaseException):
                     raise end
@@ -91,6 +91,11 @@ class Traffic:
             time.sleep(seconds * (1 / self._load - 1))
             text = self._worker.tokenizer.decode(end.record.ids, skip_special_tokens=True)
             turns.append(Turn("assistant", text or "."))
+
+
+def told(window: list[Served], count: int) -> str:
+    tau = sum(len(each.answer.ids) - 1 for each in window) / sum(each.rounds for each in window)
+    return f"{count} answers, {window[-1].minute:.1f} min, drafter {window[-1].drafter}: tau {tau:.2f}"
 
 
 def interval(tokens: np.ndarray, before: np.ndarray, after: np.ndarray) -> dict[str, float]:
@@ -127,29 +132,30 @@ def main() -> None:
 def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
     learned = Learned(recipe)
     worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record), learned.newer)
-    worker.start()
-    client = Traffic(worker, options.new_tokens, options.load)
-    old = []
-    for questions in conversations(options.old) if options.old else ():
-        old += [Answer(end.prompt_ids, end.record.ids) for end, _ in client.ask(questions[:1])]
-    (learned.folder / "answers.jsonl").unlink(missing_ok=True)  # what is old is not traffic
-    process = start_learning(learned, options.minutes)
-    served: list[Served] = []
-    begin_s = time.monotonic()
-    for spec in options.traffic:
-        for questions in conversations(spec):
-            for end, seconds in client.ask(questions):
-                answer = Answer(end.prompt_ids, end.record.ids)
-                if len(answer.ids) > 1:
-                    minute, number = (time.monotonic() - begin_s) / 60, learned.state.current
-                    served.append(Served(spec, answer, minute, seconds, end.record.rounds, number))
-                    if len(served) % WINDOW_ANSWERS == 0:
-                        window = served[-WINDOW_ANSWERS:]
-                        tau = sum(len(each.answer.ids) - 1 for each in window) / sum(each.rounds for each in window)
-                        print(f"{len(served)} answers, {minute:.1f} min, drafter {number}: tau {tau:.2f}", flush=True)
-    process.terminate()
-    process.join()
-    worker.stop()
+
+    def client() -> tuple[list[Answer], list[Served]]:
+        traffic = Traffic(worker, options.new_tokens, options.load)
+        old = []
+        for questions in conversations(options.old) if options.old else ():
+            old += [Answer(end.prompt_ids, end.record.ids) for end, _ in traffic.ask(questions[:1])]
+        (learned.folder / "answers.jsonl").unlink(missing_ok=True)  # what is old is not traffic
+        process = start_learning(learned, options.minutes)
+        served: list[Served] = []
+        begin_s = time.monotonic()
+        for spec in options.traffic:
+            for questions in conversations(spec):
+                for end, seconds in traffic.ask(questions):
+                    answer = Answer(end.prompt_ids, end.record.ids)
+                    if len(answer.ids) > 1:
+                        minute, number = (time.monotonic() - begin_s) / 60, learned.state.current
+                        served.append(Served(spec, answer, minute, seconds, end.record.rounds, number))
+                        if len(served) % WINDOW_ANSWERS == 0:
+                            print(told(served[-WINDOW_ANSWERS:], len(served)), flush=True)
+        process.terminate()
+        process.join()
+        return old, served
+
+    old, served = worker.answer(client)
     state = learned.state
     for weighed in state.weighed:
         print(weighed.sentence())

@@ -11,6 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from generate import chat
+
 DOCS = Path(__file__).parents[1]
 RESULT = DOCS / "results" / "smollm2" / "fast_step.json"
 # Rows of the result, from the baseline down, and what they are called in the picture.
@@ -81,10 +83,11 @@ def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str
 def pictures() -> dict[Path, str]:
     """Each file and what it must hold."""
     folder, figures = DOCS / "pictures", json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
-    return {
+    speedups = {
         folder / f"speedup-{name}.svg": draw(figures["rows"], figures["asked"], colours)
         for name, colours in COLOURS.items()
     }
+    return speedups | chat.pictures()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+README = Path(__file__).parents[2] / "README.md"
 MARK = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
@@ -55,6 +57,32 @@ def formats() -> list[str]:
     for (kind, drafters, why), formats in conditions.items():
         lines.append(f"| `{kind}` | {drafters} | {', '.join(formats)} | {why} |")
     return lines
+
+
+def kinds_by_engine() -> list[str]:
+    """The README's table: which kind runs where."""
+    from draftsmith.models.base.registry import drafter_kinds
+    from draftsmith.models.formats.exporting import EXPORTERS
+
+    def there(kind: str, to: str) -> str:
+        if (kind, to) not in EXPORTERS:
+            return "-"
+        return "proven" if to == "gguf" or in_real_vllm(kind, to) else "by its rules"
+
+    columns = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "gguf"}
+    lines = [f"| kind | own loop | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    for kind in drafter_kinds():
+        lines.append(f"| `{kind}` | proven | {' | '.join(there(kind, to) for to in columns.values())} |")
+    return lines
+
+
+def write_kinds_by_engine() -> None:
+    """Put the table into the README, between its marks."""
+    begin, end = (f"<!-- {word}engines: make reference -->\n" for word in ("", "/"))
+    head, _, rest = README.read_text(encoding="utf-8").partition(begin)
+    _, _, tail = rest.partition(end)
+    table = "".join(line + "\n" for line in kinds_by_engine())
+    README.write_text(f"{head}{begin}\n{table}\n{end}{tail}", encoding="utf-8")
 
 
 def in_real_vllm(kind: str, to: str) -> bool:
@@ -197,3 +225,7 @@ def _meaning(name: str, field: Any) -> str:
 
 
 MADE = {made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats)}
+
+
+if __name__ == "__main__":
+    write_kinds_by_engine()

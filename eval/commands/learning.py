@@ -66,7 +66,7 @@ FIRST_CYCLE_TOKENS = 16_000  # read in the first training, whose speed says how 
 SHORTEST_ROW_TOKENS = 16
 RESAMPLES, LEVEL = 1000, 0.05
 PROVEN_PROMPTS, PROVEN_TOKENS = 2, 48
-NICENESS = 10
+LOWEST_PRIORITY = 19
 LOOKS_EVERY_S = 2.0
 TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -265,7 +265,11 @@ def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
 
 
 def _learn(learned: Learned, minutes: float, parent: int) -> None:
-    os.nice(NICENESS)
+    if hasattr(os, "SCHED_IDLE"):
+        # Niceness alone would still make the server's threads wait for a slice whenever they wake.
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(LOWEST_PRIORITY)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with (
         (learned.folder / LOG).open("a", encoding="utf-8", buffering=1) as log,

@@ -56,8 +56,9 @@ def record(*ids: int) -> Any:
 
 
 def ask(worker: Worker, prompt_ids: list[int]) -> list[int]:
+    """To be called by `Worker.answer`."""
     out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    worker.jobs.put(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
+    worker.submit(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
     while not isinstance(end := out.get(timeout=60), Finished):
         assert not isinstance(end, BaseException)
     return end.record.ids
@@ -69,11 +70,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, list[list[
     recipe = made(tmp_path_factory.mktemp("learn"))
     learned = Learned(recipe)
     worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record))
-    worker.start()
     records = (parse_conversation(record, where) for where, record in open_records(SourceRecipe(), "all"))
     prompts = [prompt_token_ids(worker.tokenizer, [Turn("user", next(records).turns[0].content)]) for _ in range(90)]
-    answers = [ask(worker, prompt) for prompt in prompts]
-    worker.stop()
+    answers = worker.answer(lambda: [ask(worker, prompt) for prompt in prompts])
     return recipe, prompts, answers
 
 
@@ -156,11 +155,8 @@ def test_it_learns_from_what_it_served_and_answers_stay(
     assert learner.cycle() is None  # nothing is new
     worker = Worker(again, 4, newer=Learned(again).newer)
     worker._newer = iter([learned.serving(), *[None] * 99]).__next__
-    worker.start()
-    for prompt, ids in list(zip(served[1], served[2], strict=True))[:8]:
-        assert ask(worker, prompt) == ids
+    assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:8]]) == served[2][:8]
     assert worker.drafters._value.get() == 1
-    worker.stop()
     assert learned.roll_back() == "drafter 0 serves again, in place of 1"
     assert learned.serving() == RunFolder(again).drafter
     assert learned.roll_back() == "drafter 1 serves again, in place of 0"

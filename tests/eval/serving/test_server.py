@@ -2,7 +2,10 @@
 
 import json
 import queue
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +16,21 @@ import httpx2
 import openai
 import pytest
 import torch
-import uvicorn
-from support.tiny_runs import recipe_in
+from support.tiny_runs import recipe_file, recipe_in
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving.server import LARGEST_BODY_BYTES, Finished, Gone, Job, Piece, Pieces, Worker, application
+from draftsmith.eval.serving.server import (
+    LARGEST_BODY_BYTES,
+    Finished,
+    Gone,
+    Job,
+    Listening,
+    Piece,
+    Pieces,
+    Worker,
+    application,
+)
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
@@ -56,23 +68,21 @@ class Served:
     def __init__(self, recipe: Recipe, waiting: int = 64) -> None:
         self.finished: list[Finished] = []
         self.worker = Worker(recipe, waiting, self.finished.append)
-        self.worker.start()
+        self.worker.warm_up()
+        self._working = threading.Thread(target=self.worker.work, daemon=True)
+        self._working.start()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        app = application(self.worker, KEY)
-        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical", limit_concurrency=80))
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
+        self._listening = Listening(application(self.worker, KEY), "127.0.0.1", port, connections=80)
         self.root = f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.root}/v1", api_key=KEY, max_retries=0)
         self.http = httpx2.Client(base_url=self.root, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
 
     def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(timeout=20)
+        self.worker.stop()
+        self._working.join(timeout=20)
+        self._listening.stop()
 
     def ask(self, question: str, **options: Any) -> Any:
         messages: Any = [{"role": "user", "content": question}]
@@ -262,12 +272,45 @@ def test_text_is_held_back_while_it_may_be_a_stop_string(served: Served) -> None
 
 def test_a_worker_ends_at_once_though_its_queue_is_full(recipe: Recipe) -> None:
     worker, told, begun = Worker(recipe, 2), queue.Queue[Any](), threading.Event()
-    worker.start()
-    worker.jobs.put(Job([5, 6, 7], 900, Sampling(temperature=2.0), 0, (), lambda piece: (told.put(piece), begun.set())))
+    working = threading.Thread(target=worker.work)
+    working.start()
+    worker.submit(Job([5, 6, 7], 900, Sampling(temperature=2.0), 0, (), lambda piece: (told.put(piece), begun.set())))
     begun.wait(20)
     for _ in range(2):
-        worker.jobs.put(Job([5, 6, 7], 900, Sampling(), 0, (), told.put))
+        worker.submit(Job([5, 6, 7], 900, Sampling(), 0, (), told.put))
     worker.stop()
+    working.join(20)
     ends = [piece for piece in told.queue if not isinstance(piece, Piece)]
     assert [type(end) for end in ends] == [Gone] * 3
     assert worker.jobs.empty()
+    with pytest.raises(Gone):
+        worker.submit(Job([5, 6, 7], 9, Sampling(), 0, (), told.put))
+
+
+@pytest.mark.slow
+def test_the_command_answers_until_it_is_interrupted(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
+    """The models compute in the main thread, of one team of OpenMP; Ctrl-C ends it, and a taken port is a sentence."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "serve", recipe_file(recipe), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0)
+        messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+        for _ in range(600):
+            try:
+                said = client.chat.completions.create(
+                    model="any", messages=messages, temperature=0, max_tokens=NEW_TOKENS
+                )
+                break
+            except openai.APIConnectionError:
+                time.sleep(0.1)
+        assert said.usage is not None
+        assert said.usage.completion_tokens == len(greedy[QUESTIONS[0]])
+        second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert (second.returncode, second.stderr.count("cannot be listened on")) == (2, 1)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+        assert process.returncode == 130
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
