@@ -25,7 +25,7 @@ pytestmark = [
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith(("GIT_", "PYTHON", "SETUPTOOLS_SCM"))}
 GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
 OF_THE_SDIST = {
-    *("CHANGELOG.md", "LICENSE", "MANIFEST.in", "NOTICE", "README.md", "pyproject.toml"),
+    *("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "NOTICE", "README.md", "pyproject.toml"),
     *(".gitattributes", ".git_archival.txt", "embedded_target", "examples", "licenses", *PACKAGES),
 }
 
