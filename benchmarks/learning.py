@@ -10,33 +10,26 @@ on the very answers that were served. `--old` are questions that are never asked
 Two cores are shared by the server and the process that learns.
 """
 
-import queue
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from parts.timing import benchmark_parser, write_figures
+from parts.traffic import Traffic, conversations, interval, name_of
 
-from draftsmith.data.sources.conversation import InvalidConversation, Turn, open_records, parse_conversation
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.commands.demo import shipped_recipe
 from draftsmith.eval.commands.learning import Answer, Learned, Learner, start_learning, tau_of
-from draftsmith.eval.serving.server import Finished, Job, Worker
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.serving.server import Worker
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.schema import Recipe, SourceRecipe
+from draftsmith.recipes.schema import Recipe
 
 WINDOW_ANSWERS = 50
-RESAMPLES = 1000
-MOST_TURNS = 6
 
 
 @dataclass
@@ -51,64 +44,9 @@ class Served:
     drafter: int
 
 
-def conversations(spec: str) -> Iterator[list[str]]:
-    """The user's turns of so many conversations of a file, after the first ones, given as FILE:COUNT[:SKIPPED]."""
-    file, count, skipped = [*spec.split(":"), "0"][:3]
-    for where, record in islice(
-        open_records(SourceRecipe(source=file), "all"), int(skipped), int(skipped) + int(count)
-    ):
-        with suppress(InvalidConversation):
-            turns = parse_conversation(record, where).turns
-            yield [turn.content for turn in turns if turn.role == "user"][:MOST_TURNS]
-
-
-def name_of(spec: str) -> str:
-    return Path(spec.split(":")[0]).name
-
-
-class Traffic:
-    """A client of the worker."""
-
-    def __init__(self, worker: Worker, new_tokens: int, load: float) -> None:
-        self._worker, self._new_tokens, self._load = worker, new_tokens, load
-
-    def ask(self, questions: list[str]) -> Iterator[tuple[Finished, float]]:
-        """Each answer of a conversation, and the seconds that it took."""
-        turns: list[Turn] = []
-        for question in questions:
-            turns.append(Turn("user", question))
-            ids = prompt_token_ids(self._worker.tokenizer, turns)
-            if len(ids) + self._new_tokens > self._worker.length:
-                return
-            out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            begin_s = time.perf_counter()
-            self._worker.submit(Job(ids, self._new_tokens, Sampling(), 0, (), out.put))
-            while not isinstance(end := out.get(), Finished):
-                if isinstance(end, BaseException):
-                    raise end
-            seconds = time.perf_counter() - begin_s
-            yield end, seconds
-            time.sleep(seconds * (1 / self._load - 1))
-            text = self._worker.tokenizer.decode(end.record.ids, skip_special_tokens=True)
-            turns.append(Turn("assistant", text or "."))
-
-
 def told(window: list[Served], count: int) -> str:
     tau = sum(len(each.answer.ids) - 1 for each in window) / sum(each.rounds for each in window)
     return f"{count} answers, {window[-1].minute:.1f} min, drafter {window[-1].drafter}: tau {tau:.2f}"
-
-
-def interval(tokens: np.ndarray, before: np.ndarray, after: np.ndarray) -> dict[str, float]:
-    """Tau after over tau before, with 90 % of the resamplings of the answers."""
-    drawn = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
-    ratios = before[drawn].sum(axis=1) / after[drawn].sum(axis=1)
-    low, high = np.quantile(ratios, [0.05, 0.95])
-    return {
-        "ratio": float(before.sum() / after.sum()),
-        "low": float(low),
-        "high": float(high),
-        "of_answers": len(tokens),
-    }
 
 
 def main() -> None:

@@ -247,6 +247,10 @@ def serve(
         float, typer.Option(min=0.1, help="Of a training, at a lower priority, before its drafter is weighed.")
     ] = 5.0,
     learn_answers: Annotated[int, typer.Option(min=100, help="So many of the newest answers are kept on disk.")] = 4000,
+    remember: Annotated[
+        bool,
+        typer.Option("--remember", help="Lookups see what other clients were told, in memory: who asks may notice."),
+    ] = False,
     rollback: Annotated[
         bool, typer.Option("--rollback", help="With --learn: begin with the drafter that served before the last one.")
     ] = False,
@@ -257,9 +261,17 @@ def serve(
     try:
         from draftsmith.eval.serving.server import Worker
         from draftsmith.eval.serving.server import run as run_server
+        from draftsmith.eval.trees.path_lookup import Memory
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _talking(recipe, overrides, drafter)
+    memory = Memory() if remember else None
+    if remember:  # lookups go with a best-first tree, where none was tuned one of few nodes
+        method = loaded.eval.methods[0]
+        update = {"lookup": True} | ({} if method.best_first else {"tree": "best_first", "nodes": 6, "branch": 3})
+        loaded = loaded.model_copy(
+            update={"eval": loaded.eval.model_copy(update={"methods": [method.model_copy(update=update)]})}
+        )
     api_key = None if api_key_env is None else os.environ.get(api_key_env, "")
     if api_key == "":
         raise UserError(f"option --api-key-env: the environment has no variable {api_key_env}")
@@ -279,9 +291,11 @@ def serve(
             markup=False,
         )
         newer = watched(learned, start_learning(learned, learn_minutes))
-        worker = Worker(served, waiting, lambda finished: learned.add(finished.prompt_ids, finished.record), newer)
+        worker = Worker(
+            served, waiting, lambda finished: learned.add(finished.prompt_ids, finished.record), newer, memory
+        )
     else:
-        worker = Worker(loaded, waiting)
+        worker = Worker(loaded, waiting, memory=memory)
     console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
     run_server(worker, host, port, api_key)
 

@@ -41,6 +41,7 @@ from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
 from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.trees.path_lookup import Memory
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
@@ -167,6 +168,7 @@ class Worker:
         waiting: Jobs that may wait.
         on_answer: Told of every whole answer.
         newer: Asked before every answer for the folder of another drafter that is to serve from then on.
+        memory: Of all conversations, for a tree with lookups; it is in this process alone.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.
@@ -178,8 +180,9 @@ class Worker:
         waiting: int,
         on_answer: Callable[[Finished], None] | None = None,
         newer: Callable[[], Path | None] = lambda: None,
+        memory: Memory | None = None,
     ) -> None:
-        self.recipe, self.on_answer, self._newer = recipe, on_answer, newer
+        self.recipe, self.on_answer, self._newer, self.memory = recipe, on_answer, newer, memory
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, self.drafter),) = drafters.items()
         self.length = session_tokens(self.target, LONGEST_TOKENS)
@@ -280,7 +283,7 @@ class Worker:
 
     def _answer(self, job: Job, counted: bool = True) -> Finished:
         generator = torch.Generator(self.target.device).manual_seed(job.seed)
-        method = drafter_method(self.recipe.eval.methods[0], self._decoder, job.sampling, generator)
+        method = drafter_method(self.recipe.eval.methods[0], self._decoder, job.sampling, generator, self.memory)
         self._session.read_layers(self.drafter.feature_layers)
         self._costs.give(method)
         pieces = Pieces(self.tokenizer, job.stops)
@@ -308,6 +311,8 @@ class Worker:
         if not counted:
             return finished
         job.put(pieces.rest(record))
+        if self.memory is not None:
+            self.memory.add([*job.prompt_ids, *record.ids])
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
         self.answers.labels(finished.reason).inc()
