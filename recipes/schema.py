@@ -294,10 +294,10 @@ class DrafterRecipe(Section):
         description="start from the weights of another trained drafter: its folder, a Hub id, or a recipe (a file or a "
         "shipped name), whose drafter `draftsmith run` then trains first, on this recipe's target and data",
     )
-    init_vocabulary: Literal["own", "kept"] = Field(
+    init_vocabulary: Literal["own", "extended"] = Field(
         "own",
-        description="a reduced draft vocabulary after `init`: of this run's own answers, unless the trained one has "
-        "rows of its own; `kept`: the trained one, as where a drafter goes on with few answers",
+        description="a reduced draft vocabulary after `init`, if no row of it was trained: of this run's own answers; "
+        "`extended`: these tokens and as many of the trained drafter's, as where it goes on with few answers",
     )
 
 

@@ -74,7 +74,7 @@ TRAINING: dict[str, Any] = {
     "num_train_epochs": 1,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
-    "learning_rate": 3e-4,
+    "learning_rate": 5e-4,
     "save_strategy": "no",
     "logging_steps": 5,
     "report_to": [],
@@ -395,7 +395,7 @@ class Learner:
                     "kind": kind,
                     "options": self.options,
                     "init": str(begun_from),
-                    "init_vocabulary": "kept",  # of few answers most of it would be without use
+                    "init_vocabulary": "extended",
                 },
                 "train": TRAINING | {"max_steps": max(1, len(rows) // ROWS_OF_A_STEP)},
             }

@@ -530,6 +530,11 @@ class Drafter(PreTrainedModel):
         self.initialize_own_heads()
         self.read_draft_vocabulary()
 
+    def extend_draft_tokens(self, t2d: Tensor) -> None:
+        """Take the tokens that were counted, and after them those of another draft vocabulary, [V] booleans."""
+        if self._token_counts_v is not None:
+            self.choose_draft_tokens(2 * self._token_counts_v + t2d.cpu())
+
     @property
     def draft_vocabulary(self) -> DraftedShare | None:
         """Return the share of the data that it can draft; None if it drafts every token, or was not prepared."""

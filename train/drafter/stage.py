@@ -154,7 +154,7 @@ def _target_and_drafter(
     start = (
         None
         if begun_from is None
-        else start_from(drafter, begun_from, str(recipe.drafter.init), recipe.drafter.init_vocabulary == "kept")
+        else start_from(drafter, begun_from, str(recipe.drafter.init), recipe.drafter.init_vocabulary == "extended")
     )
     enable_gradient_checkpointing(args, drafter)
     sync_models(recipe, target, drafter, args.device)

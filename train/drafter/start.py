@@ -5,7 +5,7 @@ they are, so an EAGLE's `layers` and `fc` are what the parallel flavour's are. T
 
 A draft vocabulary is the trained drafter's only where it has trained rows for these tokens, as heads of its own or a
 Markov head's W2. Where the rows are the target's nothing of it was trained, and the tokens are those most frequent in
-this run's own answers, as for a new drafter, unless `drafter.init_vocabulary` keeps the trained one's.
+this run's own answers, as for a new drafter, or these and the trained one's (`drafter.init_vocabulary`).
 """
 
 from pathlib import Path
@@ -60,11 +60,12 @@ def start_settings(folder: Path | None) -> dict[str, str]:
 
 
 @torch.no_grad()
-def start_from(drafter: Drafter, folder: Path, source: str, keep_vocabulary: bool = False) -> Start:
+def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: bool = False) -> Start:
     """Copy what the trained drafter in `folder` has in common with this new one, attached and prepared.
 
     Args:
-        keep_vocabulary: Copy its draft vocabulary too, if it has one of this size, though no row of it was trained.
+        extend_vocabulary: Of a draft vocabulary of which no row was trained, take the trained drafter's tokens after
+            this run's own, those of the lower ids first, which tokenizers give to the more frequent ones.
 
     Raises:
         UserError: Its weights are not those that training wrote, it was made for another target, it has nothing in
@@ -83,7 +84,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, keep_vocabulary: boo
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
     vocabulary, its_rows = drafter.draft_vocabulary_names, drafter.draft_vocabulary_rows
-    if not (vocabulary <= taken and (keep_vocabulary or its_rows & taken)):
+    if not (vocabulary <= taken and its_rows & taken):
         taken -= vocabulary | its_rows  # as a whole or not at all
     parameters = dict(drafter.named_parameters())
     if not taken & parameters.keys():
@@ -100,15 +101,18 @@ def start_from(drafter: Drafter, folder: Path, source: str, keep_vocabulary: boo
     anew = drafter.draft_vocabulary
     for name in taken:
         mine[name].copy_(theirs[name])
+    extends = extend_vocabulary and bool(vocabulary) and not its_rows and trained.draft_ids is not None
+    if extends:
+        drafter.extend_draft_tokens(trained.t2d)
     drafter.read_draft_vocabulary()
     maps = {"d2t", "t2d"}  # no parameters: they are told of in words
     fresh, unused = sorted(mine.keys() - taken - maps), sorted(theirs.keys() - taken - maps)
     words = None
     if vocabulary and not maps <= taken:
         words = "its draft vocabulary is chosen from this run's answers"
+        words += ", and then as the trained drafter's" if extends else ""
     elif vocabulary:
-        words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained "
-        words += "rows" if its_rows & taken else "drafter"
+        words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
         if anew is not None and (now := drafter.draft_vocabulary) is not None:
             words += f", {now.coverage:.2%} of this run's answer tokens where a new one would be {anew.coverage:.2%}"
     return Start(source, kind, weights_sha256(folder), fresh, unused, words)

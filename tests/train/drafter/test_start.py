@@ -140,10 +140,10 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
         drafter.prepare(Dataset.from_dict({"input_ids": [answers], "loss_mask": [[1] * len(answers)]}))
         return drafter
 
-    def started(drafter: Any, source: Drafter, kept: bool = False) -> tuple[list[int], Start]:
+    def started(drafter: Any, source: Drafter, extended: bool = False) -> tuple[list[int], Start]:
         """Its tokens, and what it started from."""
         source.save_pretrained(tmp_path / "source")
-        start = start_from(drafter, tmp_path / "source", "source", kept)
+        start = start_from(drafter, tmp_path / "source", "source", extended)
         assert drafter.t2d.nonzero().flatten().tolist() == drafter.draft_ids.tolist()
         assert not {"d2t", "t2d"} & {*start.fresh, *start.unused}
         return drafter.draft_ids.tolist(), start
@@ -170,12 +170,13 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
     assert borrowed.draft_vocabulary == built("eagle_parallel", anew, 8).draft_vocabulary
     assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[anew[:8]])
     assert start_sentence(start).endswith("; its draft vocabulary is chosen from this run's answers")
-    # Unless they are to be kept: then the head's rows are those of the old tokens.
-    borrowed = built("eagle_parallel", anew, 8)
-    tokens, start = started(borrowed, built("eagle", old), kept=True)
-    assert tokens == old
-    assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[old])
-    assert "its draft vocabulary of 8 tokens is that of the trained drafter, 34.55%" in start_sentence(start)
+    # Or these and then the old ones, the lower ids first.
+    borrowed = built("eagle_parallel", anew[:5], 8)
+    tokens, start = started(borrowed, built("eagle", old), extended=True)
+    assert tokens == [20, 21, 22, *anew[:5]]
+    assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[tokens])
+    assert start_sentence(start).endswith("is chosen from this run's answers, and then as the trained drafter's")
+    assert borrowed.draft_vocabulary.coverage == 1.0
     # A Markov head has rows for its tokens, if the source has trained them.
     for rank, expected in ((3, old), (0, anew[:8])):
         source = built("parallel", old, markov_rank=rank)
