@@ -228,6 +228,11 @@ class Learned:
             write_atomically(file, b"".join(lines[-self.kept_answers :]).decode())
         return min(len(lines), self.kept_answers)
 
+    def size_bytes(self) -> int:
+        """Of the answers' file: whether there are others is told without reading them."""
+        file = self.folder / ANSWERS
+        return file.stat().st_size if file.is_file() else 0
+
     def answers(self) -> list[Answer]:
         """The newest answers that something can be learned from, each once, the oldest first."""
         file, found = self.folder / ANSWERS, dict[str, Answer]()
@@ -317,6 +322,7 @@ class Learner:
         self.options = _options_of(learned.begun_with)
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
+        self._seen_bytes = -1  # of the file, when there was too little in it
         self.trainee: Path | None = None  # goes on from the last candidate, unless that was worse
         self._features: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._taus: dict[tuple[Path, str], float] = {}
@@ -324,6 +330,9 @@ class Learner:
 
     def cycle(self) -> Weighed | None:
         """Train a candidate and weigh it; None if there is too little that is new, or to weigh on."""
+        if (size := self.learned.size_bytes()) == self._seen_bytes:
+            return None
+        self._seen_bytes = size
         answers, state = self.learned.answers(), self.learned.state
         kept_out = [answer for answer in answers if answer.is_kept_out][-MOST_KEPT_OUT:]
         train = [answer for answer in answers if not answer.is_kept_out]

@@ -589,6 +589,8 @@ class Listening:
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
+        if not self._server.started:
+            raise UserError(f"{host}:{port} cannot be listened on: give another --port, or --host")
 
     def stop(self) -> None:
         self._server.should_exit = True
