@@ -4,9 +4,10 @@ One writes `[1.87](../results/smollm2/fast_step.json#figures.rows.prompt-lookup@
 
     make reference
 
-leaves `1.87` there and puts the rest into the page's file of docs/quoted/, in the order of the page: the number, the
-file in docs/results/, the place in its `figures`, and how many of the same numbers the page has before it, since the
-figure before. The site has the links again (this is a mkdocs hook), and a test holds every number against its file.
+leaves `1.87` there, ends long lines where sentences do, and puts the rest into the page's file of docs/quoted/, in the
+order of the page: the number, the file in docs/results/, the place in its `figures`, and how many of the same numbers
+the page has before it, since the figure before. The site has the links again (this is a mkdocs hook), and a test holds
+every number against its file.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 QUOTED = DOCS / "quoted"
+LONGEST_LINE, WANTED_LINE, SHORTEST_LINE = 300, 240, 60  # letters
 LINK = re.compile(r"\[([^\]\[]+)\]\(((?:\.\./|docs/)*results/(?:[\w.-]+/)*[\w.-]+\.json)#([^)\s]+)\)")
 
 
@@ -105,6 +107,44 @@ def _to_results(page: Path) -> str:
     return posixpath.relpath("docs/results", _folder(page))
 
 
+def ended(text: str) -> str:
+    """The page without lines of prose that are too long to read in an editor: ended where a sentence or a clause is."""
+    lines: list[str] = []
+    in_code = False
+    for line in text.split("\n"):
+        in_code ^= line.lstrip().startswith("```")
+        is_prose = not in_code and not line.lstrip().startswith(("|", "<", "#", "`" * 3))
+        lines += _parts(line) if is_prose and len(line) > LONGEST_LINE else [line]
+    return "\n".join(lines)
+
+
+def _parts(line: str) -> list[str]:
+    item = re.match(r"(\s*)((?:[-*+]|\d+\.)\s+)?", line)
+    assert item is not None
+    indent, parts = item[1] + " " * len(item[2] or ""), []
+    while len(line) > WANTED_LINE:
+        spaces = [place for place in _spaces(line) if SHORTEST_LINE < place <= WANTED_LINE]
+        spaces = [place for place in spaces if not re.match(r"(\d+\.|[-*+#>|])", line[place + 1 :])]
+        by_sign = ([place for place in spaces if line[place - 1] in signs] for signs in (".?!", ":;", ","))
+        place = max(next(filter(None, by_sign), spaces), default=None)
+        if place is None:
+            break
+        parts.append(line[:place])
+        line = indent + line[place + 1 :]
+    return [*parts, line]
+
+
+def _spaces(line: str) -> list[int]:
+    """Where a line may end: not within code, a link or brackets."""
+    found, depth, in_code = [], 0, False
+    for place, letter in enumerate(line):
+        in_code ^= letter == "`"
+        depth += 0 if in_code else (letter in "[(") - (letter in "])")
+        if letter == " " and not in_code and depth <= 0:
+            found.append(place)
+    return found
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """mkdocs: the links of a page of docs/."""
     place = DOCS / page.file.src_uri
@@ -115,6 +155,7 @@ def keep() -> None:
     """Move the links of every page to docs/quoted/."""
     for page in pages():
         text, figures = plain(page, linked(page))
+        text = ended(text)
         page.write_text(text, encoding="utf-8")
         file = file_of(page)
         if figures:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from generate import quoted
 from support.places import ROOT
 
 from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
@@ -75,5 +76,7 @@ def test_an_answer_shows_who_made_its_tokens(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_the_files_say() -> None:
-    """`python -m draftsmith.eval.report.papers docs` writes it anew."""
-    assert (ROOT / "docs" / "paper.md").read_text(encoding="utf-8") == page_text(ROOT / "docs" / "results")
+    """`python -m draftsmith.eval.report.papers docs` writes it anew, `make reference` then ends its lines."""
+    page = ROOT / "docs" / "paper.md"
+    lines = [line for line in quoted.linked(page).splitlines() if not line.startswith("Figures: ")]
+    assert " ".join(lines).split() == page_text(ROOT / "docs" / "results").split()
