@@ -55,6 +55,7 @@ LARGEST_BODY_BYTES = 1 << 20
 MOST_STOPS, LONGEST_STOP = 4, 128
 MOST_CONNECTIONS = 256
 STOPS_WITHIN_S = 0.5  # of no work
+LAST_WORDS_S = 2  # for connections, when the server ends
 
 Result = TypeVar("Result")
 
@@ -574,7 +575,13 @@ class Listening:
         import uvicorn
 
         config = uvicorn.Config(
-            app, host=host, port=port, log_level="critical", limit_concurrency=connections, timeout_keep_alive=5
+            app,
+            host=host,
+            port=port,
+            log_level="critical",
+            limit_concurrency=connections,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=LAST_WORDS_S,
         )
         with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -593,8 +600,9 @@ class Listening:
             raise UserError(f"{host}:{port} cannot be listened on: give another --port, or --host")
 
     def stop(self) -> None:
+        """Whoever still sends or reads is waited for a little."""
         self._server.should_exit = True
-        self._thread.join()
+        self._thread.join(3 * LAST_WORDS_S)
 
 
 def run(worker: Worker, host: str, port: int, api_key: str | None) -> None:
