@@ -100,7 +100,7 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
 
     learner = Learner(learned, options.minutes)
     answers = [each.answer for each in served]
-    begun = learner._taus_of(learned.begun_with, answers)
+    begun = learner.taus_of(learned.begun_with, answers)
     tokens = np.array([len(answer.ids) - 1 for answer in answers], dtype=float)
     frozen, live = tokens / np.array(begun), np.array([each.rounds for each in served], dtype=float)
     windows: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
         print(f"{name}: the last third of its answers: {last[name]['ratio']:.2f}x ({low:.2f} to {high:.2f}) of tau")
     kept: dict[str, Any] = {}
     if old:
-        before, after = (learner._taus_of(place, old) for place in (learned.begun_with, learned.serving()))
+        before, after = (learner.taus_of(place, old) for place in (learned.begun_with, learned.serving()))
         sizes = np.array([len(answer.ids) - 1 for answer in old], dtype=float)
         kept = {
             "tau_before": tau_of(old, before),

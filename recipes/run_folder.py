@@ -172,6 +172,11 @@ def versions() -> dict[str, str]:
 # ---- who may write ----
 
 
+def is_first_process() -> bool:
+    """Whether this is the first, or the only, process of a launch: the one that speaks, and holds the run's lock."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def alone_in_its_run(stage: str) -> Callable[[Callable[Options, Result]], Callable[Options, Result]]:
     """Decorate a stage, a function whose first argument is a recipe: it holds the run's lock while it works.
 
@@ -182,7 +187,7 @@ def alone_in_its_run(stage: str) -> Callable[[Callable[Options, Result]], Callab
     def decorate(function: Callable[Options, Result]) -> Callable[Options, Result]:
         @functools.wraps(function)
         def locked(*args: Options.args, **options: Options.kwargs) -> Result:
-            if int(os.environ.get("RANK", "0")) > 0:  # of several processes of one training the first holds it
+            if not is_first_process():  # which holds it for all
                 return function(*args, **options)
             with run_lock(RunFolder(cast(Recipe, args[0])).root, stage):
                 return function(*args, **options)

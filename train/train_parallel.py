@@ -8,11 +8,11 @@ interruption: it goes on from the last checkpoint.
 """
 
 import argparse
-import os
 
 from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.progress import bars_where_they_can_be
+from draftsmith.recipes.run_folder import is_first_process
 
 
 @exit_with_one_sentence()
@@ -31,7 +31,7 @@ def main() -> None:
 
         with out_of_memory_explained(recipe):
             report = train_drafter(recipe)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_process():
         print(report.sentence())
 
 

@@ -129,6 +129,11 @@ class EngineSetting:
     load_target: Callable[[], LocalTarget] | None = None
 
 
+def engine_class(name: str) -> Any:
+    """The class of the engine of that name, with `Options` and `make`."""
+    return importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
+
+
 @contextmanager
 def open_engine(setting: EngineSetting) -> Iterator[Engine]:
     """The engine that `data.distill.engine` names, closed at the end.
@@ -136,14 +141,13 @@ def open_engine(setting: EngineSetting) -> Iterator[Engine]:
     Raises:
         UserError: `data.distill.options` are not that engine's.
     """
-    recipe = setting.recipe
-    name = recipe.data.distill.engine
-    engine_class = importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
+    chosen = setting.recipe.data.distill
+    kind = engine_class(chosen.engine)
     try:
-        options = engine_class.Options.model_validate(recipe.data.distill.options)
+        options = kind.Options.model_validate(chosen.options)
     except ValidationError as error:
-        raise UserError(explain(engine_class.Options, error, "data.distill.options")) from None
-    engine = engine_class.make(options, setting)
+        raise UserError(explain(kind.Options, error, "data.distill.options")) from None
+    engine = kind.make(options, setting)
     try:
         yield engine
     finally:

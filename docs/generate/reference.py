@@ -127,7 +127,9 @@ def methods() -> list[str]:
 
 def engines() -> list[str]:
     """The options of every engine that answers prompts."""
-    found = {name: importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE.Options for name in ENGINES}
+    from draftsmith.data.engines.engine import engine_class
+
+    found = {name: engine_class(name).Options for name in ENGINES}
     return _options_of("Engine", found)
 
 

@@ -269,9 +269,7 @@ def serve(
     if remember:  # lookups go with a best-first tree, where none was tuned one of few nodes
         method = loaded.eval.methods[0]
         update = {"lookup": True} | ({} if method.best_first else {"tree": "best_first", "nodes": 6, "branch": 3})
-        loaded = loaded.model_copy(
-            update={"eval": loaded.eval.model_copy(update={"methods": [method.model_copy(update=update)]})}
-        )
+        loaded = _with_method(loaded, method.model_copy(update=update))
     api_key = None if api_key_env is None else os.environ.get(api_key_env, "")
     if api_key == "":
         raise UserError(f"option --api-key-env: the environment has no variable {api_key_env}")
@@ -284,7 +282,6 @@ def serve(
             console.print(learned.roll_back(), markup=False)
             learned.newer()
         method = loaded.eval.methods[0].model_copy(update={"drafter": str(learned.serving())})
-        served = loaded.model_copy(update={"eval": loaded.eval.model_copy(update={"methods": [method]})})
         console.print(
             f"--learn: prompts and answers are kept in {learned.folder} (the newest {learn_answers}), and a drafter is "
             "trained on them; delete that folder to forget them",
@@ -292,7 +289,11 @@ def serve(
         )
         newer = watched(learned, start_learning(learned, learn_minutes))
         worker = Worker(
-            served, waiting, lambda finished: learned.add(finished.prompt_ids, finished.record), newer, memory
+            _with_method(loaded, method),
+            waiting,
+            lambda finished: learned.add(finished.prompt_ids, finished.record),
+            newer,
+            memory,
         )
     else:
         worker = Worker(loaded, waiting, memory=memory)
@@ -308,8 +309,12 @@ def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | No
     loaded = shipped_recipe() if recipe is None else load_recipe(recipe, overrides)
     method = loaded.eval.methods[0] if recipe is None else MethodRecipe(name="drafter", tree="tuned")
     method = method.model_copy(update={} if drafter is None else {"drafter": drafter})
-    evaluation = loaded.eval.model_copy(update={"methods": [method]})
-    return with_tuned_trees(loaded.model_copy(update={"eval": evaluation}))
+    return with_tuned_trees(_with_method(loaded, method))
+
+
+def _with_method(recipe: Recipe, method: MethodRecipe) -> Recipe:
+    """The recipe with this method alone."""
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": [method]})})
 
 
 @app.command()

@@ -25,7 +25,7 @@ from typer.core import TyperGroup
 
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.progress import bars_where_they_can_be
-from draftsmith.recipes.run_folder import check_writable, write_atomically
+from draftsmith.recipes.run_folder import check_writable, is_first_process, write_atomically
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"
@@ -105,7 +105,7 @@ class WithTerminalOptions(TyperGroup):
         return super().parse_args(ctx, moved_to_front(args))
 
     def invoke(self, ctx: Any) -> Any:
-        is_later = int(os.environ.get("RANK", "0")) > 0  # of the processes of a launch the first speaks
+        is_later = not is_first_process()
         json_place, quiet = ctx.params.get("json_place"), ctx.params.get("quiet", False)
         with output_to(None if is_later else json_place, is_later or quiet), exit_with_one_sentence():
             place = _output.get().file

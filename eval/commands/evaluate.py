@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.card.card import CARD_JSON, DataCard
-from draftsmith.data.sources.questions import load_questions, questions_file
+from draftsmith.data.sources.questions import Question, load_questions, questions_file
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
     MeasuredMethod,
@@ -70,7 +70,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         if not (trained / "config.json").is_file():
             raise UserError(f"no trained drafter in {trained}: run `draftsmith train` with its recipe first")
     choices = recipe.eval
-    load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
+    questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
     settings = artifacts.measurement_settings(recipe)
     check_settings(folder.eval / artifacts.SETTINGS, settings, "measure again")
     write_settings(folder.eval / artifacts.SETTINGS, settings)
@@ -83,10 +83,10 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     }
     folder.record("eval", {"questions": questions_file(choices.questions), **weights})
     if devices:
-        _measure_in_processes(recipe, devices)
+        _measure_in_processes(recipe, questions, devices)
     elif (gpus := torch.cuda.device_count()) > 1:
         PlainConsole().print(f"one of {gpus} GPUs measures; `draftsmith eval --processes {gpus}` shares the questions")
-    bench, methods, drafters = _bench(recipe)
+    bench, methods, drafters = _bench(recipe, questions)
     target = bench.target
     try:
         bench.run(methods, log, choices.runs, choices.warmup_questions)
@@ -115,10 +115,9 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     return summary
 
 
-def _bench(recipe: Recipe) -> tuple[SpecBench, list[MeasuredMethod], dict[Path, Drafter]]:
+def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[MeasuredMethod], dict[Path, Drafter]]:
     """The models loaded, and what is measured; with the drafters by where they are."""
     choices = recipe.eval
-    questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
     target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
     try:
@@ -146,17 +145,17 @@ def gpus_for(processes: int) -> list[str]:
     return visible[:processes]
 
 
-def _measure_in_processes(recipe: Recipe, devices: list[str]) -> None:
+def _measure_in_processes(recipe: Recipe, questions: list[Question], devices: list[str]) -> None:
     """Each measures its part of the questions; what one did is in the log, whatever becomes of the others."""
     with ProcessPoolExecutor(len(devices), get_context("spawn")) as pool:
-        parts = [pool.submit(_measure_part, recipe, part, devices) for part in range(len(devices))]
+        parts = [pool.submit(_measure_part, recipe, questions, part, devices) for part in range(len(devices))]
         for each in parts:
             each.result()
 
 
-def _measure_part(recipe: Recipe, part: int, devices: list[str]) -> None:
+def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = devices[part]  # read when CUDA is first used
-    bench, methods, _ = _bench(recipe)
+    bench, methods, _ = _bench(recipe, questions)
     try:
         log, choices = RecordLog(RunFolder(recipe).eval / artifacts.RECORDS), recipe.eval
         bench.run(methods, log, choices.runs, choices.warmup_questions, (part, len(devices)))

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,9 @@ TRAINING: dict[str, Any] = {
 ROWS_OF_A_STEP = TRAINING["per_device_train_batch_size"] * TRAINING["gradient_accumulation_steps"]
 
 
+Row = tuple[list[int], list[int]]  # token ids, and the mask of those that carry loss
+
+
 @dataclass(frozen=True)
 class Answer:
     """Token ids of a prompt and of its answer, and a hash of both."""
@@ -89,7 +93,7 @@ class Answer:
     prompt_ids: list[int]
     ids: list[int]
 
-    @property
+    @cached_property
     def key(self) -> str:
         return hashlib.sha256(json.dumps([self.prompt_ids, self.ids]).encode()).hexdigest()[:16]
 
@@ -101,6 +105,10 @@ class Answer:
     @property
     def tokens(self) -> int:
         return len(self.prompt_ids) + len(self.ids)
+
+    @property
+    def row(self) -> Row:
+        return [*self.prompt_ids, *self.ids], [0] * len(self.prompt_ids) + [1] * len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -219,14 +227,16 @@ class Learned:
 
     def _trim(self, file: Path) -> int:
         """Leave the newest lines, without a torn one; how many."""
-        lines = (
-            [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            if file.exists()
-            else []
-        )
+        lines = self._whole_lines()[-self.kept_answers :]
         if file.exists():
-            write_atomically(file, b"".join(lines[-self.kept_answers :]).decode())
-        return min(len(lines), self.kept_answers)
+            write_atomically(file, b"".join(lines).decode())
+        return len(lines)
+
+    def _whole_lines(self) -> list[bytes]:
+        """One that is torn, or still being written, is left out."""
+        file = self.folder / ANSWERS
+        lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+        return [line for line in lines if line.endswith(b"\n")]
 
     def size_bytes(self) -> int:
         """Of the answers' file: whether there are others is told without reading them."""
@@ -235,12 +245,11 @@ class Learned:
 
     def answers(self) -> list[Answer]:
         """The newest answers that something can be learned from, each once, the oldest first."""
-        file, found = self.folder / ANSWERS, dict[str, Answer]()
-        for line in file.read_bytes().splitlines(keepends=True) if file.is_file() else []:
-            if line.endswith(b"\n"):
-                answer = Answer(**json.loads(line))
-                if len(answer.ids) > 1 and answer.tokens >= SHORTEST_ROW_TOKENS:
-                    found[answer.key] = answer
+        found: dict[str, Answer] = {}
+        for line in self._whole_lines():
+            answer = Answer(**json.loads(line))
+            if len(answer.ids) > 1 and answer.tokens >= SHORTEST_ROW_TOKENS:
+                found[answer.key] = answer
         return list(found.values())[-self.kept_answers :]
 
 
@@ -319,7 +328,7 @@ class Learner:
         served = recipe.eval.methods[0]
         tree = "best_first" if served.tree == "adaptive" else served.tree
         self.method = served.model_copy(update={"lookup": False, "tree": tree})
-        self.options = _options_of(learned.begun_with)
+        self.drafter = _recipe_of(learned.begun_with)
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
         self._seen_bytes = -1  # of the file, when there was too little in it
@@ -347,7 +356,7 @@ class Learner:
         tokens = sum(len(ids) for ids, _ in chosen)
         pace = tokens / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
-        before, after = (self._taus_of(folder, kept_out) for folder in (serving, candidate))
+        before, after = (self.taus_of(folder, kept_out) for folder in (serving, candidate))
         low, high = paired_interval(kept_out, before, after)
         number = None
         if low > 0 and self._proven(candidate, kept_out):
@@ -366,46 +375,29 @@ class Learner:
         self.learned.write(state)
         return weighed
 
-    def _chosen(self, train: Sequence[Answer], weighed: Sequence[Weighed]) -> list[tuple[list[int], list[int]]]:
+    def _chosen(self, train: Sequence[Answer], weighed: Sequence[Weighed]) -> list[Row]:
         """Rows of a cycle's tokens: half of the newest answers, half of older ones and of the run's own data."""
         generator = random.Random(len(weighed))
-        rows = [
-            ([*answer.prompt_ids, *answer.ids], [0] * len(answer.prompt_ids) + [1] * len(answer.ids))
-            for answer in train
-        ]
-        newest, older = [], []
-        room = self.cycle_tokens // 2
-        while rows and room > 0:
-            newest.append(rows.pop())
-            room -= len(newest[-1][0])
+        rows = [answer.row for answer in train]
+        newest = _taken(rows, self.cycle_tokens // 2)
         run = RunFolder(self.learned.recipe)
         if (run.data / "tokens").is_dir():
             tokens = load_tokens(run, self.learned.recipe.name)
             numbers = generator.sample(range(len(tokens)), min(len(tokens), max(len(newest), 1)))
             rows += [(tokens[number]["input_ids"], tokens[number]["loss_mask"]) for number in numbers]
         generator.shuffle(rows)
-        room = self.cycle_tokens // 2
-        while rows and room > 0:
-            older.append(rows.pop())
-            room -= len(older[-1][0])
-        return newest + older
+        return newest + _taken(rows, self.cycle_tokens // 2)
 
-    def _train(self, begun_from: Path, rows: list[tuple[list[int], list[int]]], number: int) -> Path:
+    def _train(self, begun_from: Path, rows: list[Row], number: int) -> Path:
         """The folder of a drafter that has gone on from another."""
         cycles = self.learned.folder / CYCLES
-        kind = str(drafter_config(self.learned.begun_with)["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
         recipe = Recipe.model_validate(
             {
                 "name": f"{number}",
                 "runs_dir": str(cycles),
                 "seed": number,
                 "target": self.training_target.model_dump(),
-                "drafter": {
-                    "kind": kind,
-                    "options": self.options,
-                    "init": str(begun_from),
-                    "init_vocabulary": "extended",
-                },
+                "drafter": self.drafter | {"init": str(begun_from), "init_vocabulary": "extended"},
                 "train": TRAINING | {"max_steps": max(1, len(rows) // ROWS_OF_A_STEP)},
             }
         )
@@ -423,7 +415,7 @@ class Learner:
                 shutil.rmtree(old, ignore_errors=True)
         return run.drafter
 
-    def _taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
+    def taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
         """The tau of each answer with this drafter."""
         wanted = [answer for answer in answers if (folder, answer.key) not in self._taus]
         if wanted:
@@ -438,8 +430,8 @@ class Learner:
     def _row(self, answer: Answer, layers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Ids [S], loss mask [S] and features [S, F]."""
         if answer.key not in self._features:
-            ids_s = torch.tensor([*answer.prompt_ids, *answer.ids], device=self.target.device)
-            mask_s = torch.tensor([0] * len(answer.prompt_ids) + [1] * len(answer.ids))
+            ids, mask = answer.row
+            ids_s, mask_s = torch.tensor(ids, device=self.target.device), torch.tensor(mask)
             with torch.inference_mode():
                 features_sf = target_features(self.target, ids_s[None], layers=layers)[0]
             if len(self._features) >= 2 * MOST_KEPT_OUT:
@@ -482,9 +474,18 @@ def paired_interval(answers: Sequence[Answer], before: Sequence[float], after: S
     return float(low), float(high)
 
 
-def _options_of(folder: Path) -> dict[str, Any]:
-    """`drafter.options` that make a drafter like the one in this folder."""
+def _taken(rows: list[Row], tokens: int) -> list[Row]:
+    """The last rows, taken out until they have so many tokens."""
+    found: list[Row] = []
+    while rows and tokens > 0:
+        found.append(rows.pop())
+        tokens -= len(found[-1][0])
+    return found
+
+
+def _recipe_of(folder: Path) -> dict[str, Any]:
+    """The `drafter` section that makes a drafter like the one in this folder."""
     config = drafter_config(folder)
     kind = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
     known = load_drafter_class(kind).config_class.Options.model_fields
-    return {key: config[key] for key in known if config.get(key) is not None}
+    return {"kind": kind, "options": {key: config[key] for key in known if config.get(key) is not None}}

@@ -5,7 +5,6 @@ Each prints what it did, and returns that as figures, for `--json`.
 Each imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
 """
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from draftsmith.eval.commands.console import console, heading
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.progress import is_quiet
-from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json
+from draftsmith.recipes.run_folder import RunFolder, check_writable, is_first_process, read_json
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
         raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
     report = write_features(recipe, projection)
     console.print(report.sentence(), markup=False)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_process():
         RunFolder(recipe).record("features")
     return {**there, "written_bytes": report.written_bytes, "wall_time_s": report.wall_time_s}
 

@@ -58,8 +58,7 @@ def drafter_method(
     adaptive = AdaptiveTree() if recipe.tree == "adaptive" else None
     builder = tree_builder(recipe, decoder, adaptive)
     lookup_nodes = recipe.nodes if recipe.lookup else 0
-    lookup = PathLookup(sampling.temperature, memory) if recipe.lookup else None
-    return DrafterMethod(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive, lookup)
+    return DrafterMethod(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive, memory)
 
 
 class DrafterMethod:
@@ -73,7 +72,7 @@ class DrafterMethod:
         generator: for sampled trees.
         lookup_nodes: The places of a best-first tree for which paths that lookups continue compete; 0: no lookups.
         adaptive: What cuts best-first trees to the size that pays; None: they stay whole.
-        lookup: By default one of the conversation alone.
+        memory: Where lookups look besides the conversation.
     """
 
     def __init__(
@@ -85,21 +84,21 @@ class DrafterMethod:
         generator: torch.Generator | None = None,
         lookup_nodes: int = 0,
         adaptive: AdaptiveTree | None = None,
-        lookup: PathLookup | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.name = name
         self.sequential = isinstance(decoder, StepwiseDecoder) and not isinstance(decoder, OneForward)
         # A lookup finds any token.
         self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
-        self._lookup = lookup or PathLookup(sampling.temperature) if lookup_nodes else None
-        self._lookup_nodes = lookup_nodes
+        self._lookup = PathLookup(sampling.temperature, memory) if lookup_nodes else None
+        self._lookup_nodes, self._memory = lookup_nodes, memory
         self.adaptive = adaptive
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._on_host = -1, isinstance(decoder, ReadsTokens)
 
     def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
         """The same method over another decoder of the same kind."""
-        settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive)
+        settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive, self._memory)
         return DrafterMethod(self.name, decoder, *settings)
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:

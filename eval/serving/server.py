@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -583,21 +583,20 @@ class Listening:
             timeout_keep_alive=5,
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
-        with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise UserError(
-                    f"{host}:{port} cannot be listened on ({error.strerror}): give another --port, or --host"
-                ) from None
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+        except OSError as error:
+            listening.close()
+            raise UserError(
+                f"{host}:{port} cannot be listened on ({error.strerror}): give another --port, or --host"
+            ) from None
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, name="listening", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="listening", daemon=True)
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
-        if not self._server.started:
-            raise UserError(f"{host}:{port} cannot be listened on: give another --port, or --host")
 
     def stop(self) -> None:
         """Whoever still sends or reads is waited for a little."""

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.recipes.errors import UserError, did_you_mean
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.processes.launch import leave_at_exit
 
@@ -96,7 +96,7 @@ def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints:
     values = dict(values)
     if GLOBAL_BATCH not in values:
         rows = values.get("per_device_train_batch_size", 8) * values.get("gradient_accumulation_steps", 1)
-        if processes > 1 and os.environ.get("RANK", "0") == "0":
+        if processes > 1 and is_first_process():
             logger.warning(
                 "%d processes make steps of %s rows, not the %s of one: set train.%s in place of "
                 "train.per_device_train_batch_size to keep a step's rows whatever is launched",

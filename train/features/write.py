@@ -146,35 +146,38 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
         raise UserError("key `data.features.sharded`: bitsandbytes' weights cannot be split: leave one of both out")
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     group = PartialState(cpu=target_device(recipe.target).type == "cpu") if is_launched else None
-    if group is None:
-        if chosen.sharded:
-            raise UserError(
-                "key `data.features.sharded`: the target is split among processes and there is one: leave it out, or "
-                "launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
-            )
-        target, mine = load_target(recipe.target)[0], projection.missing
-    else:
+    number, count, missing = 0, 1, projection.missing
+    if group is not None:
         leave_at_exit()
+        number, count = group.process_index, group.num_processes
         # Of the first: a slower process would already miss what a faster one has written.
-        missing = [[shard.file for shard in projection.missing]]
-        distributed.broadcast_object_list(missing, device=group.device)
+        files = [[shard.file for shard in missing]]
+        distributed.broadcast_object_list(files, device=group.device)
+        missing = [shard for shard in index.shards if shard.file in set(files[0])]
         target = load_split_target(recipe, group.device)
-        shards = [shard for shard in index.shards if shard.file in set(missing[0])]
-        parts = [shards[number :: group.num_processes] for number in range(group.num_processes)]
-        mine = parts[group.process_index]
-    if group is None or group.is_main_process:
+    elif chosen.sharded:
+        raise UserError(
+            "key `data.features.sharded`: the target is split among processes and there is one: leave it out, or "
+            "launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
+        )
+    else:
+        target = load_target(recipe.target)[0]
+    if number == 0:
         index.write(folder)
-    num_tokens = sum(shard.tokens for shard in mine)
-    with progress_bar(num_tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
-        for shard in mine:
+    parts = [missing[part::count] for part in range(count)]
+    with progress_bar(
+        sum(shard.tokens for shard in parts[number]), "features", "tok", unit_scale=True, shown=progress
+    ) as bar:
+        for shard in parts[number]:
             rows = projection.tokens[shard.rows.start : shard.rows.stop]["input_ids"]
             computed = row_features(target, index.layers, rows, chosen.batch_size, chosen.autocast)
             write_shard(folder / shard.file, shard_features(computed, index, shard, bar))
-    if group is not None:
-        # A split target runs as often here as where it runs most: each process needs the parts that the others hold.
+    if chosen.sharded:
+        # It runs as often here as where it runs most: each process needs the parts that the others hold.
         forwards = [sum(-(-len(shard.rows) // chosen.batch_size) for shard in part) for part in parts]
-        for _ in range((max(forwards) - forwards[group.process_index]) * chosen.sharded):
-            target_features(target, torch.zeros(1, 1, dtype=torch.long, device=group.device), layers=index.layers)
+        for _ in range(max(forwards) - forwards[number]):
+            target_features(target, torch.zeros(1, 1, dtype=torch.long, device=target.device), layers=index.layers)
+    if group is not None:
         group.wait_for_everyone()
     written = sum(shard.tokens for shard in projection.missing)
     return FeatureReport(folder, written, projection.missing_bytes, time.perf_counter() - begin_s)

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
+from draftsmith.data.engines.engine import engine_class
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import packable_bytes
@@ -46,11 +47,7 @@ GROUPS = (
     ("stages", "Distilling and measuring, at the limit of the device"),
 )  # fmt: skip
 READ_BYTES = 1 << 30  # once, to measure how fast memory is read
-ROWS_AT_ONCE = {
-    "transformers": ("batch_size", 16),
-    "vllm": ("concurrency", 256),
-    "openai": ("concurrency_per_server", 64),
-}
+ROWS_AT_ONCE = {"transformers": "batch_size", "vllm": "concurrency", "openai": "concurrency_per_server"}  # options
 # speculators' pull request 1132 (September 2026): EAGLE-3 for Qwen3-8B, 5,000 conversations, five epochs, features from
 # disk, 942 s on four H100.
 PUBLISHED_CONVERSATIONS_PER_S = 5 * 5000 / 942 / 4
@@ -156,7 +153,10 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     notes += [] if more_data is None else [more_data]
     rates, source = _rates(training, args, typical, options, device)
     throughput = _throughput(args, typical, data, options, rates, source)
-    if recipe.drafter.kind == "eagle3" and _is_between(_size_of(training.target), *PUBLISHED_PARAMETERS):
+    if (
+        recipe.drafter.kind == "eagle3"
+        and PUBLISHED_PARAMETERS[0] <= _size_of(training.target) <= PUBLISHED_PARAMETERS[1]
+    ):
         notes.append(
             f"published: speculators trained EAGLE-3 for Qwen3-8B at {PUBLISHED_CONVERSATIONS_PER_S:.1f} conversations "
             "a second for each of four H100, features from disk (pull request 1132); the time above is of products at "
@@ -306,10 +306,6 @@ def _size_of(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _is_between(value: float, least: float, most: float) -> bool:
-    return least <= value <= most
-
-
 def _rates(
     training: FakeTraining, args: TrainingArguments, cost: StepCost, options: PlanOptions, device: torch.device
 ) -> tuple[dict[str, float], str]:
@@ -378,8 +374,8 @@ def _stages(
 
     lines, chosen, memory = [], recipe.data.distill, f"memory at {bytes_per_s / 1e9:.3g} GB/s ({source})"
     if chosen.engine in ROWS_AT_ONCE:
-        option, by_default = ROWS_AT_ONCE[chosen.engine]
-        rows, limit = int(chosen.options.get(option, by_default)), recipe.data.conversations.limit
+        option, limit = ROWS_AT_ONCE[chosen.engine], recipe.data.conversations.limit
+        rows = int(chosen.options.get(option, engine_class(chosen.engine).Options.model_fields[option].default))
         seconds = (limit or 1000) * chosen.max_new_tokens / rows * step_s(rows)
         how = (
             f"{limit or 1000:,} answers of {chosen.max_new_tokens} tokens, {rows} at once by {chosen.engine} ({option})"

@@ -170,7 +170,7 @@ def test_a_worse_candidate_is_thrown_away_and_an_unclear_one_goes_on(again: Reci
     monkeypatch.setattr(learner, "_train", lambda folder, rows, number: begun.append(folder) or Path(f"/c{number}"))
     for low, high in ((-0.1, 0.1), (-0.2, -0.1), (-0.1, 0.1)):
         monkeypatch.setattr(learning, "paired_interval", lambda *_, found=(low, high): found)
-        monkeypatch.setattr(learner, "_taus_of", lambda _, answers: [1.0] * len(answers))
+        monkeypatch.setattr(learner, "taus_of", lambda _, answers: [1.0] * len(answers))
         learner.trained, learner._seen_bytes = set(), -1
         assert learner.cycle() is not None
     origin = RunFolder(again).drafter
