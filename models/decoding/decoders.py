@@ -170,6 +170,19 @@ def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tup
     return (config.num_hidden_layers, 2, batch_size, num_kv_heads, capacity, head_size)
 
 
+def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
+    """[R, S] bool: which columns [S] a row does not see, given both one's places in a sequence, whose last is a row's.
+
+    Args:
+        causal: Whether rows do not see each other's followers.
+        window: As in `CachedAttention`.
+    """
+    hidden = columns > (rows if causal else rows[-1:])[:, None]
+    if window is not None:
+        hidden = hidden | (columns <= rows[:, None] - window)
+    return hidden.expand(len(rows), -1)
+
+
 class CachedAttention:
     """Keys and values of one sequence for all layers, and the mask of the current step.
 
@@ -177,10 +190,19 @@ class CachedAttention:
     `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
     exactly group attention here, since the masks of the newest group come after every real token.
     A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
+
+    Args:
+        window: Of `begin_step`: how many tokens a row sees back from its own, that included, or None for all.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, capacity: int, max_rows: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: PreTrainedConfig,
+        capacity: int,
+        max_rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: int | None = None,
     ) -> None:
         capacity = aligned(capacity)
         self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
@@ -195,6 +217,7 @@ class CachedAttention:
             band.triu_(capacity + 1 - (-remainder % ALIGNMENT))
         self._bands = bands
         self._mask: Tensor | None = None
+        self._window, self._first = window, 0  # the first column that the current step sees
         self._open = False  # whether a step without a mask sees everything
         self._places: Tensor | None = None
 
@@ -227,7 +250,14 @@ class CachedAttention:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
         self._begin = self.length
         end = self.length + num_rows
-        self._open = not causal
+        self._open, self._first = not causal, 0
+        if self._window is not None and end > self._window:
+            self._first = max(self.length + 1 - self._window, 0)
+            columns = torch.arange(self._first, end, device=self._keys_values.device)
+            hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
+            mask = open_mask(*hidden.shape, dtype=self._keys_values.dtype, device=hidden.device)
+            self._mask = mask.masked_fill_(hidden, float("-inf"))
+            return
         if self.length == 0 or not causal:
             self._mask = None
             return
@@ -267,7 +297,7 @@ class CachedAttention:
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
             )
             return out.transpose(1, 2)
-        keys, values = keys[:, :, :end], values[:, :, :end]
+        keys, values = keys[:, :, self._first : end], values[:, :, self._first : end]
         mask = None if self._mask is None else self._mask[None, None]
         if mask is not None and can_attend(q_bhrd, mask):
             return torch.ops.draftsmith.attention(q_bhrd, keys, values, mask, scale)
@@ -288,11 +318,12 @@ class CachedDecoder:
             `GroupWiseDrafter` has.
         max_length_tokens: Committed tokens that fit, the prompt included.
         extra_rows: Drafted rows that one forward, or one tree, may hold after them.
+        window: As in `CachedAttention`.
     """
 
-    def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int) -> None:
+    def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int, window: int | None = None) -> None:
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
-        self._extra_rows = extra_rows
+        self._extra_rows, self._window = extra_rows, window
         self._cache = self._make_cache(max_length_tokens + extra_rows)
         self._static: StaticLayers | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -306,7 +337,8 @@ class CachedDecoder:
 
     def _make_cache(self, capacity: int) -> CachedAttention:
         small_step = SMALL_STEP_TOKENS + min(self._extra_rows, SMALL_STEP_TOKENS)
-        return CachedAttention(self._drafter.layers_config, capacity, small_step, self._device, self._drafter.dtype)
+        config, dtype = self._drafter.layers_config, self._drafter.dtype
+        return CachedAttention(config, capacity, small_step, self._device, dtype, self._window)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""

@@ -40,7 +40,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
@@ -61,6 +61,7 @@ from draftsmith.models.decoding.decoders import (
     CachedDecoder,
     DrafterDecoder,
     StepwiseDecoder,
+    hidden_from,
     padded_rows,
 )
 from draftsmith.models.groups.attention import GroupAttention
@@ -77,6 +78,13 @@ def default_feature_layers(num_layers: int) -> list[int]:
     first = min(2, last)
     count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
     return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
+
+
+def _holds_a_block(window: int | None, info: ValidationInfo) -> int | None:
+    block_size = info.data.get("block_size", 0)
+    if window is not None and window <= block_size:
+        raise ValueError(f"must be greater than block_size, {block_size}")
+    return window
 
 
 class DFlashConfig(DrafterConfig):
@@ -97,6 +105,11 @@ class DFlashConfig(DrafterConfig):
         )
         causal: bool = Field(
             False, description="inside a block a row sees none after it (vLLM has this, SGLang has not)"
+        )
+        sliding_window: Annotated[int | None, AfterValidator(_holds_a_block)] = Field(
+            None,
+            description="how many tokens a layer's row sees back from its own position, that included, more "
+            "than a block; null: all (published: 2,048 in DFlash2's)",
         )
         feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
             None,
@@ -182,7 +195,8 @@ class DFlashDrafter(GroupWiseDrafter):
         read_pf = previous_features(features, position_ids).flatten(0, 1)
         context = self.context_of(read_pf.index_select(0, rows.token_n[context_c])).unsqueeze(0)
         rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
-        attention = GroupAttention(self.config.attention, context_grid, self.config.causal)
+        ours = self.config
+        attention = GroupAttention(ours.attention, context_grid, ours.causal, window=ours.sliding_window)
         for index, keys_values in enumerate(self.context_keys_values(context, rotary)):
             attention.add(index, *keys_values)
         attention.go_on(block_grid)
@@ -279,9 +293,10 @@ class BlockDecoder(CachedDecoder):
     """
 
     def __init__(self, drafter: DFlashDrafter, max_length_tokens: int) -> None:
-        super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.block_size)
+        config = drafter.config
+        super().__init__(drafter, max_length_tokens, config.block_size, config.sliding_window)
         self.columns = drafter.columns
-        self._masks_kd, self._causal = drafter.mask_inputs().detach(), drafter.config.causal
+        self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
         self._first_row = drafter.first_depth - 1
         self._to_keys_values = ContextLayers(drafter.layers)
         self._run: Any = None
@@ -332,8 +347,7 @@ class BlockDecoder(CachedDecoder):
         padded = padded_rows(max(new, 1))
         self._cache.length = end = begin + new
         places = torch.cat([self._columns[begin : begin + padded], self._columns[end : end + rows]])
-        last_r = places[padded:] if self._causal else places[-1:]
-        hidden = (self._columns > last_r[:, None]).expand(rows, -1)
+        hidden = hidden_from(self._columns, places[padded:], self._causal, self._window)
         mask = torch.zeros(hidden.shape, dtype=block.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
         rotary = [part.clone() for part in self._rotary_of(block, places)]

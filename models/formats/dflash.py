@@ -2,7 +2,9 @@
 
 Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
 target's; of a draft vocabulary, which vLLM alone knows, the target's rows of the head go along. Engines count the
-layers that are read from 0 by their *outputs*: their id is one less than ours.
+layers that are read from 0 by their *outputs*: their id is one less than ours. Whether a block is causal stands there
+thrice: vLLM has looked for it in `dflash_config`, and takes layers with a window for causal ones where nothing says
+otherwise, as SGLang does, which knows `is_causal` alone.
 """
 
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from draftsmith.models.formats.layout import (
     only,
     take_borrowed,
 )
+from draftsmith.recipes.errors import UserError
 
 OF_BLOCKS = (
     no_scaled_embeddings("and engines do not for a block"),
@@ -83,9 +86,10 @@ def _config(drafter: Drafter) -> dict[str, Any]:
         **config,
         **reduced,
         "model_type": "qwen3",
-        "layer_types": ["full_attention"] * ours.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "layer_types": [f"{'sliding' if ours.sliding_window else 'full'}_attention"] * ours.num_layers,
+        "use_sliding_window": bool(ours.sliding_window),
+        "sliding_window": ours.sliding_window,
+        "is_causal": ours.causal,
         "block_size": ours.block_size,
         "num_target_layers": ours.target_config["num_hidden_layers"],
         "dflash_config": {
@@ -108,12 +112,15 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     config, state = checkpoint.config, dict(checkpoint.tensors)
     kind_of_layers(checkpoint, target_config, ("qwen3",))
     known = {**config, **(config.get("dflash_config") or {})}
+    window = _window(known)
+    causal = config.get("is_causal", known.get("causal"))
     options = {
         "block_size": known["block_size"],
         "num_layers": known["num_hidden_layers"],
         "feature_layers": [layer + 1 for layer in known["target_layer_ids"]],
         "mask_token_id": known["mask_token_id"],
-        "causal": bool(known.get("causal", False)),
+        "sliding_window": window,
+        "causal": window is not None if causal is None else bool(causal),
     }
     borrowed = take_borrowed(state)
     if "d2t" in state:
@@ -126,6 +133,26 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     if "confidence_head.proj.weight" not in state:
         options["confidence_weight"] = 0.0
     return Parameters("dspark", options, state, borrowed)
+
+
+def _window(known: Mapping[str, Any]) -> int | None:
+    """
+    Raises:
+        UserError: Some layers have a window and some have none, or nothing says how wide it is.
+    """
+    kinds = set(known.get("layer_types") or ())
+    slides = "sliding_attention" in kinds or bool(known.get("use_swa"))
+    if not slides:
+        return None
+    if len(kinds) > 1:
+        raise UserError(
+            "config.json: some of `layer_types` slide and some do not: drafters here have one `sliding_window` in all "
+            "layers, so import one that has"
+        )
+    width = known.get("swa_window_size") or known.get("sliding_window")
+    if not width:
+        raise UserError("config.json: the layers slide, but `sliding_window` does not say how many tokens they see")
+    return int(width)
 
 
 EXPORTERS = {

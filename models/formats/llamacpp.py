@@ -206,6 +206,9 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "attention.causal": bool(of_block["causal"]),
             "tokenizer.ggml.mask_token_id": of_block["mask_token_id"],
         }
+        if window := config["sliding_window"]:
+            sliding = [True] * config["num_hidden_layers"]
+            values |= {"attention.sliding_window": window, "attention.sliding_window_pattern": sliding}
     if kind == "dspark":
         values |= {"sample_from_anchor": True, "has_confidence_head": bool(config["enable_confidence_head"])}
     return values

@@ -9,6 +9,9 @@ position t is the real token x_t; depths 1..K at t are the masks of its group. A
 ParallelSpec's masks are the first kind of (b): each of them could be drafted without those after it. DFlash's blocks
 (arXiv 2602.06036) are the second: a block's rows are denoised together, so every one sees every other.
 
+With a window of W tokens, a query of depth j at t, which stands at t + j, sees of (a) the keys at positions > t + j - W
+alone, so that each depth has another first key: sliding-window attention, as engines serve it. Groups are not wider.
+
 Queries may be those of the last depths only, where the depths are computed one after the other because each reads
 what the one before it gave (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all depths so far.
 
@@ -22,6 +25,9 @@ Three backends compute the same thing:
   precision (b) is computed in fp32 both ways, under autocast too.
 * `flex`: FlexAttention with a block mask, CUDA only (torch has no FlexAttention backward on CPU).
 
+A window takes a call of (a) for each depth: on a CPU over chunks as long as the window, each with the one before it, so
+that memory and time are linear in S; on CUDA by the flash kernel's own window.
+
 Packed documents on a CUDA device are one call of the variable-length flash kernel, however many they are. Where that
 does not run (on a CPU, in fp32, before sm80) there is one call for each document.
 
@@ -30,6 +36,8 @@ masks, M = min(Q, K) masks with queries, S positions, Dh head size; T positions 
 """
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -74,10 +82,13 @@ class GroupAttention:
         grid: The rows' grid, of all depths or of the first ones.
         causal: Whether a row sees only the earlier ones of its own group.
         keeps: Whether rows of further depths follow, which attend to the keys and values of these.
+        window: As in `group_attention`.
     """
 
-    def __init__(self, backend: str, grid: Grid, causal: bool = True, keeps: bool = False) -> None:
-        self._backend, self._grid, self._causal, self._keeps = backend, grid, causal, keeps
+    def __init__(
+        self, backend: str, grid: Grid, causal: bool = True, keeps: bool = False, window: int | None = None
+    ) -> None:
+        self._backend, self._grid, self._causal, self._keeps, self._window = backend, grid, causal, keeps, window
         self._earlier = dict[int, list[tuple[Tensor, Tensor]]]()
 
     def add(self, layer_index: int, k_bhnd: Tensor, v_bhnd: Tensor) -> None:
@@ -99,8 +110,8 @@ class GroupAttention:
             for parts in zip(*keys_values, strict=True)
         )
         q_bhqsd = grid.to_grid(q_bhrd)
-        out = group_attention(q_bhqsd, k_bhgsd, v_bhgsd, self._backend, scale, grid.documents, self._causal)
-        return grid.from_grid(out)
+        parts = q_bhqsd, k_bhgsd, v_bhgsd
+        return grid.from_grid(group_attention(*parts, self._backend, scale, grid.documents, self._causal, self._window))
 
 
 def group_attention(
@@ -111,6 +122,7 @@ def group_attention(
     scale: float | None = None,
     documents: Documents | None = None,
     causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of every depth to the real past and to the masks of its own group, the earlier ones or all.
 
@@ -122,6 +134,7 @@ def group_attention(
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Of which the S positions consist, if of several that do not see each other.
         causal: Whether a mask sees only the earlier ones of its own group.
+        window: How many tokens a query sees back from its own position, that included; at least G, or None for all.
 
     Returns:
         [B, H, Q, S, Dh].
@@ -129,17 +142,19 @@ def group_attention(
     Raises:
         UserError: Unknown backend, or one that this device cannot run.
     """
+    if window is not None and window >= q_bhqsd.shape[3] + k_bhgsd.shape[2] - 1:
+        window = None  # nothing is as far away
     scale = q_bhqsd.shape[-1] ** -0.5 if scale is None else scale
     # Under autocast RoPE leaves queries and keys in fp32 beside values in half precision; kernels want one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
-        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal)
+        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal, window)
     if backend not in BACKENDS:
         raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
     device, query_depths, num_depths, length = q_bhqsd.device, q_bhqsd.shape[2], *k_bhgsd.shape[2:4]
     q_bhtd, k_bhtd, v_bhtd = (part.flatten(2, 3) for part in (q_bhqsd, k_bhgsd, v_bhgsd))
     if backend == "dense":
-        mask = group_mask(num_depths, length, device, causal)
+        mask = group_mask(num_depths, length, device, causal, window)
         if documents is not None:
             number_gs = documents.numbers(length).repeat(num_depths)
             mask &= number_gs[:, None] == number_gs
@@ -151,23 +166,31 @@ def group_attention(
             "use drafter.options.attention=folded"
         )
     else:
-        block_mask = _flex_block_mask(query_depths, num_depths, length, device, causal, documents)
+        block_mask = _flex_block_mask(query_depths, num_depths, length, device, causal, documents, window)
         out = _compiled_flex("flex_attention")(
             q_bhtd, k_bhtd, v_bhtd, block_mask=block_mask, scale=scale, enable_gqa=q_bhtd.shape[1] != k_bhtd.shape[1]
         )
     return out.unflatten(2, (query_depths, length))
 
 
-def group_mask(num_depths: int, length: int, device: torch.device | str = "cpu", causal: bool = True) -> Tensor:
+def group_mask(
+    num_depths: int,
+    length: int,
+    device: torch.device | str = "cpu",
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
     """[G*S, G*S] booleans, True where the query (row) may see the key (column); index = depth * S + position."""
     index = torch.arange(num_depths * length, device=device)
-    return _may_see(index[:, None], index[None, :], length, causal)
+    return _may_see(index[:, None], index[None, :], length, causal, window)
 
 
-def _may_see(query: Tensor, key: Tensor, length: int, causal: bool) -> Tensor:
+def _may_see(query: Tensor, key: Tensor, length: int, causal: bool, window: int | None) -> Tensor:
     query_depth, query_position = query // length, query % length
     key_depth, key_position = key // length, key % length
     real_past = (key_depth == 0) & (key_position <= query_position)
+    if window is not None:
+        real_past &= key_position > query_position + query_depth - window
     is_seen = (key_depth <= query_depth) if causal else (query_depth >= 1)
     return real_past | ((key_depth >= 1) & is_seen & (key_position == query_position))
 
@@ -182,13 +205,19 @@ def _compiled_flex(function: Literal["flex_attention", "create_block_mask"]) -> 
 
 @functools.lru_cache(maxsize=16)
 def _flex_block_mask(
-    query_depths: int, num_depths: int, length: int, device: torch.device, causal: bool, documents: Documents | None
+    query_depths: int,
+    num_depths: int,
+    length: int,
+    device: torch.device,
+    causal: bool,
+    documents: Documents | None,
+    window: int | None,
 ) -> Any:
     first_query = (num_depths - query_depths) * length
     document_s = None if documents is None else documents.numbers(length)
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = _may_see(query + first_query, key, length, causal)
+        seen = _may_see(query + first_query, key, length, causal, window)
         return seen if document_s is None else seen & (document_s[query % length] == document_s[key % length])
 
     create_block_mask = _compiled_flex("create_block_mask")
@@ -207,26 +236,28 @@ class _FoldedGroupAttention(torch.autograd.Function):
         scale: float,
         documents: Documents | None = None,
         causal: bool = True,
+        window: int | None = None,
     ) -> Tensor:
         query_depths, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
         # The depths of one query head are neighbours on the head axis: grouped-query heads of one key head.
         q_folded = q_bhqsd.flatten(1, 2)
-        out_folded, lse_folded, saved = _causal_forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], scale, documents)
+        past = _Past(query_depths, num_masks, scale, documents, window)
+        out_folded, lse_folded, saved = past.forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0])
         if num_masks > 0:
             masks = slice(-min(query_depths, num_masks), None)
             q, out, lse = (part.unflatten(1, (-1, query_depths)) for part in (q_folded, out_folded, lse_folded))
             with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
                 _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale, causal)
         ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved)
-        ctx.scale, ctx.query_depths, ctx.documents, ctx.causal = scale, query_depths, documents, causal
+        ctx.scale, ctx.past, ctx.causal = scale, past, causal
         return out_folded.unflatten(1, (-1, query_depths))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out_bhqsd,) = grad_outputs
         q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved = ctx.saved_tensors
-        query_depths, num_masks = ctx.query_depths, k_bhgsd.shape[2] - 1
-        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = _causal_backward(
+        query_depths, num_masks = grad_out_bhqsd.shape[2], k_bhgsd.shape[2] - 1
+        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = ctx.past.backward(
             grad_out_bhqsd.flatten(1, 2),
             q_folded,
             k_bhgsd[:, :, 0],
@@ -234,12 +265,10 @@ class _FoldedGroupAttention(torch.autograd.Function):
             out_folded,
             lse_folded,
             saved,
-            ctx.scale,
-            ctx.documents,
         )
         grad_q = grad_q_folded.unflatten(1, (-1, query_depths))
         if num_masks == 0:
-            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, None
+            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, None, None
         grad_k, grad_v = torch.empty_like(k_bhgsd), torch.empty_like(v_bhgsd)
         grad_k[:, :, 0], grad_v[:, :, 0] = grad_k0_bhsd, grad_v0_bhsd
         masks = slice(-min(query_depths, num_masks), None)
@@ -251,7 +280,7 @@ class _FoldedGroupAttention(torch.autograd.Function):
             grad_q[:, :, masks] += _own_group_backward(
                 grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, ctx.causal, grad_k[:, :, 1:], grad_v[:, :, 1:]
             )
-        return grad_q, grad_k, grad_v, None, None, None
+        return grad_q, grad_k, grad_v, None, None, None, None
 
 
 def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
@@ -333,10 +362,76 @@ def _own_group_backward(
 # ---- part (a): causal attention with its log-sum-exp, by the kernels that torch has ----
 
 
+@dataclass(frozen=True)
+class _Past:
+    """Part (a) for the last of 1 + `num_masks` depths, folded into the heads [B, H*Q, S, Dh]."""
+
+    query_depths: int
+    num_masks: int
+    scale: float
+    documents: Documents | None
+    window: int | None
+
+    def forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Output, log-sum-exp [B, H*Q, S] in fp32 (fp64 for fp64), and what the backward needs besides."""
+        if self.window is None:
+            return _causal_forward(q_bhsd, k_bhsd, v_bhsd, self.scale, self.documents)
+        by_depth = [
+            _causal_forward(q.contiguous(), k_bhsd, v_bhsd, self.scale, self.documents, tokens)
+            for q, tokens in zip(self._of_depths(q_bhsd), self._windows, strict=True)
+        ]
+        outs, lses, saved = zip(*by_depth, strict=True)
+        return self._folded(outs), self._folded(lses), [tensor for there in saved for tensor in there]
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        saved: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, given the merged output and log-sum-exp."""
+        if self.window is None:
+            return _causal_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, self.scale, self.documents)
+        grads_q, grads_k, grads_v = [], [], []
+        each = len(saved) // self.query_depths
+        parts = zip(*(self._of_depths(part) for part in (grad_out, q_bhsd, out, lse)), self._windows, strict=True)
+        for number, (grad, q, o, sums, tokens) in enumerate(parts):
+            rest = saved[number * each : (number + 1) * each]
+            grad, q, o, sums = (part.contiguous() for part in (grad, q, o, sums))
+            grads = _causal_backward(grad, q, k_bhsd, v_bhsd, o, sums, rest, self.scale, self.documents, tokens)
+            grads_q.append(grads[0])
+            grads_k.append(grads[1])
+            grads_v.append(grads[2])
+        return self._folded(grads_q), torch.stack(grads_k).sum(0), torch.stack(grads_v).sum(0)
+
+    @property
+    def _windows(self) -> list[int]:
+        """Of each depth with queries: how many of the real tokens it sees back from its group's newest."""
+        assert self.window is not None
+        first = 1 + self.num_masks - self.query_depths
+        return [self.window - depth for depth in range(first, first + self.query_depths)]
+
+    def _of_depths(self, folded: Tensor) -> tuple[Tensor, ...]:
+        return folded.unflatten(1, (-1, self.query_depths)).unbind(2)
+
+    @staticmethod
+    def _folded(by_depth: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(by_depth), dim=2).flatten(1, 2)
+
+
 def _causal_forward(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents | None = None
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    scale: float,
+    documents: Documents | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Causal grouped-query attention, within each document if there are several.
+    """Causal grouped-query attention, within each document if there are several, to the last `window` keys or all.
 
     Returns:
         Output [B, H, S, Dh], log-sum-exp [B, H, S] in fp32 (fp64 for fp64), and what the backward needs besides.
@@ -345,12 +440,12 @@ def _causal_forward(
         UserError: A device or dtype that no kernel is known for.
     """
     if documents is None:
-        return _forward(q_bhsd, k_bhsd, v_bhsd, scale)
+        return _forward(q_bhsd, k_bhsd, v_bhsd, scale, window)
     if _has_flash(q_bhsd):
-        return _packed_forward(q_bhsd, k_bhsd, v_bhsd, scale, documents)
+        return _packed_forward(q_bhsd, k_bhsd, v_bhsd, scale, documents, window)
     outs, lses, saved = [], [], []
     for q, k, v in _by_document(documents, q_bhsd, k_bhsd, v_bhsd):
-        out, lse, saved_there = _forward(q, k, v, scale)
+        out, lse, saved_there = _forward(q, k, v, scale, window)
         outs.append(out)
         lses.append(lse)
         saved += saved_there
@@ -367,16 +462,17 @@ def _causal_backward(
     saved: list[Tensor],
     scale: float,
     documents: Documents | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, given the merged output and log-sum-exp."""
     if documents is None:
-        return _backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale)
+        return _backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, window)
     if _has_flash(q_bhsd):
-        return _packed_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, documents)
+        return _packed_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, documents, window)
     parts = _by_document(documents, grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse)
     each = len(saved) // len(parts)
     grads = [
-        _backward(grad, q, k, v, o, sums, saved[number * each : (number + 1) * each], scale)
+        _backward(grad, q, k, v, o, sums, saved[number * each : (number + 1) * each], scale, window)
         for number, (grad, q, k, v, o, sums) in enumerate(parts)
     ]
     grad_q, grad_k, grad_v = (torch.cat(part, dim=2) for part in zip(*grads, strict=True))
@@ -407,8 +503,12 @@ def _is_ampere(device: torch.device) -> bool:
 # ---- one sequence in each row of the batch ----
 
 
-def _forward(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     if q_bhsd.device.type == "cpu":
+        if window is not None:
+            return *_chunked_forward(q_bhsd, k_bhsd, v_bhsd, scale, window), []
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale)
         return out, lse, []
     if q_bhsd.device.type != "cuda" or q_bhsd.dtype == torch.float64:
@@ -416,6 +516,15 @@ def _forward(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float) -> tu
             f"attention backend `folded` runs on CPU and CUDA up to fp32, not on {q_bhsd.device.type} in "
             f"{q_bhsd.dtype}: use drafter.options.attention=dense"
         )
+    if window is not None and not _has_flash(q_bhsd):
+        raise UserError(
+            f"attention backend `folded` has no window on {q_bhsd.device.type} in {q_bhsd.dtype}, only in half "
+            "precision on Ampere and later: use drafter.options.attention=flex"
+        )
+    if window is not None:
+        q, k, v = (_one_after_the_other(part) for part in (q_bhsd, k_bhsd, v_bhsd))
+        out, lse, saved = _packed_forward(q, k, v, scale, _as_documents(q_bhsd), window)
+        return _row_by_row(out, len(q_bhsd)), _row_by_row(lse, len(q_bhsd)), saved
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
     if _has_flash(q_bhsd):
         out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
@@ -438,11 +547,22 @@ def _backward(
     lse: Tensor,
     saved: list[Tensor],
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q_bhsd.device.type == "cpu":
+        if window is not None:
+            return _chunked_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, scale, window)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, 0.0, True, scale=scale
         )
+    if window is not None:
+        rows = _as_documents(q_bhsd)
+        grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse = map(
+            _one_after_the_other, (grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse)
+        )
+        grads = _packed_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, rows, window)
+        grad_q, grad_k, grad_v = (_row_by_row(grad, len(rows.bounds_d) - 1) for grad in grads)
+        return grad_q, grad_k, grad_v
     num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
     if _has_flash(q_bhsd):
@@ -467,16 +587,95 @@ def _repeat_heads(part_bhsd: Tensor, num_heads: int) -> Tensor:
     return part_bhsd.repeat_interleave(num_heads // part_bhsd.shape[1], dim=1)
 
 
+# ---- a window, on a CPU: chunks of its length, each of which sees itself and the one before it ----
+
+
+def _chunked_forward(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    q, k, v = _chunks(q_bhsd, window), *(_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        *(part.flatten(0, 1) for part in (q, k, v)), 0.0, False, attn_mask=_chunk_mask(q, window), scale=scale
+    )
+    length = q_bhsd.shape[2]
+    return _whole(out.unflatten(0, q.shape[:2]), length), _whole(lse.unflatten(0, q.shape[:2]), length)
+
+
+def _chunked_backward(
+    grad_out: Tensor,
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    length = q_bhsd.shape[2]
+    grad, q, o, sums = (_chunks(part, window) for part in (grad_out, q_bhsd, out, lse))
+    k, v = (_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(part.flatten(0, 1) for part in (grad, q, k, v, o)),
+        sums.flatten(0, 1).contiguous(),
+        0.0,
+        False,
+        attn_mask=_chunk_mask(q, window),
+        scale=scale,
+    )
+    grad_q, grad_k, grad_v = (part.unflatten(0, q.shape[:2]) for part in grads)
+    return _whole(grad_q, length), _whole(_as_own(grad_k), length), _whole(_as_own(grad_v), length)
+
+
+def _chunks(part: Tensor, size: int) -> Tensor:
+    """[B, H, S, ...] to [B, n, H, size, ...], with zeros after the end."""
+    padding = (0, 0) * (part.dim() - 3) + (0, -part.shape[2] % size)
+    return F.pad(part, padding).unflatten(2, (-1, size)).movedim(2, 1)
+
+
+def _whole(chunks: Tensor, length: int) -> Tensor:
+    """Undo `_chunks`."""
+    return chunks.movedim(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def _with_chunk_before(chunks: Tensor) -> Tensor:
+    """[B, n, H, C, Dh] to [B, n, H, 2C, Dh]; zeros stand before the first."""
+    before = torch.cat([torch.zeros_like(chunks[:, :1]), chunks[:, :-1]], dim=1)
+    return torch.cat([before, chunks], dim=3)
+
+
+def _as_own(grads: Tensor) -> Tensor:
+    """Gradients [B, n, H, C, Dh] of chunks, from those [B, n, H, 2C, Dh] of `_with_chunk_before`."""
+    before, own = grads.chunk(2, dim=3)
+    own = own.clone()
+    own[:, :-1] += before[:, 1:]
+    return own
+
+
+def _chunk_mask(q_bnhcd: Tensor, window: int) -> Tensor:
+    """[B*n, 1, C, 2C]: 0 where a query of a chunk sees a key of the chunk before or its own, -inf elsewhere."""
+    batch, count = q_bnhcd.shape[:2]
+    query, key = (torch.arange(size, device=q_bnhcd.device) for size in (window, 2 * window))
+    key = key - window
+    hidden = (key > query[:, None]) | (key <= query[:, None] - window)
+    mask = torch.zeros(count, 1, *hidden.shape, dtype=q_bnhcd.dtype, device=q_bnhcd.device)
+    mask.masked_fill_(hidden, float("-inf"))
+    mask[0, ..., :window] = float("-inf")
+    return mask.repeat(batch, 1, 1, 1)
+
+
 # ---- documents one after the other, by the variable-length kernel, which groups query heads itself ----
 
 
 def _packed_forward(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents, window: int | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     bounds, longest = documents.bounds_d, documents.max_length_tokens
     q_thd, k_thd, v_thd = (part[0].transpose(0, 1) for part in (q_bhsd, k_bhsd, v_bhsd))
     out_thd, lse_ht, rng_state, unused, _ = aten._flash_attention_forward(
-        q_thd, k_thd, v_thd, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+        *(q_thd, k_thd, v_thd),
+        *(bounds, bounds, longest, longest, 0.0, True, False),
+        scale=scale,
+        **_window_of_flash(window),
     )
     return out_thd.transpose(0, 1).unsqueeze(0), lse_ht.unsqueeze(0), [rng_state, unused]
 
@@ -491,11 +690,36 @@ def _packed_backward(
     saved: list[Tensor],
     scale: float,
     documents: Documents,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds, longest = documents.bounds_d, documents.max_length_tokens
     parts_thd = [part[0].transpose(0, 1) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out)]
     grads_thd = aten._flash_attention_backward(
-        *parts_thd, lse[0], bounds, bounds, longest, longest, 0.0, True, *saved, scale=scale
+        *(*parts_thd, lse[0], bounds, bounds, longest, longest, 0.0, True, *saved),
+        scale=scale,
+        **_window_of_flash(window),
     )
     grad_q, grad_k, grad_v = (grad.transpose(0, 1).unsqueeze(0) for grad in grads_thd)
     return grad_q, grad_k, grad_v
+
+
+def _window_of_flash(window: int | None) -> dict[str, int]:
+    """Its arguments; they count the keys beside a query's own."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _as_documents(q_bhsd: Tensor) -> Documents:
+    """The rows of a batch as documents, since only that kernel takes a window."""
+    batch, length = len(q_bhsd), q_bhsd.shape[2]
+    bounds_d = torch.arange(batch + 1, device=q_bhsd.device, dtype=torch.int32) * length
+    return Documents(bounds_d, length)
+
+
+def _one_after_the_other(part: Tensor) -> Tensor:
+    """[B, H, S, ...] to [1, H, B*S, ...]."""
+    return part.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _row_by_row(part: Tensor, batch: int) -> Tensor:
+    """[1, H, B*S, ...] to [B, H, S, ...]."""
+    return part[0].unflatten(1, (batch, -1)).transpose(0, 1)

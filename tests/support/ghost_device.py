@@ -290,7 +290,8 @@ def _packed_flash(args: Any, options: Any) -> Any:
     outs, lses = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for begin, end in _spans(bounds, args[5]):
         parts = [part[begin:end].transpose(0, 1).unsqueeze(0).contiguous() for part in (q, k, v)]
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*parts, *args[7:9], scale=options.get("scale"))
+        seen = _seen_by(parts[0], args[8], options)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*parts, args[7], **seen, scale=options.get("scale"))
         outs[begin:end], lses[:, begin:end] = out[0].transpose(0, 1), lse[0]
     state, unused = (GhostTensor(torch.empty(shape, dtype=torch.uint64)) for shape in (2, ()))
     return GhostTensor(outs), GhostTensor(lses), state, unused, unused
@@ -302,10 +303,24 @@ def _packed_flash_backward(args: Any, options: Any) -> Any:
     grads = [torch.zeros_like(part) for part in tensors[1:4]]
     for begin, end in _spans(bounds, args[8]):
         parts = [part[begin:end].transpose(0, 1).unsqueeze(0).contiguous() for part in tensors]
-        there = _cpu_backward(parts, lse[:, begin:end].unsqueeze(0).contiguous(), args[10], args[11], options)
+        sums, seen = lse[:, begin:end].unsqueeze(0).contiguous(), _seen_by(parts[1], args[11], options)
+        there = _cpu_backward(parts, sums, args[10], options=options, **seen)
         for grad, part in zip(grads, there, strict=True):
             grad[begin:end] = part.held[0].transpose(0, 1)
     return tuple(map(GhostTensor, grads))
+
+
+def _seen_by(q: Tensor, causal: bool, options: Any) -> dict[str, Any]:
+    """The CPU kernel's arguments for a causal kernel with a window."""
+    left = options.get("window_size_left")
+    if left is None:
+        return {"is_causal": causal}
+    if not causal or options["window_size_right"] != 0:
+        raise RuntimeError("a window to both sides is not what is trained")
+    place = torch.arange(q.shape[2])
+    back = place[:, None] - place
+    mask = torch.zeros(back.shape, dtype=q.dtype).masked_fill_((back < 0) | (back > left), float("-inf"))
+    return {"is_causal": False, "attn_mask": mask}
 
 
 def _spans(bounds: Tensor, longest: int) -> list[tuple[int, int]]:
@@ -340,9 +355,16 @@ def _efficient_backward(args: Any, options: Any) -> Any:
     )
 
 
-def _cpu_backward(tensors: list[Tensor], lse: Tensor, dropout: float, causal: bool, options: Any) -> Any:
+def _cpu_backward(
+    tensors: list[Tensor],
+    lse: Tensor,
+    dropout: float,
+    is_causal: bool,
+    options: Any,
+    attn_mask: Tensor | None = None,
+) -> Any:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads = backward(*tensors, lse, dropout, causal, scale=options.get("scale"))
+    grads = backward(*tensors, lse, dropout, is_causal, attn_mask=attn_mask, scale=options.get("scale"))
     return tuple(GhostTensor(grad) for grad in grads)
 
 

@@ -46,6 +46,7 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "speculators-peagle-normed": ("peagle", "speculators", {"num_masks": 2, "fc_norm": True, "first_token": False}),
     "dflash": ("dflash", "vllm", {"block_size": 4, "num_layers": 2}),
     "dflash-reduced": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000}),
+    "dflash-window": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "sliding_window": 24}),
     "dflash-causal": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "feature_layers": [4, 7], "causal": True}),
     "medusa": ("medusa", "vllm", {"num_heads": 3}),
     "medusa-shared": ("medusa", "vllm", {"num_heads": 3, "lm_heads": "shared", "num_layers": 2}),
@@ -64,6 +65,7 @@ IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "dflash": ("dflash", {"block_size": 4, "num_layers": 2}),
+    "dflash-window": ("dflash", {"block_size": 4, "num_layers": 1, "sliding_window": 24}),
     "dflash-reduced": (
         "dflash",
         {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000, "feature_layers": [4, 7], "causal": True},

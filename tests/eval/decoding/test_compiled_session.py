@@ -154,7 +154,7 @@ def test_in_machine_code_and_bf16_a_token_has_the_same_bits_alone_and_in_a_tree(
             for kind in drafter_kinds()
         ),
         pytest.param("hydra", {"prefix_attention": True}, marks=pytest.mark.slow),
-        pytest.param("dflash", {}, marks=pytest.mark.slow),
+        pytest.param("dflash", {"sliding_window": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str) -> None:

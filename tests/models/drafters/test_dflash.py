@@ -60,6 +60,8 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
         scores = q @ k.repeat_interleave(2, dim=0).mT / 8**0.5
         if config.causal:
             scores = scores.masked_fill(all_places > own[:, None], -torch.inf)
+        if config.sliding_window:
+            scores = scores.masked_fill(own[:, None] - all_places >= config.sliding_window, -torch.inf)
         out = (scores.softmax(-1) @ v.repeat_interleave(2, dim=0)).transpose(0, 1).flatten(1)
         x = x + out @ layer["self_attn.o_proj.weight"].T
         read = rms(x, layer["post_attention_layernorm.weight"])
@@ -70,10 +72,11 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
 
 @every_kind_in_blocks
 @pytest.mark.parametrize("anchor", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_published_forward(kind: str, anchor: bool, causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 5)])
+def test_the_published_forward(kind: str, anchor: bool, causal: bool, window: int | None) -> None:
     """Row k of a block predicts the token at its own place, k behind the anchor; with `anchor` the one after it."""
-    drafter = tiny_block(kind, sample_from_anchor=anchor, causal=causal, num_layers=2)
+    options = {"sample_from_anchor": anchor, "causal": causal, "sliding_window": window}
+    drafter = tiny_block(kind, **options, num_layers=2)
     batch = random_batch(TARGET, drafter=drafter)
     ids, features = batch["input_ids"], batch["features"]
     with torch.no_grad():

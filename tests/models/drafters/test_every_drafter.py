@@ -38,6 +38,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dflash": [
         {"sample_from_anchor": True, "causal": True, "loss": "kl", "block_size": 4, "markov_rank": 5, "init": "random"},
         {"draft_vocab_size": 40, "feature_layers": [0, 3], "mask_token_id": 7, "attention": "dense"},
+        {"block_size": 4, "sliding_window": 6},
     ],
     "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random", "draft_vocab_size": 40}],
     "dspark": [
@@ -49,7 +50,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "num_layers": 1,
             "mask_residual": True,
         },
-        {"confidence_weight": 0.0, "markov_rank": 5, "loss": "ce", "causal": True},
+        {"confidence_weight": 0.0, "markov_rank": 5, "loss": "ce", "causal": True, "sliding_window": 9},
     ],
     "eagle": [
         {

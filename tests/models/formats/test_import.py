@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.formats import eagle
+from draftsmith.models.formats import dflash, eagle
 from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter, read_checkpoint
 from draftsmith.models.formats.layout import Checkpoint
@@ -156,6 +157,28 @@ def test_layers_of_blocks_are_counted_by_their_outputs(tmp_path: Path) -> None:
         (tmp_path / layout).mkdir()
         config = imported(tmp_path / layout, layout)[0].config
         assert (config.feature_layers, config.sample_from_anchor, config.mask_token_id) == (layers, from_anchor, 7)
+
+
+def test_windows_of_blocks(tmp_path: Path) -> None:
+    """Without a word on causal order, layers with a window have it (vLLM 0.32, `_dflash_layer_causal`)."""
+    slides, full = "sliding_attention", "full_attention"
+    cases = [
+        ({"layer_types": [slides, slides], "sliding_window": 9}, {}, (9, True)),
+        ({"layer_types": [slides, slides], "sliding_window": 9, "is_causal": False}, {}, (9, False)),
+        ({"layer_types": [full, full], "sliding_window": 9}, {"use_swa": True, "swa_window_size": 7}, (7, True)),
+        ({"layer_types": [full, full], "sliding_window": 9}, {}, (None, False)),
+        ({"layer_types": [slides, full], "sliding_window": 9}, {}, "one `sliding_window` in all layers"),
+        ({"layer_types": [slides, slides]}, {}, "does not say how many tokens"),
+    ]
+    for at_top, in_blocks, expected in cases:
+        config = {**DFLASH, **at_top, "dflash_config": {**DFLASH["dflash_config"], **in_blocks}}
+        read = partial(dflash.parameters, Checkpoint(config, {}), TARGET.config.to_dict())
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=expected):
+                read()
+        else:
+            options = read().options
+            assert (options["sliding_window"], options["causal"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,10 @@ def test_mask_by_hand() -> None:
     blocks = [row[:2] + ([0, 0, 0, 0] if place < 2 else [1, 0, 1, 0]) for place, row in enumerate(expected)]
     blocks[3][2:], blocks[5][2:] = [0, 1, 0, 1], [0, 1, 0, 1]
     assert group_mask(3, 2, causal=False).int().tolist() == blocks
+    # A window of 3 over four tokens: a row at depth j of group t stands at t + j, and sees no token before t + j - 2.
+    of_masks_2 = group_mask(3, 4, window=3).int()[8:, :4]
+    assert of_masks_2.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    assert group_mask(3, 4, window=3).int()[:4, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
@@ -96,15 +100,23 @@ def test_autocast_rounds_no_product_of_the_own_group(dtype: torch.dtype, bound: 
         ),
     ],
 )
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "wider"), [(True, None), (False, None), (True, 0), (False, 2)])
 def test_every_backend_equals_dense(
-    backend: str, shape: tuple[int, ...], query_depths: int | None, dtype: torch.dtype, contiguous: bool, causal: bool
+    backend: str,
+    shape: tuple[int, ...],
+    query_depths: int | None,
+    dtype: torch.dtype,
+    contiguous: bool,
+    causal: bool,
+    wider: int | None,
 ) -> None:
     """Values and gradients; queries of the last depths alone are a slice of the dense call's with all of them."""
     depths, results = query_depths or shape[3], []
+    window = None if wider is None else shape[3] + wider
     for last, name in ((shape[3], "dense"), (depths, backend)):
         q, k, v = random_qkv(shape, dtype, contiguous)
-        out = group_attention(q[:, :, -last:], k, v, backend=name, scale=0.3, causal=causal)[:, :, -depths:]
+        options: dict[str, Any] = {"scale": 0.3, "causal": causal, "window": window}
+        out = group_attention(q[:, :, -last:], k, v, backend=name, **options)[:, :, -depths:]
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
         (out * weight).sum().backward()
         results.append([out.detach(), *(part.grad for part in (q, k, v))])
@@ -117,8 +129,8 @@ LENGTHS = [3, 0, 7, 1, 6]
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
 @pytest.mark.parametrize("query_depths", [4, 1])
-@pytest.mark.parametrize("causal", [True, False])
-def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (False, 5)])
+def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causal: bool, window: int | None) -> None:
     """Values and gradients of documents one after the other, one of them empty: those of each alone, by `dense`."""
     bounds_d = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     documents = Documents(bounds_d, max(LENGTHS))
@@ -127,10 +139,12 @@ def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causa
         q, k, v = random_qkv((1, 4, 2, 4, sum(LENGTHS), 8), torch.float64)
         parts = [q[:, :, -query_depths:], k, v]
         if together:
-            out = group_attention(*parts, backend=backend, scale=0.3, documents=documents, causal=causal)
+            options: dict[str, Any] = {"documents": documents, "causal": causal, "window": window}
+            out = group_attention(*parts, backend=backend, scale=0.3, **options)
         else:
             each = zip(*(part.split(LENGTHS, dim=3) for part in parts), strict=True)
-            outs = [group_attention(*there, backend="dense", scale=0.3, causal=causal) for there in each]
+            options = {"causal": causal, "window": window}
+            outs = [group_attention(*there, backend="dense", scale=0.3, **options) for there in each]
             out = torch.cat(outs, dim=3)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         (out * weight).sum().backward()
@@ -139,12 +153,16 @@ def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causa
 
 
 @pytest.mark.parametrize("query_depths", [3, 2, 1])
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradcheck(query_depths: int, causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 3)])
+def test_gradcheck(query_depths: int, causal: bool, window: int | None) -> None:
     """Against finite differences, so that `dense` is not the only witness."""
     q, k, v = random_qkv((1, 4, 2, 3, 5, 8), torch.float64)
     q = q.detach()[:, :, -query_depths:].requires_grad_()
-    assert torch.autograd.gradcheck(lambda *parts: group_attention(*parts, causal=causal), [q, k, v], atol=1e-7)
+
+    def attend(*parts: torch.Tensor) -> torch.Tensor:
+        return group_attention(*parts, causal=causal, window=window)
+
+    assert torch.autograd.gradcheck(attend, [q, k, v], atol=1e-7)
 
 
 def test_large_scores_stay_finite() -> None:
@@ -164,17 +182,18 @@ def test_wrong_backends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "kernel"),
+    ("dtype", "capability", "kernel", "window"),
     [
-        (torch.bfloat16, (9, 0), "flash"),
-        (torch.float16, (8, 0), "flash"),
-        (torch.float16, (7, 5), "efficient float16"),
-        (torch.bfloat16, (7, 5), "efficient float32"),
-        (torch.float32, (7, 5), "efficient float32"),
+        (torch.bfloat16, (9, 0), "flash", None),
+        (torch.float16, (8, 0), "flash", None),
+        (torch.float16, (7, 5), "efficient float16", None),
+        (torch.bfloat16, (7, 5), "efficient float32", None),
+        (torch.float32, (7, 5), "efficient float32", None),
+        (torch.bfloat16, (9, 0), "packed flash", 6),
     ],
 )
 def test_folded_takes_the_kernel_that_the_device_has(
-    dtype: torch.dtype, capability: tuple[int, int], kernel: str
+    dtype: torch.dtype, capability: tuple[int, int], kernel: str, window: int | None
 ) -> None:
     """Before Ampere there is no flash kernel, and no bfloat16 in the memory-efficient one; same values, same dtypes."""
     tolerance, results = TOLERANCES.get(dtype, 0.02), []
@@ -183,7 +202,7 @@ def test_folded_takes_the_kernel_that_the_device_has(
             qkv = [part.detach().to(device) for part in random_qkv(SHAPES[1], dtype)]
             ghosts.counting = True
             kept: Any = _Kept()
-            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3)
+            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3, window=window)
             gradients = _FoldedGroupAttention.backward(kept, out.sin())[:3]
             ghosts.counting = False
             results.append([part.cpu() for part in (out, *gradients)])
@@ -194,14 +213,21 @@ def test_folded_takes_the_kernel_that_the_device_has(
     torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
 
 
+def test_folded_has_no_window_before_ampere() -> None:
+    with ghost_device((7, 5)), torch.no_grad():
+        qkv = [part.detach().to("cuda:0") for part in random_qkv(SHAPES[1], torch.float16)]
+        with pytest.raises(UserError, match=r"no window on cuda in torch.float16.*attention=flex"):
+            group_attention(*qkv, window=6)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("bounds", [None, [0, 130, 200, 390]])
-def test_blocks_of_flex_attention(bounds: list[int] | None) -> None:
+@pytest.mark.parametrize(("bounds", "window"), [(None, None), ([0, 130, 200, 390], None), (None, 100)])
+def test_blocks_of_flex_attention(bounds: list[int] | None, window: int | None) -> None:
     """Made by a compiled function, they are those of the dense mask: which are empty, partly and wholly seen."""
     num_depths, query_depths, length, block = 3, 2, 390, 128
     documents = None if bounds is None else Documents(torch.tensor(bounds, dtype=torch.int32), 200)
-    made = _flex_block_mask(query_depths, num_depths, length, torch.device("cpu"), True, documents)
-    mask = group_mask(num_depths, length)
+    made = _flex_block_mask(query_depths, num_depths, length, torch.device("cpu"), True, documents, window)
+    mask = group_mask(num_depths, length, window=window)
     if documents is not None:
         document_t = documents.numbers(length).repeat(num_depths)
         mask &= document_t[:, None] == document_t[None]
@@ -228,14 +254,22 @@ class _Kept:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 5, 70, 64), (1, 4, 4, 5, 256, 128)])
 @pytest.mark.parametrize("query_depths", [5, 1])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (False, 20)])
 def test_cuda_backends_equal_dense(
-    backend: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], query_depths: int, causal: bool
+    backend: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    shape: tuple[int, ...],
+    query_depths: int,
+    causal: bool,
+    window: int | None,
 ) -> None:
+    if window and backend == "folded" and dtype == torch.float32:
+        pytest.skip("`folded` has a window in half precision alone")
     results = []
     for name in (backend, "dense"):
         q, k, v = (part.detach().cuda().requires_grad_() for part in random_qkv(shape, dtype))
-        out = group_attention(q[:, :, -query_depths:], k, v, backend=name, causal=causal)
+        out = group_attention(q[:, :, -query_depths:], k, v, backend=name, causal=causal, window=window)
         out.square().sum().backward()
         results.append([out.detach(), *(part.grad for part in (q, k, v))])
     torch.testing.assert_close(results[0], results[1], atol=tolerance, rtol=tolerance)
