@@ -86,8 +86,8 @@ def write_kinds_by_engine() -> None:
 
 
 def in_real_vllm(kind: str, to: str) -> bool:
-    """Whether real vLLM is shown this export by a test. DSpark needs its newer runner, which needs Triton."""
-    return to in ("vllm", "speculators") and kind != "dspark"
+    """Whether real vLLM is shown this export by a test. Two kinds need its newer runner, which needs Triton."""
+    return to in ("vllm", "speculators") and kind not in ("dflash2", "dspark")
 
 
 def commands() -> list[str]:

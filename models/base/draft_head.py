@@ -152,6 +152,8 @@ class RowLosses:
 
     rows: LabelledRows
     index_n: Tensor  # their places among the labels [B, G, S]
+    labels_n: Tensor  # rows of the head, 0 for those that it has not
+    before_n: Tensor  # the tokens before the labels
     teacher: TeacherRows | None
     low_rank: LowRankLogits | None
     read_n: Tensor  # 1 for rows that the loss through the head reads: `ce` alone reads no label outside the vocabulary
@@ -227,9 +229,11 @@ def _losses_of(
     before_n, teacher = token_n + depth_n, None
     if batch.teacher_features is not None:
         teacher = TeacherRows(batch.teacher_features.flatten(0, 1), before_n)
-    low_rank = None if head.markov is None else head.markov.factors(batch.input_ids.flatten()[before_n])
+    tokens_n = batch.input_ids.flatten()[before_n]
+    low_rank = None if head.markov is None else head.markov.factors(tokens_n)
     labels_n = head.rows_of(batch.labels_bgs.flatten()[index_n])
     known_n = (labels_n >= 0).to(softmax_dtype(rows.normed_nd.dtype))
+    labels_n = labels_n.clamp(min=0)
     read_n = torch.ones_like(known_n) if has_teacher(head.loss) else known_n
     factors = None if head.t2d is None else RowFactors(known_n, None if mass_p is None else mass_p[before_n])
     weights_n = None if shares_g is None else _weights(shares_g, depth_n, read_n, batch.counts_2g, 1)
@@ -237,7 +241,7 @@ def _losses_of(
     result = head_loss(
         rows.normed_nd,
         head.linear,
-        labels_n.clamp(min=0),
+        labels_n,
         weights_n,
         head.loss,
         teacher,
@@ -247,7 +251,7 @@ def _losses_of(
         overlap_n,
         factors,
     )
-    return RowLosses(rows, index_n, teacher, low_rank, read_n, known_n, result, overlap_n)
+    return RowLosses(rows, index_n, labels_n, tokens_n, teacher, low_rank, read_n, known_n, result, overlap_n)
 
 
 def _weights(shares_g: Tensor, depth_n: Tensor, read_n: Tensor, counts_2g: Tensor | None, row: int) -> Tensor:

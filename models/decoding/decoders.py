@@ -456,8 +456,9 @@ class MarkovDecoder:
     @torch.inference_mode()
     def begin(self) -> Tensor:
         """fp32 logits [1, V'] of the children of the newest committed token."""
-        self._logits_gv, self._depths = self._decoder.draft(), [0]
-        return self._logits_gv[:1] + self._bias_of(self._newest_1)
+        self._draft()
+        self._depths = [0]
+        return self._after(self._newest_1, slice(0, 1))
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
@@ -465,7 +466,13 @@ class MarkovDecoder:
         depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
         self._depths += depths
         tokens_w, depths_w = to_device([tokens, depths], self._device)
-        return self._logits_gv.index_select(0, depths_w) + self._bias_of(tokens_w)
+        return self._after(tokens_w, depths_w)
+
+    def _draft(self) -> None:
+        self._logits_gv = self._decoder.draft()
+
+    def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
+        return self._logits_gv[depths_w] + self._bias_of(tokens_w)
 
 
 def depths_below(parents: list[int], depths: list[int], num_depths: int, of_them: str) -> list[int]:

@@ -240,6 +240,10 @@ class DFlashDrafter(GroupWiseDrafter):
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.fc.weight.device)
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 
+    def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What drafting takes from the rows [G, D] that predict: fp32 logits [G, V'] first."""
+        return (self.logits_of(hidden).float(),)
+
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         return self.with_markov_head(BlockDecoder(self, max_length_tokens))
 
@@ -309,14 +313,14 @@ class BlockDecoder(CachedDecoder):
         self._columns = torch.arange(self._cache.capacity, device=self._device)
         drafter, cache, first_row, to_keys_values = self._drafter, self._cache, self._first_row, self._to_keys_values
 
-        def run(features: Tensor, block: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+        def run(features: Tensor, block: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor) -> Any:
             new = len(features)
             context = drafter.context_of(features).unsqueeze(0)
             cache.store_at(places[:new], to_keys_values(context, (cos[:, :new], sin[:, :new])))
             cache.begin_static_step(places[new:], mask)
             hidden = drafter.run_layers(block, (cos[:, new:], sin[:, new:]), cached_attention=cache)
             cache.end_static_step()
-            return drafter.logits_of(hidden[0, first_row:]).float()
+            return drafter.block_outputs(hidden[0, first_row:])
 
         self._run = compiled(run, self._device, f"drafter {type(drafter).__name__}", backend)
 
@@ -328,10 +332,15 @@ class BlockDecoder(CachedDecoder):
     @torch.inference_mode()
     def draft(self) -> Tensor:
         """fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
+        return self.outputs()[0]
+
+    @torch.inference_mode()
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What `block_outputs` makes of the rows: the logits first."""
         ids, features = self._take_pending()
         block = self._drafter.block_inputs(ids[-1:], self._masks_kd)
         if self._run is not None and len(features) <= LONGEST_STATIC_ROWS:
-            return self._static_logits(features, block)
+            return self._static_outputs(features, block)
         new, rows, begin = len(features), block.shape[1], self._cache.length
         cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
         if new:
@@ -340,9 +349,9 @@ class BlockDecoder(CachedDecoder):
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
         hidden = self._drafter.run_layers(block, rotary, cached_attention=self._cache)
-        return self._drafter.logits_of(hidden[0, self._first_row :]).float()
+        return self._drafter.block_outputs(hidden[0, self._first_row :])
 
-    def _static_logits(self, features: Tensor, block: Tensor) -> Tensor:
+    def _static_outputs(self, features: Tensor, block: Tensor) -> tuple[Tensor, ...]:
         new, rows, begin = len(features), block.shape[1], self._cache.length
         padded = padded_rows(max(new, 1))
         self._cache.length = end = begin + new
@@ -351,9 +360,9 @@ class BlockDecoder(CachedDecoder):
         mask = torch.zeros(hidden.shape, dtype=block.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
         rotary = [part.clone() for part in self._rotary_of(block, places)]
-        logits = self._run(F.pad(features, (0, 0, 0, padded - new)), block, *rotary, places, mask)
+        outputs = self._run(F.pad(features, (0, 0, 0, padded - new)), block, *rotary, places, mask)
         # Kept over the next call, which on CUDA may reuse its memory.
-        return logits.clone() if self._device.type == "cuda" else logits
+        return tuple(part.clone() for part in outputs) if self._device.type == "cuda" else outputs
 
 
 DRAFTER = DFlashDrafter

@@ -1,4 +1,4 @@
-"""DFlash's layout, and DSpark's, which adds a Markov head and a confidence head to it.
+"""DFlash's layout, and what DSpark (a Markov and a confidence head) and DFlash 2 (convolutions, a selector) add to it.
 
 Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
 target's; of a draft vocabulary, which vLLM alone knows, the target's rows of the head go along. Engines count the
@@ -37,6 +37,14 @@ OF_DFLASH = (
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row", "drafter.kind=dspark"),
 )
 OF_DSPARK = (*OF_BLOCKS, only("sample_from_anchor", True, "engines draft its first token from the newest one's row"))
+OF_DFLASH2 = (
+    *OF_BLOCKS,
+    only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
+    only("draft_vocab_size", None, "its candidates are read off the target's whole head"),
+)
+# Of its block, whose values the drafters here have not.
+PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
+OF_CONVOLUTION_AND_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 OF_SGLANG = (
     only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
     only("causal", False, "in SGLang's blocks every row sees every row"),
@@ -54,6 +62,13 @@ def has_draft_vocabulary(config: DrafterConfig) -> bool:
 def to_dflash(drafter: Drafter) -> Checkpoint:
     """Write it for both engines."""
     return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, _tensors(drafter))
+
+
+def to_dflash2(drafter: Drafter) -> Checkpoint:
+    """Write it for both engines, which look for its keys in `dflash_config`."""
+    config = {**_config(drafter), "architectures": ["DFlash2DraftModel"]}
+    config["dflash_config"] |= {key: getattr(drafter.config, key) for key in OF_CONVOLUTION_AND_SELECTOR}
+    return Checkpoint(config, _tensors(drafter))
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
@@ -126,6 +141,13 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     if "d2t" in state:
         options["draft_vocab_size"] = len(state["d2t"])
         state["t2d"] = drafted_of_all(state["d2t"], target_config["vocab_size"])
+    if "candidate_selector.hidden_projection.weight" in state:
+        for key, plain in PLAIN_LOGITS.items():
+            if (known.get(key) or plain) != plain:
+                raise UserError(f"config.json: {key} is {known[key]}, which drafters here have not: only {plain}")
+        return Parameters(
+            "dflash2", options | {key: known[key] for key in OF_CONVOLUTION_AND_SELECTOR}, state, borrowed
+        )
     if "markov_head.markov_w1.weight" not in state:
         return Parameters("dflash", options, state, borrowed)
     options["markov_rank"] = known["markov_rank"]
@@ -160,6 +182,8 @@ EXPORTERS = {
         to_dflash, parameters, OF_DFLASH, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
     ),
     ("dflash", "sglang"): Exporter(to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True),
+    ("dflash2", "vllm"): Exporter(to_dflash2, parameters, OF_DFLASH2, "dflash", in_blocks=True),
+    ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*OF_DFLASH2, *OF_SGLANG), "DFLASH", in_blocks=True),
     ("dspark", "vllm"): Exporter(
         to_dspark, parameters, OF_DSPARK, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
     ),

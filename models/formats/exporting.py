@@ -42,6 +42,8 @@ FORMATS = {
 }
 # The first vLLM that has it, by serve_vllm of NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative).
 FIRST_VLLM = {"parallel_drafting": "0.16", "dflash": "0.20"}
+# And that of a kind which is served by the method of another: vllm-project/vllm, pull request 52816.
+FIRST_VLLM_OF_KIND = {"dflash2": "0.28"}
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # where an engine is not called as its format
 EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
@@ -151,8 +153,12 @@ def versions_of(kind: str, to: str) -> str:
     """Say which version of the engine a folder is for, and which is too old for it, where that is known."""
     exporter = EXPORTERS[kind, to]
     feature = "parallel_drafting" if exporter.parallel else exporter.method
-    first = FIRST_VLLM.get(feature) if to in ("vllm", "speculators") else None
-    return f"for {FORMATS[to]}" + ("" if first is None else f"; `{feature}` needs vLLM {first} or later")
+    named, first = feature, FIRST_VLLM.get(feature)
+    if kind in FIRST_VLLM_OF_KIND:
+        named, first = kind, FIRST_VLLM_OF_KIND[kind]
+    if first is None or to not in ("vllm", "speculators"):
+        return f"for {FORMATS[to]}"
+    return f"for {FORMATS[to]}; `{named}` needs vLLM {first} or later"
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:

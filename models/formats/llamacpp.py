@@ -1,4 +1,4 @@
-"""llama.cpp's layout: one GGUF file, read by the architectures `eagle3`, `dflash` (DSpark too) and the target's own.
+"""llama.cpp's layout: one GGUF file, for the architectures `eagle3`, `dflash` (DFlash 2, DSpark) and the target's own.
 
 What its loaders ask for was read in the sdist llama-cpp-python 0.3.36: `src/models/eagle3.cpp` and `dflash.cpp`,
 `common/speculative.cpp`, and the converters `conversion/llama.py` and `qwen.py`. It counts the layers that are read as
@@ -52,14 +52,23 @@ NAMES = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
 }
 LAYER_NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "hidden_norm": "attn_norm_2",
+    "attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.kernel_projection": "ffn_conv_proj",
+}  # fmt: skip
+# Whose names are not those of modules with `weight` and `bias`; they stay in fp32 where they are no table of tokens.
+WHOLE_NAMES = {
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base",
 }  # fmt: skip
 OF_A_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+OF_A_LAYER_WHOLE = re.compile(r"layers\.(\d+)\.(\w+\.base_kernel)")
 # The architecture of a draft model, by the target's model_type; where neighbours are turned together.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TURNS_NEIGHBOURS = ("llama", "eagle3")
@@ -87,6 +96,12 @@ OF_EAGLE3 = (
     only("norm_output", False, "its EAGLE-3 loader knows no norm_output"),
     ROPE,
 )  # fmt: skip
+OF_ITS_SELECTOR = Refusal(
+    "more candidates than fit into a row",
+    lambda config: config.selector_top_k * (config.selector_top_k + 1) > config.hidden_size,
+    "it keeps k(k + 1) scores of {config.selector_top_k} candidates in a row of the hidden size, {config.hidden_size}",
+    "fewer in drafter.options.selector_top_k",
+)
 OF_DRAFT_MODELS = (
     *causal_lm.OF_DRAFT_MODELS,
     no_layers_but(ARCHITECTURES, "draft models of {config.layers_of[model_type]}'s layers are not written yet"),
@@ -103,6 +118,9 @@ EXPORTERS = {
     ("eagle3", "gguf"): _for_llamacpp(eagle.EXPORTERS["eagle3", "vllm"], "draft-eagle3", *OF_EAGLE3),
     ("dflash", "gguf"): _for_llamacpp(
         dflash.EXPORTERS["dflash", "vllm"], "draft-dflash", *dflash.OF_DFLASH, ROPE
+    ),
+    ("dflash2", "gguf"): _for_llamacpp(
+        dflash.EXPORTERS["dflash2", "vllm"], "draft-dflash", *dflash.OF_DFLASH2, OF_ITS_SELECTOR, ROPE
     ),
     ("dspark", "gguf"): _for_llamacpp(
         dflash.EXPORTERS["dspark", "vllm"], "draft-dspark", *dflash.OF_DSPARK, ROPE
@@ -168,7 +186,7 @@ def write_gguf(
 
 def architecture_of(kind: str, layers_of: Mapping[str, Any]) -> str:
     """Return `general.architecture` of a drafter's file."""
-    return {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dflash"}.get(kind) or ARCHITECTURES[
+    return {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}.get(kind) or ARCHITECTURES[
         layers_of["model_type"]
     ]
 
@@ -198,7 +216,7 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "norm_before_residual": bool(config["norm_before_residual"]),
             "norm_before_fc": bool(config.get("norm_before_fc")),
         }
-    elif kind in ("dflash", "dspark"):
+    elif kind in ("dflash", "dflash2", "dspark"):
         of_block = config["dflash_config"]
         values |= {
             "target_layers": [layer + 1 for layer in of_block["target_layer_ids"]],
@@ -209,6 +227,8 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         if window := config["sliding_window"]:
             sliding = [True] * config["num_hidden_layers"]
             values |= {"attention.sliding_window": window, "attention.sliding_window_pattern": sliding}
+    if kind == "dflash2":
+        values |= {key: config["dflash_config"][key] for key in dflash.OF_CONVOLUTION_AND_SELECTOR}
     if kind == "dspark":
         values |= {"sample_from_anchor": True, "has_confidence_head": bool(config["enable_confidence_head"])}
     return values
@@ -217,6 +237,10 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def theirs(name: str) -> str:
     """Return llama.cpp's name of a tensor of an engine's layout."""
     name = name.removeprefix("model.")
+    if name in WHOLE_NAMES:
+        return WHOLE_NAMES[name]
+    if found := OF_A_LAYER_WHOLE.fullmatch(name):
+        return f"blk.{found[1]}.{WHOLE_NAMES[found[2]]}"
     if found := OF_A_LAYER.fullmatch(name):
         return f"blk.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
     stem, _, what = name.rpartition(".")
@@ -225,7 +249,7 @@ def theirs(name: str) -> str:
 
 def _add(gguf: Any, writer: Any, name: str, values: np.ndarray, dtype: str) -> None:
     quantized = dtype in ("q8_0", "q4_0")
-    if values.ndim < 2 or dtype == "f32" or (quantized and values.shape[-1] % BLOCK):
+    if values.ndim != 2 or dtype == "f32" or (quantized and values.shape[-1] % BLOCK):
         writer.add_tensor(name, np.ascontiguousarray(values))
         return
     kind = gguf.GGMLQuantizationType[dtype.upper()]
@@ -303,6 +327,7 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, layers_of: Mappi
     turned = architecture_of(kind, layers_of) in TURNS_NEIGHBOURS
     prefix = "model." if kind == "draft_model" else ""
     ours = {value: key for key, value in LAYER_NAMES.items()}
+    wholes = {value: key for key, value in WHOLE_NAMES.items()}
     foreign = "hidden_norm" if kind == "eagle3" else "input_norm"  # both are called enc.output_norm
     others = {value: key for key, value in NAMES.items() if key != foreign}
     for tensor in gguf.GGUFReader(file).tensors:
@@ -315,6 +340,10 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, layers_of: Mappi
         value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).copy())
         value = value.reshape(tuple(int(size) for size in reversed(tensor.shape)))
         stem, _, what = tensor.name.rpartition(".")
+        if (whole := re.sub(r"^blk\.\d+\.", "", tensor.name)) in wholes:
+            layer = tensor.name.removesuffix(whole).replace("blk.", "layers.")
+            tensors[layer + wholes[whole]] = value
+            continue
         if found := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
             name = f"{prefix}layers.{found[1]}.{ours[found[2]]}.{what}"
         else:

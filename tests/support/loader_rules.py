@@ -9,11 +9,13 @@ share nothing with the code that writes a layout:
 * EAGLE-3, P-EAGLE: vllm's llama_eagle3.py:184-470 and qwen3_eagle3.py:175-450, transformers_utils/configs/speculators/
   algos.py:18-95 and base.py:62-93; sglang/srt/models/llama_eagle3.py, where the first layer has no biases whatever the
   config says, and fc reads three layers; eagle/model/cnets.py:478-541.
-* DFlash, DSpark: vllm's qwen3_dflash.py and qwen3_dspark.py, sglang's dflash.py and dspark.py.
+* DFlash, DFlash 2, DSpark: vllm's qwen3_dflash.py, qwen3_dflash2.py and qwen3_dspark.py, sglang's dflash.py and
+  dspark.py.
 * Medusa: vllm's medusa.py:20-193 and configs/medusa.py:45-58, FasterDecoding's medusa/model/medusa_model.py.
 * Hydra: zankner/Hydra's hydra/model/hydra_heads/mlp_head.py and hydra_model.py.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +36,7 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("eagle3", "eagle"): {**LLAMA, **NO_BIAS, **ONE_LAYER, "bias": False},
     ("eagle3", "speculators"): UNTIED,
     ("dflash", "vllm"): {"architectures": ["DFlashDraftModel"], **QWEN3, **NO_BIAS},
+    ("dflash2", "vllm"): {"architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS},
     ("dspark", "vllm"): {
         "architectures": ["Qwen3DSparkModel"], **QWEN3, **NO_BIAS, "sample_from_anchor": True,
         "markov_head_type": "vanilla",
@@ -43,6 +46,7 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("hydra", "hydra"): {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0},
 }  # fmt: skip
 WEIGHTS_FILES = {("medusa", "medusa"): "medusa_lm_head.safetensors", ("hydra", "hydra"): "hydra_lm_head.pt"}
+IN_BLOCKS = ("dflash", "dflash2", "dspark")
 Config = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -86,7 +90,7 @@ def asked_shapes(kind: str, to: str, config: Config) -> Shapes:
         return {"fc.weight": (HIDDEN, 2 * HIDDEN), **({"fc.bias": (HIDDEN,)} if biased else {}), **layer}
     if kind in ("eagle3", "peagle"):
         return _eagle3(to, {**config, **config.get("transformer_layer_config", {})})
-    if kind in ("dflash", "dspark"):
+    if kind in IN_BLOCKS:
         return _blocks(kind, to, config)
     shapes: Shapes = {}
     if (kind, to) == ("medusa", "vllm"):
@@ -137,6 +141,14 @@ def _blocks(kind: str, to: str, config: Config) -> Shapes:
     shapes: Shapes = {"fc.weight": (HIDDEN, fused * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     for i in range(config["num_hidden_layers"]):
         shapes |= layer_shapes(f"layers.{i}", config=config)
+    if kind == "dflash2":
+        taps, groups, rank = nested["conv_kernel_size"], HIDDEN // nested["conv_group_size"], nested["selector_rank"]
+        for i, name in itertools.product(range(config["num_hidden_layers"]), ("attention_conv", "mlp_conv")):
+            shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, HIDDEN)
+            shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * groups, HIDDEN)
+        for name in ("predecessor", "successor"):
+            shapes[f"candidate_selector.{name}_codebook"] = (VOCABULARY, rank)
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, HIDDEN)
     if kind == "dspark":
         rank = config["markov_rank"]
         shapes["markov_head.markov_w1.weight"] = (VOCABULARY, rank)
@@ -153,6 +165,6 @@ def complaints(kind: str, to: str, config: Config, shapes: Mapping[str, tuple[in
     known = {**draft_vocabulary(config, always=kind in ("eagle3", "peagle")), **asked}
     found = [f"{name} is missing" for name in asked.keys() - shapes.keys()]
     found += [f"{name} is {shape}, not {known.get(name)}" for name, shape in shapes.items() if known.get(name) != shape]
-    key = ({"peagle": "eagle3"}.get(kind, kind), "vllm" if kind in ("dflash", "dspark") else to)
+    key = ({"peagle": "eagle3"}.get(kind, kind), "vllm" if kind in IN_BLOCKS else to)
     flat = {**config, **config.get("transformer_layer_config", {}), "architectures": config.get("architectures")}
     return found + [f"{name} must be {value}" for name, value in CONFIGS[key].items() if flat.get(name) != value]

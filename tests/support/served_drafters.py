@@ -70,6 +70,10 @@ IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
         "dflash",
         {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000, "feature_layers": [4, 7], "causal": True},
     ),
+    "dflash2": (
+        "dflash2",
+        {"block_size": 4, "num_layers": 2, "selector_rank": 16, "selector_top_k": 8, "sliding_window": 24},
+    ),
     "dspark": ("dspark", {"block_size": 3, "num_layers": 2, "markov_rank": 32}),
     "dspark-reduced": ("dspark", {"block_size": 3, "num_layers": 1, "markov_rank": 32, "draft_vocab_size": 1000}),
     "draft_model": ("draft_model", {"draft_depth": 3, "num_layers": 2}),

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.drafters.dflash import DFlashDrafter, default_feature_layers
+from draftsmith.models.drafters.dflash2 import DFlash2Drafter
 from draftsmith.models.groups.rows import ActiveRows
 
 IN_BLOCKS = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), DFlashDrafter)]
@@ -20,8 +21,11 @@ TARGET = tiny_target(num_hidden_layers=4)
 
 def tiny_block(kind: str = "dflash", **options: Any) -> DFlashDrafter:
     """Without a token before in its logits."""
-    drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, **options})
+    every = {"selector_top_k": VOCABULARY} if kind == "dflash2" else {}
+    drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, **every, **options})
     assert isinstance(drafter, DFlashDrafter)
+    if isinstance(drafter, DFlash2Drafter):
+        torch.nn.init.zeros_(drafter.candidate_selector.successor_codebook)
     if drafter.markov_head is not None:
         torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     return drafter
@@ -40,6 +44,22 @@ def rotated(x_hrd: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def convolved_before(x: Tensor, layer: dict[str, Tensor], name: str) -> tuple[Tensor, list[Tensor]]:
+    """Rows [R, D] as a sublayer reads them, and the kernels [R, taps, D] of both sides."""
+    base = layer[f"{name}.base_kernel"]
+    delta = (x @ layer[f"{name}.kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
+    kernels = [base[side] + delta[:, side].repeat_interleave(16, dim=-1) for side in (0, 1)]
+    return convolved(x, kernels[0]), kernels
+
+
+def convolved(x: Tensor, kernel: Tensor) -> Tensor:
+    """Row by row and tap by tap: nothing is read from before the block."""
+    taps = range(kernel.shape[1])
+    return torch.stack(
+        [sum((kernel[i, tap] * x[i - tap] for tap in taps if tap <= i), 0 * x[i]) for i in range(len(x))]
+    )
+
+
 def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, at: int) -> Tensor:
     """[block_size, D]: one block, whose context stands before its own keys and values, as in z-lab/dflash."""
     state, config = drafter.state_dict(), drafter.config
@@ -47,6 +67,7 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
     ids = torch.tensor([newest] + [config.mask_token_id] * (config.block_size - 1))
     x = TARGET.get_input_embeddings()(ids)
     own, all_places = torch.arange(at, at + len(ids)), torch.arange(at + len(ids))
+    kernels, is_convolved = None, "conv_kernel_size" in config.to_dict()
     for i in range(config.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): value for name, value in state.items()}
 
@@ -54,6 +75,8 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
             return (rows @ layer[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1)
 
         read = rms(x, layer["input_layernorm.weight"])
+        if is_convolved:
+            read, kernels = convolved_before(read, layer, "attention_conv")
         q = rotated(rms(heads("q", read), layer["self_attn.q_norm.weight"]), own)
         k, v = (torch.cat([heads(name, context), heads(name, read)], dim=1) for name in "kv")
         k = rotated(rms(k, layer["self_attn.k_norm.weight"]), all_places)
@@ -63,10 +86,14 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
         if config.sliding_window:
             scores = scores.masked_fill(own[:, None] - all_places >= config.sliding_window, -torch.inf)
         out = (scores.softmax(-1) @ v.repeat_interleave(2, dim=0)).transpose(0, 1).flatten(1)
-        x = x + out @ layer["self_attn.o_proj.weight"].T
+        out = out @ layer["self_attn.o_proj.weight"].T
+        x = x + (convolved(out, kernels[1]) if kernels else out)
         read = rms(x, layer["post_attention_layernorm.weight"])
+        if is_convolved:
+            read, kernels = convolved_before(read, layer, "mlp_conv")
         gate, up = (read @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        out = (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        x = x + (convolved(out, kernels[1]) if kernels else out)
     return rms(x, state["norm.weight"])
 
 

@@ -39,6 +39,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("pass_embeddings", {"inputs": "both"}, "unknown key `drafter.options.inputs`"),
     ("dflash", {"block_size": 1}, "block_size`: input should be greater than or equal to 2, not 1"),
     ("dflash", {"mask_token_id": -1}, "mask_token_id`: must be a token id from 0 to 60, not -1"),
+    ("dflash", {"block_size": 6, "sliding_window": 6}, "sliding_window`: must be greater than block_size, 6"),
+    ("dflash2", {"conv_group_size": 12}, "conv_group_size`: must divide the target's hidden size, 32"),
+    ("dflash2", {"markov_rank": 4}, "markov_rank`: must be 0: the selector is what reads the token before"),
+    ("dflash2", {"selector_top_k": 62}, "selector_top_k`: must be at most the target's vocabulary of 61"),
     ("dflash", {"anchor_ratio": 0.0}, "anchor_ratio`: input should be greater than 0, not 0.0"),
     *(("parallel", {"loss": wrong}, LOSSES) for wrong in ("mse", {"ce": 1, "mse": 1}, {"ce": 0}, {})),
     *(
@@ -65,4 +69,4 @@ def test_an_architecture_without_layers_for_drafters(kind: str) -> None:
             load_drafter_class(kind).from_target(target, {})
         return
     drafter = load_drafter_class(kind).from_target(target, {})
-    assert drafter.config.layers_of["model_type"] == ("qwen3" if kind in ("dflash", "dspark") else "llama")
+    assert drafter.config.layers_of["model_type"] == ("qwen3" if "dflash" in kind or kind == "dspark" else "llama")

@@ -64,6 +64,15 @@ DSPARK = {
     "target_layer_ids": [1, 2], "markov_rank": 5, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
+# z-lab/Qwen3.8-27B-DFlash2's keys.
+DFLASH2 = {
+    **DFLASH, "architectures": ["DFlash2DraftModel"], "is_causal": False, "sliding_window": 6,
+    "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2,
+    "dflash_config": {
+        **DFLASH["dflash_config"], "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 5,
+        "selector_top_k": 4,
+    },
+}  # fmt: skip
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
 HYDRA = {
     "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
@@ -80,6 +89,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "speculators": (SPECULATORS, "eagle3", "model.safetensors", "speculators"),
     "speculators-normed": (SPECULATORS_NORMED, "eagle3", "model.safetensors", "speculators"),
     "dflash": (DFLASH, "dflash", "model.safetensors", "vllm"),
+    "dflash2": (DFLASH2, "dflash2", "model.safetensors", "vllm"),
     "dspark": (DSPARK, "dspark", "model.safetensors", "sglang"),
     "hydra": (HYDRA, "hydra", "hydra_lm_head.pt", "hydra"),
     "medusa": (MEDUSA, "medusa", "medusa_lm_head.pt", "medusa"),

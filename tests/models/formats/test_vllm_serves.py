@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.served_drafters import NEW_TOKENS, SERVED, Setup, briefly_trained, our_counts
 from support.tiny_runs import recipe_file, recipe_in
 from support.vllm_server import VllmServer, vllm_environment
@@ -25,7 +26,7 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE
+from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats.exporting import export_drafter, speculative_config
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256
@@ -109,6 +110,38 @@ def counted(metrics: str, name: str) -> list[int]:
     return [
         int(float(value)) for value in re.findall(rf"^vllm:spec_decode_num_{name}_total{{.*}} (\S+)$", metrics, re.M)
     ]
+
+
+def test_dflash2_by_the_engines_own_functions(setup: Setup) -> None:
+    """Its runner needs Triton, which is not here: what vLLM adds to DFlash, on our weights, block by block."""
+    from vllm.model_executor.models.qwen3_dflash2 import _grouped_conv, _score_edges
+
+    torch.manual_seed(2)
+    options = {"block_size": 5, "num_layers": 1, "conv_kernel_size": 3, "selector_rank": 6, "selector_top_k": 4}
+    drafter = load_drafter_class("dflash2").from_target(setup.target, options)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        conv, selector = drafter.layers[0].mlp_conv, drafter.candidate_selector
+        x_bd = torch.randn(2, 5, 192)  # two blocks; ours stand depth by depth
+        ours, deltas = conv.before(x_bd.transpose(0, 1).flatten(0, 1)[None])
+        ours = conv.after(ours, deltas).unflatten(1, (5, 2))[0].transpose(0, 1).flatten(0, 1)
+        kernels = conv.kernel_projection(x_bd.flatten(0, 1)).view(10, 2, 3, 12)
+        theirs = x_bd.flatten(0, 1)
+        for side in (0, 1):
+            theirs = _grouped_conv(theirs, kernels[:, side], conv.base_kernel[side], 5, 12, 16, 3)
+        torch.testing.assert_close(ours, theirs)
+        normed, anchor = torch.randn(1, 4, 192), torch.tensor([7])
+        values, tokens = drafter.head_logits(normed).topk(4)
+        gates, tables = selector.gates(normed), (selector.predecessor_codebook, selector.successor_codebook)
+        edges = _score_edges(*tables, tokens, values, gates, anchor, 4)
+        before = [anchor.repeat(4), *tokens[0, :-1]]
+        for depth in range(4):
+            for place in range(4):
+                scores = values[0, depth] + selector.edges(
+                    gates[0, depth][None], before[depth][place][None], tokens[0, depth][None]
+                )
+                torch.testing.assert_close(scores[0], edges[0, depth, place])
 
 
 def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:

@@ -1,0 +1,278 @@
+"""DFlash 2: DFlash's block with a convolution over its rows, and a selector of paths (inco.ai/blog/dflash2).
+
+Shape, context and blocks are those of `dflash.py`. There is no paper: what is added was read in vLLM (pull request
+52816, model_executor/models/qwen3_dflash2.py) and speculators (pull request 1006), which trains it.
+
+**Convolution.** Rows of a block see each other through attention alone, and the last ones decay. Before and after each
+attention and each MLP, a row reads those before it in its block, with kernels that depend on the row:
+
+    conv(x)_i = sum_tap (base[tap] + delta_i[tap]) * x_{i - tap},    delta_i = W x_i, one number for a group of channels
+
+`delta` of both sides come from one projection of what the layer's norm gives. The first tap of `base` starts at 1, all
+else at 0: a drafter starts as DFlash. The context has no convolution.
+
+**Selector.** A block's rows do not know each other's tokens. Of each row's K most likely tokens those are drafted that
+go with the token before, by a term of low rank that the row's final-normed state gates:
+
+    score(a -> b) = logit(b) + <A[a] * (H h), B[b]>
+
+and q of a path's next token is the softmax of it over the K candidates, exactly as engines walk (all other tokens have
+probability 0). Trees are grown along paths, as with a Markov head, still from one forward of the layers. B starts as
+zeros, so that a drafter starts as it would without, and A with rows of about length 1 (published drafters came so far
+without their training code; speculators draws both with 0.02).
+
+**Loss.** That of DFlash on the logits, and `selector_weight` times the cross entropy of the selector over the K
+candidates after the true token before; where the label is not among them it takes the place of the last (speculators,
+models/dflash2/metrics.py). Its gradient reaches the rows through both terms of the score. The accuracies that training
+shows are those of the logits, before the selector.
+
+Shapes: N rows, A blocks, R = block_size rows of each, D hidden, c channels of a group, G depths, K candidates, r rank,
+V vocabulary, V' columns of the logits, W tree nodes of a call.
+"""
+
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import AfterValidator, Field, ValidationInfo
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from draftsmith.models.base.draft_head import RowLosses
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.decoding.decoders import MarkovDecoder
+from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
+from draftsmith.models.losses import chunk_rows, softmax_dtype
+
+
+def _divides_the_hidden_size(size: int, info: ValidationInfo) -> int:
+    hidden_size = (info.context or {}).get("hidden_size", size)
+    if hidden_size % size:
+        raise ValueError(f"must divide the target's hidden size, {hidden_size}")
+    return size
+
+
+def _within_the_vocabulary(count: int, info: ValidationInfo) -> int:
+    vocabulary = (info.context or {}).get("vocab_size", count)
+    if count > vocabulary:
+        raise ValueError(f"must be at most the target's vocabulary of {vocabulary}")
+    return count
+
+
+class DFlash2Config(DFlashConfig):
+    model_type = MODEL_TYPE_PREFIX + "dflash2"
+
+    class Options(DFlashConfig.Options):
+        """The keys of `drafter.options` in a recipe."""
+
+        conv_kernel_size: int = Field(2, ge=1, description="taps: a row reads so many rows of its block, its own too")
+        conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
+            16, ge=1, description="channels that share what a row adds to the kernel"
+        )
+        selector_rank: int = Field(256, ge=1, description="rank of the selector (published: 256)")
+        selector_top_k: Annotated[int, AfterValidator(_within_the_vocabulary)] = Field(
+            16,
+            ge=1,
+            description="candidates of each row among which the selector chooses (published: 16; llama.cpp wants "
+            "k(k + 1) at most the hidden size)",
+        )
+        selector_weight: float = Field(1.0, gt=0, description="weight of the selector's loss beside that of the drafts")
+        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector is what reads the token before")] = (
+            Field(0, description="0: the selector is what reads the token before")
+        )
+
+
+class GroupedConvolution(nn.Module):
+    """The convolutions before and after one sublayer."""
+
+    def __init__(self, hidden_size: int, block_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self._block_size, self._taps, self._group_size = block_size, min(taps, block_size), group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
+
+    @torch.no_grad()
+    def start_as_identity(self) -> None:
+        """Give each row itself."""
+        self.base_kernel.zero_()[:, 0] = 1.0
+        self.kernel_projection.weight.zero_()
+
+    def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the sublayer reads [1, N, D], and the kernels for `after`, given rows that its norm has normed."""
+        deltas = self.kernel_projection(hidden).unflatten(-1, (2, len(self.base_kernel[0]), -1))
+        return self._convolved(hidden, deltas[..., 0, :, :], 0), deltas[..., 1, :, :]
+
+    def after(self, hidden: Tensor, deltas: Tensor) -> Tensor:
+        """[1, N, D] of what the sublayer gave."""
+        return self._convolved(hidden, deltas, 1)
+
+    def _convolved(self, hidden: Tensor, deltas: Tensor, side: int) -> Tensor:
+        """Rows stand depth by depth: row i of all blocks, then row i + 1 of all."""
+        rows = hidden.unflatten(-1, (-1, self._group_size))
+        kernels = self.base_kernel[side].to(hidden.dtype).unflatten(-1, (-1, self._group_size)) + deltas.unsqueeze(-1)
+        total, blocks = kernels[:, :, 0] * rows, rows.shape[1] // self._block_size
+        for tap in range(1, self._taps):
+            shifted = F.pad(rows[:, : rows.shape[1] - tap * blocks], (0, 0, 0, 0, tap * blocks, 0))
+            total = total + kernels[:, :, tap] * shifted
+        return total.flatten(-2)
+
+
+class ConvolvedLayer(Qwen3DecoderLayer):
+    """Qwen 3's decoder layer with a convolution around each of its sublayers."""
+
+    def __init__(self, config: Any, layer_idx: int, options: DrafterConfig) -> None:
+        super().__init__(config, layer_idx)
+        shape = config.hidden_size, options.block_size, options.conv_kernel_size, options.conv_group_size
+        self.attention_conv, self.mlp_conv = GroupedConvolution(*shape), GroupedConvolution(*shape)
+
+    def forward(self, hidden_states: Tensor, **attention: Any) -> Tensor:
+        """[1, N, D] to [1, N, D]."""
+        read, deltas = self.attention_conv.before(self.input_layernorm(hidden_states))
+        attended, _ = self.self_attn(hidden_states=read, attention_mask=None, **attention)
+        hidden_states = hidden_states + self.attention_conv.after(attended, deltas)
+        read, deltas = self.mlp_conv.before(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.mlp_conv.after(self.mlp(read), deltas)
+
+
+class CandidateSelector(nn.Module):
+    """A, B and H, with the published names."""
+
+    def __init__(self, hidden_size: int, vocabulary: int, rank: int) -> None:
+        super().__init__()
+        # Whatever else is drawn stays what it is without the selector.
+        with torch.random.fork_rng(devices=[]):
+            self.predecessor_codebook = nn.Parameter(torch.randn(vocabulary, rank) * rank**-0.5)
+            self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        self.successor_codebook = nn.Parameter(torch.zeros(vocabulary, rank))
+
+    def gates(self, normed: Tensor) -> Tensor:
+        """Map final-normed rows [..., D] to H h [..., r]."""
+        return self.hidden_projection(normed.to(self.hidden_projection.weight.dtype))
+
+    def edges(self, gates_nr: Tensor, before_n: Tensor, candidates_nk: Tensor) -> Tensor:
+        """[N, K] what is added to the candidates' logits after the tokens before [N], in fp32 at least."""
+        context_nr = F.embedding(before_n, self.predecessor_codebook) * gates_nr
+        successors_nkr = F.embedding(candidates_nk, self.successor_codebook)
+        return torch.einsum("nr,nkr->nk", context_nr, successors_nkr).to(softmax_dtype(gates_nr.dtype))
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """The drafter q; see the module's docstring."""
+
+    config_class = DFlash2Config
+
+    def build(self, config: DrafterConfig) -> None:
+        super().build(config)
+        convolved = nn.ModuleList()
+        for index, layer in enumerate(self.layers):
+            convolved.append(ConvolvedLayer(self.layers_config, index, config))
+            convolved[-1].load_state_dict(layer.state_dict(), strict=False)
+        self.layers = convolved
+        shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
+        self.candidate_selector = CandidateSelector(*shape)
+
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        for module in self.layers.modules():
+            if isinstance(module, GroupedConvolution):
+                module.start_as_identity()
+        super().initialize_from_target(target)
+
+    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
+        """Return the selector's loss of the rows that the loss through the LM head reads."""
+        normed_nd, head, selector = part.rows.normed_nd, part.rows.head.linear, self.candidate_selector
+        logits_nk, columns_nk, label_n = _TopLogits.apply(
+            normed_nd, head.weight, head.bias, part.labels_n, self.config.selector_top_k
+        )
+        tokens_nk = self.tokens_of(columns_nk)
+        scores_nk = logits_nk + selector.edges(selector.gates(normed_nd), part.before_n, tokens_nk)
+        losses_n = F.cross_entropy(scores_nk, label_n, reduction="none") * part.known_n
+        return self.config.selector_weight * losses_n, part.read_n.to(losses_n.dtype), 1
+
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        """The target's ids of columns of the logits."""
+        return columns if self.draft_ids is None else self.draft_ids[columns]
+
+    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        normed = self.norm(self.group_hidden(input_ids, features, position_ids))
+        num_depths, length = normed.shape[1:3]
+        # After the last token there is none: groups that would read it repeat the last, and mean nothing.
+        ahead_g, place_s = (torch.arange(count, device=input_ids.device) for count in (num_depths, length))
+        before = input_ids[:, (ahead_g[:, None] + place_s).clamp(max=length - 1)]
+        logits_nv, before_n = self.head_logits(normed).flatten(0, 2), before.flatten()
+        values_nk, columns_nk = logits_nv.topk(self.config.selector_top_k)
+        gates_nr = self.candidate_selector.gates(normed).flatten(0, 2)
+        scores_nv = self.path_logits(values_nk, columns_nk, gates_nr, before_n, logits_nv.shape[1])
+        return self.over_all_tokens(scores_nv.unflatten(0, normed.shape[:3]))
+
+    def path_logits(
+        self, values_nk: Tensor, columns_nk: Tensor, gates_nr: Tensor, before_n: Tensor, columns: int
+    ) -> Tensor:
+        """[N, V'] scores after the tokens before [N], -inf beside the candidates, given their logits and columns."""
+        scores_nk = values_nk + self.candidate_selector.edges(gates_nr, before_n, self.tokens_of(columns_nk))
+        nowhere = scores_nk.new_full((len(scores_nk), columns), float("-inf"))
+        return nowhere.scatter(1, columns_nk, scores_nk)
+
+    def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        normed = self.norm(hidden)
+        return self.head_logits(normed).float(), self.candidate_selector.gates(normed)
+
+    def decoder(self, max_length_tokens: int) -> "SelectorDecoder":
+        return SelectorDecoder(BlockDecoder(self, max_length_tokens), self)
+
+
+class _TopLogits(torch.autograd.Function):
+    """The K largest logits of each row and their columns, the label in place of the last where it is not among them.
+
+    Neither direction has a tensor [N, V] or [N, K, D]; the head is frozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, normed_nd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, labels_n: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [N, K] in fp32 at least, columns [N, K], and the label's place among them [N]."""
+        vocabulary, hidden_size = weight_vd.shape
+        chunk = chunk_rows(vocabulary, hidden_size, device_type=normed_nd.device.type)
+        values, columns = [], []
+        for rows, labels in zip(normed_nd.split(chunk), labels_n.split(chunk), strict=True):
+            logits = F.linear(rows.to(weight_vd.dtype), weight_vd, bias_v)
+            top = logits.topk(top_k, dim=-1)
+            missing = (top.indices != labels[:, None]).all(-1)
+            top.indices[:, -1] = torch.where(missing, labels, top.indices[:, -1])
+            values.append(logits.gather(1, top.indices))
+            columns.append(top.indices)
+        values_nk, columns_nk = torch.cat(values).to(softmax_dtype(normed_nd.dtype)), torch.cat(columns)
+        place_n = (columns_nk == labels_n[:, None]).int().argmax(-1)
+        ctx.save_for_backward(columns_nk, weight_vd)
+        ctx.dtype = normed_nd.dtype
+        ctx.mark_non_differentiable(columns_nk, place_n)
+        return values_nk, columns_nk, place_n
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        columns_nk, weight_vd = ctx.saved_tensors
+        weights_nk = grad_outputs[0].to(weight_vd.dtype)
+        grad_nd = F.embedding_bag(columns_nk, weight_vd.detach(), mode="sum", per_sample_weights=weights_nk)
+        return grad_nd.to(ctx.dtype), None, None, None, None
+
+
+class SelectorDecoder(MarkovDecoder):
+    """A `StepwiseDecoder` over a block: of its candidates those that go with the token before."""
+
+    def __init__(self, decoder: BlockDecoder, drafter: DFlash2Drafter) -> None:
+        super().__init__(decoder, drafter.candidate_selector.gates, drafter.config.num_depths, drafter.device)
+        self._block, self._drafter = decoder, drafter
+
+    def _draft(self) -> None:
+        self._logits_gv, self._gates_gr = self._block.outputs()
+        self._values_gk, self._columns_gk = self._logits_gv.topk(self._drafter.config.selector_top_k)
+
+    def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
+        values_wk, columns_wk, gates_wr = (
+            part[depths_w] for part in (self._values_gk, self._columns_gk, self._gates_gr)
+        )
+        return self._drafter.path_logits(values_wk, columns_wk, gates_wr, tokens_w, self._logits_gv.shape[1])
+
+
+DRAFTER = DFlash2Drafter
