@@ -32,6 +32,15 @@ w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull 
 being the label's probability all the same; a token outside the draft vocabulary has q = 0; a row that a conditional
 drop leaves out ends its group.
 
+Three more ways to credit rows by what their own group does, in place of or beside `depth_weights` and D-PACE. A draft
+is accepted up to its first wrong row: j* is the first of a group whose most likely token is not the label.
+
+* `first_error_weight` adds so much of the mean over groups of the loss at j* ("first-error focal loss", 2606.11552).
+* `chain_weight` adds so much of -1/J sum_{k<=J} prod_{i<=k} q_i, the share of its J depths that a group is expected to
+  have accepted ("chain loss", ibid.). Its gradient is that of sum_j w_j log q_j / J with D-PACE's w at alpha = 0, and
+  that is how it is computed, for whatever the row's loss is.
+* `until_first_error` leaves out what stands behind j* (accept-until-fail training, 2607.01893).
+
 Shapes: B batch, S sequence, P = B*S tokens = groups, G depths, N labelled rows, D hidden, V the target's vocabulary, V'
 drafted tokens, r rank.
 """
@@ -173,13 +182,13 @@ def training_loss(drafter: Any, batch: Batch, parts: Iterable[LabelledRows]) -> 
         drafter: A `Drafter`.
         parts: All labelled rows, those of each head together.
     """
-    alpha, shares = drafter.config.options.dpace, drafter.depth_shares
+    credit, shares = drafter.config.options.credit, drafter.depth_shares
     correct = torch.zeros_like(batch.labels_bgs, dtype=torch.bool).flatten()
     mass_p = _teachers_mass(drafter, batch)
-    found, losses, sums = list[RowLosses](), list[Tensor](), list[list[Tensor]]()
+    losses, sums, credited = list[Tensor](), list[list[Tensor]](), list[_Credited]()
     for rows in parts:
         shares_g = numbers_beside(rows.normed_nd, shares)
-        part = _losses_of(drafter, batch, rows, mass_p, None if alpha is not None else shares_g)
+        part = _losses_of(drafter, batch, rows, mass_p, shares_g if credit is None else None)
         result, known_n, depth_n = part.through_head, part.known_n, rows.depth_n
         zeros_g = torch.zeros_like(shares_g)
         sums.append(
@@ -191,18 +200,20 @@ def training_loss(drafter: Any, batch: Batch, parts: Iterable[LabelledRows]) -> 
         )
         correct[part.index_n] = result.correct_n & (known_n > 0)
         further = drafter.further_losses(part)
-        if alpha is None:
+        if credit is None:
             loss = drafter.class_weight * result.loss
             if further is not None:
                 further_n, read_n, row = further
                 loss = loss + (further_n * _weights(shares_g, depth_n, read_n, batch.counts_2g, row)).sum()
             losses.append(loss)
         else:
-            losses_n = drafter.class_weight * (result.losses_n * part.read_n)
-            losses.append(losses_n if further is None else losses_n + further[0] * further[1])
-            found.append(part)
-    if alpha is not None:
-        losses = _by_dpace(alpha, batch, found, losses)
+            terms = [(drafter.class_weight * result.losses_n, part.read_n, 1)]
+            terms += [] if further is None else [further]
+            for losses_n, read_n, row in terms:
+                weights_n = _weights(shares_g, depth_n, read_n, batch.counts_2g, row)
+                credited.append(_Credited(part, losses_n * read_n, weights_n))
+    if credit is not None:
+        losses = _by_groups(credit, batch, credited)
     totals = (torch.stack(values).sum(0) for values in zip(*sums, strict=True))
     return DrafterOutput(torch.stack(losses).sum(), *totals, correct_bgs=correct.view(batch.labels_bgs.shape))
 
@@ -275,47 +286,79 @@ def depth_shares(weights: Sequence[float], ramp_frac: float = 0.0, progress_frac
     return [weight / sum(ramped) for weight in ramped]
 
 
-def _by_dpace(alpha: float, batch: Batch, parts: list[RowLosses], losses: list[Tensor]) -> list[Tensor]:
-    """[] of each part: its losses [N], weighted, over the number of groups with a label."""
-    nats_n, depth_n, group_n = (
-        torch.cat(values)
-        for values in zip(
-            *(
-                (
-                    part.through_head.cross_entropy_n.masked_fill(part.known_n == 0, float("inf")),
-                    part.rows.depth_n,
-                    part.rows.token_n,
-                )
-                for part in parts
-            ),
-            strict=True,
-        )
+@dataclass(frozen=True)
+class Credit:
+    """What the rows of a group count by what the group does, beside their depth; see the module's docstring."""
+
+    dpace_alpha: float | None = None
+    first_error: float = 0.0
+    chain: float = 0.0
+    until_first_error: bool = False
+
+
+class _Credited(NamedTuple):
+    """Losses [N] of a part's rows, and their weights [N] by depth."""
+
+    part: RowLosses
+    losses_n: Tensor
+    weights_n: Tensor
+
+
+def _by_groups(credit: Credit, batch: Batch, credited: list[_Credited]) -> list[Tensor]:
+    """[] of each: its losses [N], weighted by depth, or with D-PACE over the number of groups, and by the credit."""
+    parts = list({id(each.part): each.part for each in credited}.values())
+    num_groups, num_depths = batch.input_ids.numel(), batch.labels_bgs.shape[1]
+
+    def places_of(part: RowLosses) -> Tensor:
+        return part.rows.token_n * num_depths + part.rows.depth_n
+
+    place_n = torch.cat([places_of(part) for part in parts])
+    nats_n = torch.cat(
+        [part.through_head.cross_entropy_n.masked_fill(part.known_n == 0, float("inf")) for part in parts]
     )
-    weights_n = dpace_weights(alpha, nats_n, group_n, depth_n, batch.input_ids.numel(), batch.labels_bgs.shape[1])
-    groups = (depth_n == 0).sum() if batch.counts_2g is None else batch.counts_2g[0, 0]
-    return [
-        (losses_n * weights).sum() / one_for_none(groups.to(losses_n.dtype))
-        for losses_n, weights in zip(losses, weights_n.split([len(part) for part in losses]), strict=True)
-    ]
+    right_n = torch.cat([part.through_head.correct_n & (part.known_n > 0) for part in parts])
+
+    def by_group(values_n: Tensor) -> Tensor:
+        return values_n.new_zeros(num_groups * num_depths).index_copy(0, place_n, values_n).view(num_groups, -1)
+
+    there_pg = by_group(torch.ones_like(nats_n))
+    groups = (there_pg[:, 0].sum() if batch.counts_2g is None else batch.counts_2g[0, 0]).to(there_pg.dtype)
+    # Rows that all rows before them in their group are right for: up to the first wrong one, that included.
+    right_pg = by_group(right_n.to(there_pg.dtype))
+    reached_pg = there_pg * torch.cat([torch.ones_like(right_pg[:, :1]), right_pg[:, :-1]], dim=1).cumprod(1)
+    further_pg = credit.first_error * reached_pg * (1.0 - right_pg)
+    if credit.chain:
+        chain_pg = group_lengths(0.0, nats_n, place_n, num_groups, num_depths)
+        further_pg = further_pg + credit.chain * chain_pg / one_for_none(there_pg.sum(1, keepdim=True))
+    further_pg = further_pg / one_for_none(groups)
+    dpace_pg = None
+    if credit.dpace_alpha is not None:
+        dpace_pg = group_lengths(credit.dpace_alpha, nats_n, place_n, num_groups, num_depths) / one_for_none(groups)
+    totals = []
+    for part, losses_n, weights_n in credited:
+        there_n = places_of(part)
+        if dpace_pg is not None:
+            weights_n = dpace_pg.flatten()[there_n]
+        if credit.until_first_error:
+            weights_n = weights_n * reached_pg.flatten()[there_n]
+        totals.append((losses_n * (weights_n + further_pg.flatten()[there_n])).sum())
+    return totals
 
 
-def dpace_weights(
-    alpha: float, cross_entropy_n: Tensor, group_n: Tensor, depth_n: Tensor, num_groups: int, num_depths: int
-) -> Tensor:
-    """[N] D-PACE's w of the rows of whole groups.
+def group_lengths(alpha: float, cross_entropy_n: Tensor, place_n: Tensor, num_groups: int, num_depths: int) -> Tensor:
+    """[P, G] D-PACE's w of the rows of whole groups, 0 where there is none.
 
     Args:
-        alpha: The smoothing, in (0, 1]; with 1 the weights are G, G-1, ... 1.
+        alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
         cross_entropy_n: -log q of the label.
-        group_n: Number of each row's group, from 0.
-        depth_n: Depth of each row, from 0. A group's depths have no gaps.
+        place_n: Of each row: the number of its group, from 0, times G, and its depth. A group's depths have no gaps.
     """
-    place_n, size = group_n * num_depths + depth_n, num_groups * num_depths
+    size = num_groups * num_depths
     confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha
     factors_pg = confidence_n.new_ones(size).index_copy(0, place_n, confidence_n).view(num_groups, num_depths)
     there_pg = confidence_n.new_zeros(size).index_fill(0, place_n, 1.0).view(num_groups, num_depths)
     reached_pg = factors_pg.cumprod(1) * there_pg
-    return reached_pg.flip(1).cumsum(1).flip(1).flatten().index_select(0, place_n)
+    return reached_pg.flip(1).cumsum(1).flip(1) * there_pg
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.draft_head import (
     Batch,
+    Credit,
     DraftedShare,
     DraftHead,
     LabelledRows,
@@ -175,8 +176,8 @@ class DrafterOptions(Section):
         return None
 
     @property
-    def dpace(self) -> float | None:
-        """Return D-PACE's alpha, or None where rows are weighed by their depth alone."""
+    def credit(self) -> Credit | None:
+        """Return what rows count by what their group does, or None where they are weighed by their depth alone."""
         return None
 
 
@@ -198,9 +199,23 @@ class DepthOptions(DrafterOptions):
         "smoothed with this alpha (the paper's is 0.5); see `models/base/draft_head.py`",
     )
 
+    first_error_weight: float = Field(
+        0.0,
+        ge=0,
+        description="weight of a further loss at the first row of a group whose most likely token is wrong: what ends "
+        "a draft (2606.11552); this and the next two in `models/base/draft_head.py`",
+    )
+    chain_weight: float = Field(
+        0.0, ge=0, description="weight of a further loss, minus the share of its depths that a group has accepted"
+    )
+    until_first_error: bool = Field(
+        False, description="no loss behind the first row of a group whose most likely token is wrong (2607.01893)"
+    )
+
     @property
-    def dpace(self) -> float | None:
-        return self.dpace_alpha
+    def credit(self) -> Credit | None:
+        credit = Credit(self.dpace_alpha, self.first_error_weight, self.chain_weight, self.until_first_error)
+        return None if credit == Credit() else credit
 
     def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
         given = self.depth_weights

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_target
 
-from draftsmith.models.base.draft_head import depth_shares, dpace_weights
+from draftsmith.models.base.draft_head import depth_shares, group_lengths
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
 
@@ -54,17 +54,17 @@ BY_HAND = [1.5703125, 0.8203125, 0.3515625]
 def test_dpace_by_hand() -> None:
     """A whole group, one cut after two depths, one of a single depth, and rows in any order."""
     group_n, depth_n = torch.tensor([4, 0, 4, 2, 0, 4]), torch.tensor([2, 0, 0, 0, 1, 1])
-    weights_n = dpace_weights(0.5, -CONFIDENCES[depth_n].log(), group_n, depth_n, 5, 3)
-    assert weights_n.tolist() == pytest.approx([BY_HAND[2], 1.21875, BY_HAND[0], 0.75, 0.46875, BY_HAND[1]], abs=1e-12)
+    weights_pg = group_lengths(0.5, -CONFIDENCES[depth_n].log(), group_n * 3 + depth_n, 5, 3)
+    expected = [[1.21875, 0.46875, 0], [0, 0, 0], [0.75, 0, 0], [0, 0, 0], BY_HAND]
+    torch.testing.assert_close(weights_pg, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
 def test_dpaces_extremes() -> None:
     """Sure of everything, or smoothed away: G, G-1, ...; a label that cannot be drafted passes alpha on."""
-    group_n, depth_n = torch.zeros(3, dtype=torch.long), torch.arange(3)
     nats = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([5.0, 1.0, 9.0]), torch.tensor([0.0, math.inf, 0.0])
     cases = zip((0.2, 1.0, 0.25), nats, ([3, 2, 1], [3, 2, 1], [1.5, 0.5, 0.25]), strict=True)
     for alpha, nats_n, expected in cases:
-        assert dpace_weights(alpha, nats_n, group_n, depth_n, 1, 3).tolist() == expected
+        assert group_lengths(alpha, nats_n, torch.arange(3), 1, 3)[0].tolist() == expected
 
 
 def test_dpace_has_no_ramp() -> None:

@@ -350,18 +350,19 @@ def logits_of_head(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
     """Label by label, from the logits of all groups: no chunks, no active rows, weights by their definitions."""
     config, ids, features = drafter.config, batch["input_ids"], batch["features"]
-    logits, alpha, shares = logits_of_head(drafter, ids, features), config.options.dpace, drafter.depth_shares
+    logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, drafter.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     kept = list(range(VOCABULARY)) if drafter.draft_ids is None else drafter.draft_ids.tolist()
     teacher = batch.get("teacher_features", features)
     hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
     gates = None if selector is None else selector.hidden_projection(drafter.norm(drafter.group_hidden(ids, features)))
+    alpha = None if credit is None else credit.dpace_alpha
     means: list[list[Tensor]] = [[] for _ in shares]  # of the losses through the head, of each depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression, DFlash 2's selector
     total, groups = logits.new_zeros(()), 0
     for b, t in itertools.product(range(len(ids)), range(LENGTH)):
-        rows, q = [], []
+        rows, q, right, kept_on = list[Tensor](), list[float](), list[bool](), 1.0
         for j, label in enumerate(labels[b, :, t].tolist()):
             if label == -100:
                 break
@@ -375,10 +376,13 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 for name, weight in loss_weights(config.loss).items()
             )
             q.append(float(row.detach().softmax(-1)[0, place]) if label in kept else 0.0)
-            means[j] += [distance] if read else []
+            if credit is not None and credit.until_first_error:
+                kept_on = float(all(right))
+            right.append(kept[int(row.argmax())] == label)
+            means[j] += [kept_on * distance] if read else []
             if hidden is not None:
-                further[j].append(smooth_l1(hidden[b, j, t], teacher[b, t + j]))
-                distance = distance + further[j][-1]
+                further[j].append(kept_on * smooth_l1(hidden[b, j, t], teacher[b, t + j]))
+                distance = distance + smooth_l1(hidden[b, j, t], teacher[b, t + j])
             if selector is not None:
                 candidates = [kept[column] for column in row[0].topk(config.selector_top_k).indices.tolist()]
                 if label not in candidates:
@@ -386,22 +390,29 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 context = selector.predecessor_codebook[ids[b, t + j]] * gates[b, j, t]
                 scores = logits[b, j, t, candidates] + selector.successor_codebook[candidates] @ context
                 nats = -scores.log_softmax(-1)[candidates.index(label)] if label in kept else 0.0 * scores[0]
-                further[j].append(config.selector_weight * nats.nan_to_num())
-                distance = distance + further[j][-1]
-            rows.append(distance)
+                further[j].append(kept_on * config.selector_weight * nats.nan_to_num())
+                distance = distance + config.selector_weight * nats.nan_to_num()
+            rows.append(distance * (read or alpha is not None))
         if alpha is not None:  # D-PACE, eq. 7 to 9
             products = [math.prod((1 - alpha) * each + alpha for each in q[: m + 1]) for m in range(len(q))]
             total = total + sum((sum(products[j:]) * row for j, row in enumerate(rows)), torch.zeros(()))
+        if credit is not None and not all(right):
+            total = total + credit.first_error * rows[right.index(False)]
+        if credit is not None and credit.chain:
+            products = [math.prod(q[: m + 1]) for m in range(len(q))]
+            for j, row in enumerate(rows):
+                total = total + credit.chain * sum(products[j:]) / len(q) * row
         groups += bool(rows)
+    total = total / groups
     if alpha is not None:
-        return total / groups
+        return total
     for share, of_head, of_others in zip(shares, means, further, strict=True):
         for part in (of_head, of_others):
             total = total + (share * torch.stack(part).mean() if part else 0.0)
     return total
 
 
-BY_DPACE: list[tuple[str, dict[str, Any]]] = [
+BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"dpace_alpha": 0.3}),
     ("dflash2", {"dpace_alpha": 0.3, "selector_rank": 6, "selector_top_k": 5}),
     ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
@@ -409,10 +420,15 @@ BY_DPACE: list[tuple[str, dict[str, Any]]] = [
     ("peagle", {"dpace_alpha": 0.5, "draft_vocab_size": 40}),
     ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
     ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
+    ("parallel", {"until_first_error": True, "loss": "kl"}),
+    ("dflash", {"first_error_weight": 0.7, "chain_weight": 0.4}),
+    ("medusa", {"first_error_weight": 0.7, "until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),
+    ("eagle3", {"chain_weight": 2.0, "dpace_alpha": 0.5, "first_error_weight": 0.3}),
+    ("dflash2", {"until_first_error": True, "chain_weight": 0.5, "selector_rank": 6, "selector_top_k": 5}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_DPACE])
+@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
 def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     """1e-6 in fp64, since transformers' norms and RoPE and the weights of rows are in fp32."""
     target, drafter = target_and_drafter(kind, options)
@@ -480,7 +496,7 @@ def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backen
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_DPACE])
+@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
 def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
     """However a batch is split, and with an empty part: its loss and gradients, as `label_counts` says how large it is.
 
