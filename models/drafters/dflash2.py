@@ -22,9 +22,9 @@ zeros, so that a drafter starts as it would without, and A with rows of about le
 without their training code; speculators draws both with 0.02).
 
 **Loss.** That of DFlash on the logits, and `selector_weight` times the cross entropy of the selector over the K
-candidates after the true token before; where the label is not among them it takes the place of the last (speculators,
-models/dflash2/metrics.py). Its gradient reaches the rows through both terms of the score. The accuracies that training
-shows are those of the logits, before the selector.
+candidates after the true token before; where the label is not among them it takes the place of the last (metrics.py of
+speculators' dflash2). Its gradient reaches the rows through both terms of the score. The accuracies that training shows
+are those of the logits, before the selector.
 
 Shapes: N rows, A blocks, R = block_size rows of each, D hidden, c channels of a group, G depths, K candidates, r rank,
 V vocabulary, V' columns of the logits, W tree nodes of a call.
