@@ -237,6 +237,9 @@ def serve(
     host: Annotated[str, typer.Option(help="By default nobody but this machine reaches it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; behind them there is 429.")] = 64,
+    at_once: Annotated[
+        int, typer.Option(min=1, max=32, help="Answers under way; each has its place in the cache of keys and values.")
+    ] = 4,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the key that clients need.")
     ] = None,
@@ -294,9 +297,10 @@ def serve(
             lambda finished: learned.add(finished.prompt_ids, finished.record),
             newer,
             memory,
+            at_once,
         )
     else:
-        worker = Worker(loaded, waiting, memory=memory)
+        worker = Worker(loaded, waiting, memory=memory, at_once=at_once)
     console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
     run_server(worker, host, port, api_key)
 

@@ -111,11 +111,9 @@ class CompiledSession(TargetSession):
     @torch.inference_mode()
     def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
         if mask is None or not self._size:
-            step = super()._run(ids, positions, mask, **options)
-            return TargetStep(step.logits, self._wanted(step.features))
-        start, rows = self._cache.committed, ids.shape[1]
+            return self._run_as_it_is(ids, positions, mask, **options)
         # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
-        inputs = [part.clone() for part in (ids, positions, self._positions[0, start : start + rows])]
+        inputs = [part.clone() for part in (ids, positions, self._places_of(ids.shape[1]))]
         try:
             logits, features = self._graph(*inputs, mask)
         except UserError as error:
@@ -124,10 +122,22 @@ class CompiledSession(TargetSession):
             logger.warning("%s; going on without", str(error).partition(": use eval.compile")[0])
             self._compiles, self._cache.places = False, None
             self._tap.forget()
-            return super()._run(ids, positions, mask[..., : start + rows], **options)
+            return self._run_as_it_is(ids, positions, mask, **options)
         # Features wait in the drafter's queue; on CUDA the next forward may reuse their memory.
         features = features.clone() if self.device.type == "cuda" else features
         return TargetStep(logits[None], self._wanted(features[None]))
+
+    def _places_of(self, rows: int) -> Tensor:
+        """[N] the columns that this many rows are written to."""
+        start = self._cache.committed
+        return self._positions[0, start : start + rows]
+
+    def _run_as_it_is(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+        """Run without compilation."""
+        if mask is not None:  # which may be that of a compiled forward, over the whole cache
+            mask = mask[..., : self._cache.committed + ids.shape[1]]
+        step = super()._run(ids, positions, mask, **options)
+        return TargetStep(step.logits, self._wanted(step.features))
 
     def _wanted(self, features: Tensor) -> Tensor:
         """[..., F] of the layers that the method reads, of all that are read."""

@@ -62,7 +62,8 @@ class TreeCache(Cache):
     `ahead` rows after the committed ones are part of the proposal too: the next forward writes after them. Zero where
     a tree is run in one forward.
 
-    A compiled forward writes at `places` [n] and attends to the first `view_tokens` columns, whatever is committed.
+    With `places` [n] a forward writes there and attends to the first `view_tokens` columns, whatever is committed; what
+    it writes attends to itself alone where these are 0.
 
     Args:
         static: Whether there will be such forwards.
@@ -136,6 +137,8 @@ class TreeCacheLayer(CacheLayerMixin):
         if places is not None:
             self.keys.index_copy_(2, places, key_states)
             self.values.index_copy_(2, places, value_states)
+            if end == 0:
+                return key_states, value_states
         else:
             start, count = self.get_seq_length(), key_states.shape[2]
             end = start + count
@@ -212,9 +215,8 @@ class TargetSession:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Once: at `close`, or when the session is gone that nobody closed.
         self._cudnn_off = weakref.finalize(self, TargetSession._one_less)
-        capacity = aligned(max_length_tokens + 1 + LONGEST_TREE_NODES)
         layers = target.config.get_text_config().num_hidden_layers
-        self._cache = TreeCache(layers, capacity, self._static_cache)
+        self._cache = TreeCache(layers, self._capacity_tokens(max_length_tokens), self._static_cache)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
         # The additive mask [1, 1, N, S], zero where a node may look: at everything committed, and in its tree.
         self._closed = torch.finfo(target.dtype).min
@@ -223,6 +225,10 @@ class TargetSession:
         if target not in _probed:
             self._probe()
             _probed.add(target)
+
+    def _capacity_tokens(self, max_length_tokens: int) -> int:
+        """Return how many columns the cache has, for sequences of this length."""
+        return aligned(max_length_tokens + 1 + LONGEST_TREE_NODES)
 
     @staticmethod
     def _one_less() -> None:
@@ -473,6 +479,58 @@ class Round:
         return [*(self.tree.tokens[node] for node in self.verdict.path[1:]), self.verdict.next_token][: self.kept]
 
 
+class Answering:
+    """One answer under way: what becomes of it, round by round, whoever drafts and however many share a forward.
+
+    Args are those of `generate`; `columns` are what is drafted from.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        max_new_tokens: int,
+        end_ids: Collection[int] = (),
+        generator: torch.Generator | None = None,
+        stop: StopStrings | None = None,
+        lenience: float = 1.0,
+        columns: TokenColumns = ALL_TOKENS,
+    ) -> None:
+        self.record, self._columns = AnswerRecord(), columns
+        if columns.reduced:
+            self.record.outside_tokens, self.record.ended_outside = 0, []
+        self._sampling, self._generator, self._lenience = sampling, generator, lenience
+        self._max_new_tokens, self._ending = max_new_tokens, _Ending(self.record, max_new_tokens, end_ids, stop)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the answer has its end."""
+        return self._ending.reached
+
+    def begin(self, logits_v: Tensor) -> int:
+        """Keep the first token, which comes from the prompt's logits [V]; returns it."""
+        first = first_token(logits_v, self._sampling, self._generator)
+        self._ending.keep([first])
+        return first
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """Without what is deeper than the tokens that are still wanted, which could not be kept."""
+        return tree.cut_to_depth(self._max_new_tokens - len(self.record.ids) - 1)
+
+    def choose(self, tree: DraftTree, logits_nv: Tensor) -> Verdict:
+        """Choose what is accepted, by the target's logits at the tree's nodes."""
+        return verify(tree, logits_nv, self._sampling, self._generator, self._lenience)
+
+    def take(self, tree: DraftTree, step: TargetStep, verdict: Verdict) -> tuple[Round, list[int], Tensor]:
+        """Keep what belongs to the answer; the round, the tokens committed, and the features that predicted them."""
+        path = verdict.path
+        committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
+        kept = self._ending.keep(committed)
+        self.record.add_round(tree, verdict, kept, self._columns)
+        in_order = path[-1] == len(path) - 1
+        features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]
+        return Round(tree, step.logits, verdict, kept), committed, features
+
+
 @torch.inference_mode()
 def generate(
     session: TargetSession,
@@ -499,43 +557,36 @@ def generate(
     """
     session.check_room(prompt_ids, max_new_tokens)
     columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
-    record, clock = AnswerRecord(), _PhaseClock(session.device)
-    if columns.reduced:
-        record.outside_tokens, record.ended_outside = 0, []
-    ending = _Ending(record, max_new_tokens, end_ids, stop)
-    began_s = time.perf_counter()
+    answer, clock = (
+        Answering(sampling, max_new_tokens, end_ids, generator, stop, lenience, columns),
+        _PhaseClock(session.device),
+    )
+    record, began_s = answer.record, time.perf_counter()
     step = session.prefill(prompt_ids)
-    first = first_token(step.logits[-1], sampling, generator)
+    first = answer.begin(step.logits[-1])
     record.first_token_s = time.perf_counter() - began_s
     method.start(prompt_ids, step.features)
     method.observe([first], step.features[-1:])
     record.prefill_s = time.perf_counter() - began_s
-    ending.keep([first])
     clock.mark()
-    while not ending.reached:
-        # 1. Draft. What is deeper than the tokens that are still wanted could not be kept.
-        tree = method.propose().cut_to_depth(max_new_tokens - len(record.ids) - 1)
+    while not answer.reached:
+        # 1. Draft.
+        tree = answer.cut(method.propose())
         clock.mark()
         # 2. Verify all nodes in one forward.
         step = session.forward_tree(tree)
         clock.mark()
-        verdict = verify(tree, step.logits, sampling, generator, lenience)
+        verdict = answer.choose(tree, step.logits)
         if isinstance(method, ReadsLogits):
             method.read_logits(tree, step.logits)
         clock.mark()
         # 3. Commit the accepted path and the target's own token.
-        path = verdict.path
-        session.commit(path)
-        committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
-        kept = ending.keep(committed)
-        record.add_round(tree, verdict, kept, columns)
-        if not ending.reached:
-            in_order = path[-1] == len(path) - 1
-            features = step.features
-            features = features[: len(path)] if in_order else features[to_device(path, features.device)]
+        session.commit(verdict.path)
+        round_, committed, features = answer.take(tree, step, verdict)
+        if not answer.reached:
             method.observe(committed, features)
         if on_round is not None:
-            on_round(Round(tree, step.logits, verdict, kept))
+            on_round(round_)
         clock.mark()
     session.synchronize()
     record.wall_time_s = time.perf_counter() - began_s

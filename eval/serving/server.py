@@ -1,8 +1,9 @@
 """`draftsmith serve`: OpenAI's API over our own decoding loop, for ParallelSpec's masks and draft trees.
 
-One answer at a time: the target's forward has one sequence. Requests wait in a queue of bounded length, behind which
-there is 429; who has gone away is not answered. Greedy answers are the target's own, sampled ones have its
-distribution.
+An answer that is alone is drafted and verified. Several share the target's forwards, a token each: reading the weights
+once for all of them brings more than drafts would, whose rows cost arithmetic, and each sequence its own drafter's
+forwards. Requests beyond that wait in a queue of bounded length, behind which there is 429; who has gone away is not
+answered. Greedy answers are the target's own, sampled ones have its distribution, alone or not.
 
 What is not of OpenAI's API: each streamed piece, and a whole answer, has a field `draftsmith` with how many tokens of a
 round were accepted drafts, and which text they are. What the loop cannot do is refused with 400, never ignored.
@@ -19,7 +20,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,17 +33,19 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids, token_ids
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
-from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.loop import Answering, AnswerRecord, Round
+from draftsmith.eval.decoding.method import ReadsLogits
+from draftsmith.eval.decoding.shared_session import SharedSession
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.path_lookup import Memory
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.trees.verify import Sampling, root_only
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
@@ -138,11 +141,15 @@ class Finished:
     prompt_ids: list[int]
     record: AnswerRecord
     reason: str
+    text: str
 
 
 @dataclass
 class Job:
-    """One request on its way. The worker puts pieces, then what it has come to, and looks at `gone` in each round."""
+    """One request on its way. The worker puts what it has come to, and looks at `gone` in each round.
+
+    streamed: Whether pieces are put before, each of which wakes the thread that listens.
+    """
 
     prompt_ids: list[int]
     new_tokens: int
@@ -151,6 +158,41 @@ class Job:
     stops: tuple[str, ...]
     put: Callable[[Piece | Finished | BaseException], object]
     gone: threading.Event = field(default_factory=threading.Event)
+    streamed: bool = True
+
+
+@dataclass
+class Running:
+    """An answer under way.
+
+    Args:
+        number: Of its sequence in the session.
+        features: [n, F] of the committed tokens, one after the other, of the drafter's layers when it began.
+        method: Drafts while the answer is alone, and has then seen all of it.
+    """
+
+    job: Job
+    number: int
+    answer: Answering
+    generator: torch.Generator
+    pieces: Pieces
+    layers: tuple[int, ...]
+    features: list[Tensor]
+    began_s: float
+    counted: bool = True
+    method: DrafterMethod | None = None
+    texts: list[str] = field(default_factory=list)
+
+    def say(self, piece: Piece) -> None:
+        """Add a piece to the answer's text."""
+        self.texts.append(piece.text)
+        if self.job.streamed:
+            self.job.put(piece)
+
+    @property
+    def newest(self) -> int:
+        """The newest token, which is not in the session yet."""
+        return self.answer.record.ids[-1]
 
 
 class Gone(Exception):
@@ -158,7 +200,7 @@ class Gone(Exception):
 
 
 class Worker:
-    """Answers jobs one after the other, with one session.
+    """Answers jobs, several at once, with one session.
 
     To be run in the thread that loaded the models: OpenMP makes every thread that computes a team of its own, and where
     there are more threads in teams than processors none of them spins while it waits, which costs a step two thirds of
@@ -170,6 +212,7 @@ class Worker:
         on_answer: Told of every whole answer.
         newer: Asked before every answer for the folder of another drafter that is to serve from then on.
         memory: Of all conversations, for a tree with lookups; it is in this process alone.
+        at_once: Answers under way, each with its place in the cache.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.
@@ -182,6 +225,7 @@ class Worker:
         on_answer: Callable[[Finished], None] | None = None,
         newer: Callable[[], Path | None] = lambda: None,
         memory: Memory | None = None,
+        at_once: int = 1,
     ) -> None:
         self.recipe, self.on_answer, self._newer, self.memory = recipe, on_answer, newer, memory
         self.target, self.tokenizer, drafters = load_models(recipe)
@@ -190,6 +234,7 @@ class Worker:
         self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
         self.jobs: queue.Queue[Job] = queue.Queue(waiting)
         self._stopping = threading.Event()
+        self._running = list[Running]()
         self.registry = CollectorRegistry()
         named: dict[str, Any] = {"namespace": "draftsmith", "registry": self.registry}
         self.rounds = Counter("rounds", "Rounds of draft and verification", **named)
@@ -201,14 +246,22 @@ class Worker:
         self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
         self.drafters = Counter("drafters_taken", "Drafters that came to serve after the first", **named)
         Gauge("queue_requests", "Requests that wait", **named).set_function(self.jobs.qsize)
-        self._session = open_session(self.target, self.length, recipe.eval.compile)
+        Gauge("running_requests", "Answers under way", **named).set_function(lambda: len(self._running))
+        self._session = SharedSession(self.target, self.length, at_once, recipe.eval.compile)
         self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
         self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
         self._costs = MeasuredCosts(self._session, self._greeting)
 
     def warm_up(self) -> None:
-        """Compile what a round runs, by a short answer."""
-        self._answer(Job(self._greeting, 8, Sampling(), 0, (), lambda _: None), counted=False)
+        """Compile what a round runs, by a short answer alone and by one beside others."""
+        self._measure()
+        for together in range(1, 1 + min(2, self._session.sequences)):
+            jobs = [Job(self._greeting, 8, Sampling(), 0, (), lambda _: None) for _ in range(together)]
+            running = [self._begin(job, counted=False) for job in jobs]
+            while running:
+                self._round(running)
+                running = [each for each in running if not each.answer.reached]
+            self._running.clear()
 
     def submit(self, job: Job) -> None:
         """
@@ -231,6 +284,8 @@ class Worker:
         finally:
             self._stopping.set()
             self._session.close()
+            for running in self._running:
+                running.job.put(Gone())
             with suppress(queue.Empty):
                 while True:
                     self.jobs.get_nowait().put(Gone())
@@ -247,22 +302,33 @@ class Worker:
     def _work(self) -> None:
         while not self._stopping.is_set():
             try:
-                job = self.jobs.get(timeout=STOPS_WITHIN_S)
+                self._admit()
+                if self._running:
+                    self._round(self._running)
+                for running in [*self._running]:
+                    if running.job.gone.is_set():
+                        self._end(running, "gone", Gone())
+                    elif running.answer.reached:
+                        self._finish(running)
+            except Exception as error:  # of any kind: the next jobs must be answered
+                logger.exception("%s answers failed", len(self._running))
+                for running in [*self._running]:
+                    self._end(running, "error", error)
+
+    def _admit(self) -> None:
+        """Begin what waits, as far as there is a place; wait a little for a job where none is under way."""
+        while len(self._running) < self._session.sequences:
+            try:
+                job = self.jobs.get_nowait() if self._running else self.jobs.get(timeout=STOPS_WITHIN_S)
             except queue.Empty:
-                continue
+                return
             if job.gone.is_set():
                 self.answers.labels("gone").inc()
                 continue
             self._take_newer()
             try:
-                job.put(self._answer(job))
-            except Gone as gone:
-                self.answers.labels("gone").inc()
-                job.put(gone)
-            except KeyboardInterrupt:
-                job.put(Gone())
-                raise
-            except Exception as error:  # of any kind: the next job must be answered
+                self._begin(job)
+            except Exception as error:  # of this prompt alone
                 logger.exception("an answer failed")
                 self.answers.labels("error").inc()
                 job.put(error)
@@ -279,47 +345,110 @@ class Worker:
             logger.exception("a newer drafter could not be taken")
             return
         self.drafter = drafter
+        for running in self._running:
+            running.method = None
+        self._measure()
         self.drafters.inc()
         logger.warning("%s drafts from now on", folder)
 
-    def _answer(self, job: Job, counted: bool = True) -> Finished:
-        generator = torch.Generator(self.target.device).manual_seed(job.seed)
-        method = drafter_method(self.recipe.eval.methods[0], self._decoder, job.sampling, generator, self.memory)
+    def _free(self) -> int:
+        """A sequence of the session that no answer has."""
+        taken = {running.number for running in self._running}
+        return next(number for number in range(self._session.sequences) if number not in taken)
+
+    def _measure(self) -> None:
+        """What a round costs with this drafter, for trees that are cut by it; overwrites a sequence that is free."""
+        self._session.current = self._free()
         self._session.read_layers(self.drafter.feature_layers)
-        self._costs.give(method)
-        pieces = Pieces(self.tokenizer, job.stops)
+        self._costs.give(drafter_method(self.recipe.eval.methods[0], self._decoder, Sampling()))
 
-        def on_round(round_: Round) -> None:
-            if job.gone.is_set() or self._stopping.is_set():
-                raise Gone
-            if counted:
-                self._count(round_)
-            job.put(pieces.of_round(round_))
-
-        record = generate(
-            self._session,
-            method,
-            job.prompt_ids,
-            job.sampling,
-            job.new_tokens,
-            self.end_ids,
+    def _begin(self, job: Job, counted: bool = True) -> Running:
+        """Read a prompt."""
+        began_s, session = time.perf_counter(), self._session
+        session.current = self._free()
+        session.read_layers(self.drafter.feature_layers)
+        generator = torch.Generator(self.target.device).manual_seed(job.seed)
+        stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
+        columns = self.drafter.columns
+        answer = Answering(job.sampling, job.new_tokens, self.end_ids, generator, stop, columns=columns)
+        step = session.prefill(job.prompt_ids)
+        answer.begin(step.logits[-1])
+        answer.record.first_token_s = answer.record.prefill_s = time.perf_counter() - began_s
+        running = Running(
+            job,
+            session.current,
+            answer,
             generator,
-            StopStrings(job.stops, self.tokenizer) if job.stops else None,
-            on_round=on_round,
+            Pieces(self.tokenizer, job.stops),
+            self.drafter.feature_layers,
+            [step.features],
+            began_s,
+            counted,
         )
+        self._running.append(running)
+        return running
+
+    @torch.inference_mode()
+    def _round(self, under_way: Sequence[Running]) -> None:
+        """One forward of the target: over a draft tree, or over a token of each of several."""
+        under_way = [running for running in under_way if not running.answer.reached]
+        if not under_way:
+            return
+        began_s, session = time.perf_counter(), self._session
+        alone = under_way[0] if len(under_way) == 1 else None
+        for running in under_way:
+            if running is not alone:
+                running.method = None  # it does not see what comes now
+        method = None if alone is None else self._method_of(alone)
+        trees = [running.answer.cut(method.propose()) if method else root_only(running.newest) for running in under_way]
+        steps = session.forward_trees([(each.number, tree) for each, tree in zip(under_way, trees, strict=True)])
+        for running, tree, step in zip(under_way, trees, steps, strict=True):
+            verdict = running.answer.choose(tree, step.logits)
+            if isinstance(method, ReadsLogits):
+                method.read_logits(tree, step.logits)
+            session.commit_of(running.number, verdict.path)
+            round_, committed, features = running.answer.take(tree, step, verdict)
+            running.features.append(features.clone())
+            if method is not None and not running.answer.reached:
+                method.observe(committed, features)
+            if running.counted:
+                self._count(round_)
+            running.answer.record.round_s.append(time.perf_counter() - began_s)
+            running.say(running.pieces.of_round(round_))
+
+    def _method_of(self, running: Running) -> DrafterMethod | None:
+        """What drafts for an answer that is alone; None if it began with a drafter of other layers."""
+        if running.layers != self.drafter.feature_layers:
+            return None
+        if running.method is None:
+            recipe, job = self.recipe.eval.methods[0], running.job
+            method = drafter_method(recipe, self._decoder, job.sampling, running.generator, self.memory)
+            self._costs.give(method)  # measured before
+            features = torch.cat(running.features)
+            running.features = [features]
+            method.start([*job.prompt_ids, *running.answer.record.ids[:-1]], features)
+            method.observe([running.newest], features[-1:])
+            running.method = method
+        return running.method
+
+    def _finish(self, running: Running) -> None:
+        job, record = running.job, running.answer.record
+        record.wall_time_s = time.perf_counter() - running.began_s
         ended = record.text is not None or record.ids[-1] in self.end_ids
-        finished = Finished(job.prompt_ids, record, "stop" if ended else "length")
-        if not counted:
-            return finished
-        job.put(pieces.rest(record))
+        running.say(running.pieces.rest(record))
+        finished = Finished(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
         if self.memory is not None:
             self.memory.add([*job.prompt_ids, *record.ids])
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
-        self.answers.labels(finished.reason).inc()
         if self.on_answer is not None:
             self.on_answer(finished)
-        return finished
+        self._end(running, finished.reason, finished)
+
+    def _end(self, running: Running, reason: str, said: Finished | BaseException) -> None:
+        self._running.remove(running)
+        self.answers.labels(reason).inc()
+        running.job.put(said)
 
     def _count(self, round_: Round) -> None:
         self.rounds.inc()
@@ -410,6 +539,7 @@ def application(worker: Worker, api_key: str | None = None) -> FastAPI:
             uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed % 2**63,
             asked.stops,
             lambda piece: loop.call_soon_threadsafe(out.put_nowait, piece),
+            streamed=asked.stream,
         )
         try:
             worker.submit(job)
@@ -430,14 +560,11 @@ def application(worker: Worker, api_key: str | None = None) -> FastAPI:
         }
         if asked.stream:
             return StreamingResponse(streamed(job, out, made, asked, chat), media_type="text/event-stream")
-        pieces: list[Piece] = []
         try:
-            while not isinstance(end := await next_of(out, request), Finished):
-                pieces.append(end)
+            end = await next_of(out, request)
         finally:
             job.gone.set()
-        text = "".join(piece.text for piece in pieces)
-        said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        said = {"message": {"role": "assistant", "content": end.text}} if chat else {"text": end.text}
         return JSONResponse(
             made
             | {

@@ -91,7 +91,10 @@ def test_quoted_figures_are_those_of_the_files() -> None:
             if not isinstance(value, int | float) or not says(text, value):
                 wrong.append(f"{page.name}: {text} is quoted from {name}, where {path} is {value!r}")
     assert wrong == []
-    for name in ("README.md", "docs/measured/results.md"):  # a link that the pattern does not know would not be compared
+    for name in (
+        "README.md",
+        "docs/measured/results.md",
+    ):  # a link that the pattern does not know would not be compared
         text = text_of(ROOT / name)
         assert len(quoted.LINK.findall(text)) == text.count(".json#") >= 8
 

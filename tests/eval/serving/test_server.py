@@ -66,9 +66,9 @@ def greedy(recipe: Recipe) -> dict[str, list[int]]:
 
 
 class Served:
-    def __init__(self, recipe: Recipe, waiting: int = 64) -> None:
+    def __init__(self, recipe: Recipe, waiting: int = 64, at_once: int = 1) -> None:
         self.finished: list[Finished] = []
-        self.worker = Worker(recipe, waiting, self.finished.append)
+        self.worker = Worker(recipe, waiting, self.finished.append, at_once=at_once)
         self.worker.warm_up()
         self._working = threading.Thread(target=self.worker.work, daemon=True)
         self._working.start()
@@ -97,7 +97,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(recipe: Recipe) -> Iterator[Served]:
-    one = Served(recipe)
+    one = Served(recipe, at_once=4)
     yield one
     one.stop()
 
@@ -114,6 +114,33 @@ def test_fifty_at_once_are_the_targets_own_answers(served: Served, greedy: dict[
         assert answer.choices[0].finish_reason == ("stop" if ids[-1] in served.worker.end_ids else "length")
     told = sorted(each.record.ids for each in served.finished[-50:])
     assert told == sorted(greedy[question] for question in QUESTIONS * 10)
+
+
+def test_who_becomes_alone_is_drafted_for(served: Served, greedy: dict[str, list[int]]) -> None:
+    """Beside another a token a round; with a drafter that reads all of the answer so far once that one has ended."""
+    begun, first, second = threading.Event(), list[Any](), list[Any]()
+
+    def job(question: str, tokens: int, told: list[Any]) -> Job:
+        ids = prompt_token_ids(served.worker.tokenizer, [Turn("user", question)])
+
+        def put(piece: Any) -> None:
+            told.append(piece)
+            begun.set()
+
+        return Job(ids, tokens, Sampling(), 0, (), put)
+
+    served.worker.submit(job(QUESTIONS[0], NEW_TOKENS, first))
+    begun.wait(10)
+    served.worker.submit(job(QUESTIONS[1], 6, second))
+    for _ in range(200):
+        if first and second and isinstance(first[-1], Finished) and isinstance(second[-1], Finished):
+            break
+        time.sleep(0.05)
+    assert first[-1].record.ids == greedy[QUESTIONS[0]]
+    assert second[-1].record.ids == greedy[QUESTIONS[1]][:6]
+    depths = first[-1].record.draft_depths
+    assert 0 in depths[:-1]  # beside the other
+    assert depths[0] > 0 or depths[-2] > 0  # and not
 
 
 def test_streamed(served: Served, greedy: dict[str, list[int]]) -> None:
