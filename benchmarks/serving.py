@@ -80,13 +80,13 @@ def measured(recipe: Any, options: Any) -> dict[str, Any]:
         def clients(count: int) -> list[str]:
             with ThreadPoolExecutor(count) as pool:
                 answers = list(pool.map(one, asked))
-            lengths[f"{count} clients"] = sum(tokens for _, tokens in answers)
+            lengths[f"clients_{count}"] = sum(tokens for _, tokens in answers)
             return [text for text, _ in answers]
 
         lengths, rates = dict[str, int](), dict[str, list[float]]()
         wait_for_server()
         ways: dict[str, Any] = {"loop": loop}
-        ways |= {f"{count} clients": lambda count=count: clients(count) for count in options.clients}
+        ways |= {f"clients_{count}": lambda count=count: clients(count) for count in options.clients}
         expected = loop()
         for run in range(options.runs + 1):
             for name, way in ways.items():

@@ -210,7 +210,7 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     workers: list[Any] = []
     memories: list[Any] = []
 
-    def noted(*given: Any, memory: Any = None) -> Any:
+    def noted(*given: Any, memory: Any = None, at_once: int = 1) -> Any:
         workers.append(given[:4])
         memories.append(given[4] if len(given) > 4 else memory)
         return SimpleNamespace()
