@@ -128,10 +128,11 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     if old:
         before, after = (learner.taus_of(place, old) for place in (learned.begun_with, learned.serving()))
-        sizes = np.array([len(answer.ids) - 1 for answer in old], dtype=float)
+        counts = [len(answer.ids) - 1 for answer in old]
+        sizes = np.array(counts, dtype=float)
         kept = {
-            "tau_before": tau_of(old, before),
-            "tau_after": tau_of(old, after),
+            "tau_before": tau_of(counts, before),
+            "tau_after": tau_of(counts, after),
             **interval(sizes, sizes / np.array(before), sizes / np.array(after)),
         }
         print(f"old questions: {kept['ratio']:.2f}x ({kept['low']:.2f} to {kept['high']:.2f}) of tau")

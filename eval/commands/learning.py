@@ -54,7 +54,7 @@ from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import MethodRecipe, Recipe
 from draftsmith.train.drafter.stage import train_drafter
 
 LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES = (
@@ -324,11 +324,8 @@ class Learner:
         self.training_target = recipe.target.model_copy(update={"dtype": "float32"} if on_cpu else {})
         self.target, _ = load_target(recipe.target)
         pack_linears(self.target)  # as where it serves: a token has the same bits alone and in a tree
-        # What the drafter alone decides, whatever a round costs.
-        served = recipe.eval.methods[0]
-        tree = "best_first" if served.tree == "adaptive" else served.tree
-        self.method = served.model_copy(update={"lookup": False, "tree": tree})
-        self.drafter = _recipe_of(learned.begun_with)
+        self.method = drafter_alone(recipe.eval.methods[0])
+        self.drafter = recipe_of_drafter(learned.begun_with)
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
         self._seen_bytes = -1  # of the file, when there was too little in it
@@ -353,11 +350,12 @@ class Learner:
         chosen = self._chosen(train, state.weighed)
         begin_s = time.monotonic()
         candidate = self._train(self.trainee or serving, chosen, len(state.weighed))
-        tokens = sum(len(ids) for ids, _ in chosen)
-        pace = tokens / max(time.monotonic() - begin_s, 1e-9)
+        trained = sum(len(ids) for ids, _ in chosen)
+        pace = trained / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
         before, after = (self.taus_of(folder, kept_out) for folder in (serving, candidate))
-        low, high = paired_interval(kept_out, before, after)
+        tokens = [len(answer.ids) - 1 for answer in kept_out]
+        low, high = paired_interval(tokens, before, after)
         number = None
         if low > 0 and self._proven(candidate, kept_out):
             number = 1 + max((each.number or 0 for each in state.weighed), default=0)
@@ -369,8 +367,8 @@ class Learner:
             state.current, state.previous, self.trainee = number, state.current, None
         else:
             self.trainee = None if high < 0 else candidate
-        taus = tau_of(kept_out, before), tau_of(kept_out, after)
-        weighed = Weighed(time.time(), len(kept_out), tokens, *taus, low, high, number)
+        taus = tau_of(tokens, before), tau_of(tokens, after)
+        weighed = Weighed(time.time(), len(kept_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
         self.learned.write(state)
         return weighed
@@ -457,19 +455,18 @@ class Learner:
         return True
 
 
-def tau_of(answers: Sequence[Answer], taus: Sequence[float]) -> float:
-    """Tokens per round over all answers, from each answer's own. The first token comes with the prompt."""
-    return sum(len(a.ids) - 1 for a in answers) / sum(
-        (len(a.ids) - 1) / tau for a, tau in zip(answers, taus, strict=True)
-    )
+def tau_of(tokens: Sequence[int], taus: Sequence[float]) -> float:
+    """Tokens per round over all answers, from each answer's own; its first token, which comes with the prompt, is not
+    among its tokens."""
+    return sum(tokens) / sum(count / tau for count, tau in zip(tokens, taus, strict=True))
 
 
-def paired_interval(answers: Sequence[Answer], before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+def paired_interval(tokens: Sequence[int], before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
     """What lies between so much and so much in 90 of 100 resamplings of the answers: tau after minus tau before."""
-    tokens = np.array([len(answer.ids) - 1 for answer in answers], dtype=float)
-    rounds = np.stack([tokens / np.array(each) for each in (before, after)])
-    drawn = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
-    taus = tokens[drawn].sum(axis=1) / rounds[:, drawn].sum(axis=2)
+    counts = np.array(tokens, dtype=float)
+    rounds = np.stack([counts / np.array(each) for each in (before, after)])
+    drawn = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
+    taus = counts[drawn].sum(axis=1) / rounds[:, drawn].sum(axis=2)
     low, high = np.quantile(taus[1] - taus[0], [LEVEL, 1 - LEVEL])
     return float(low), float(high)
 
@@ -483,7 +480,13 @@ def _taken(rows: list[Row], tokens: int) -> list[Row]:
     return found
 
 
-def _recipe_of(folder: Path) -> dict[str, Any]:
+def drafter_alone(method: MethodRecipe) -> MethodRecipe:
+    """A method's tree as the drafter alone decides it: without lookups, and whatever a round costs."""
+    tree = "best_first" if method.tree == "adaptive" else method.tree
+    return method.model_copy(update={"lookup": False, "tree": tree})
+
+
+def recipe_of_drafter(folder: Path) -> dict[str, Any]:
     """The `drafter` section that makes a drafter like the one in this folder."""
     config = drafter_config(folder)
     kind = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)

@@ -106,7 +106,7 @@ def test_pages_can_be_read_in_an_editor() -> None:
         assert quoted.plain(page, quoted.linked(page)) == (text, quoted.figures_of(page)), page
         long = [number for number, line in enumerate(text.splitlines(), start=1) if len(line) > LONGEST_LINE]
         assert (page.name, long) == (page.name, [])
-    assert sum(len(page.read_bytes()) for page in quoted.pages()) < 240_000
+    assert sum(len(page.read_bytes()) for page in quoted.pages()) < 200_000
     known = {quoted.file_of(page) for page in quoted.pages()}
     assert set((ROOT / "docs" / "quoted").rglob("*.json")) <= known
 

@@ -121,11 +121,11 @@ def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path
 
 def test_the_interval_by_hand() -> None:
     """Every answer better by the same: no resampling is worse. Half better, half worse: zero is inside."""
-    answers = [Answer([1] * 20, [2] * 11) for _ in range(20)]
-    assert tau_of(answers, [2.0] * 10 + [5.0] * 10) == 200 / 70
-    low, high = paired_interval(answers, [2.0] * 20, [2.5] * 20)
+    tokens = [10] * 20
+    assert tau_of(tokens, [2.0] * 10 + [5.0] * 10) == 200 / 70
+    low, high = paired_interval(tokens, [2.0] * 20, [2.5] * 20)
     assert (low, high) == pytest.approx((0.5, 0.5))
-    low, high = paired_interval(answers, [2.0] * 20, [1.6, 2.4] * 10)
+    low, high = paired_interval(tokens, [2.0] * 20, [1.6, 2.4] * 10)
     assert low < 0 < high
     shares = [answer.is_kept_out for answer in (Answer([number] * 20, [1, 2]) for number in range(2000))]
     assert np.mean(shares) == pytest.approx(learning.KEPT_OUT_FRAC, abs=0.03)
