@@ -133,6 +133,9 @@ ablations: $(READY)
 	$(BIN)/python benchmarks/ideas.py
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl,lk_alpha,lk_lambda --name losses
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.dpace_alpha=null,0.5 --name dpace
+	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.until_first_error=false,true --name until
+	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.first_error_weight=0.5,1.0 --name first
+	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.chain_weight=0.5,1.0 --name chain
 	$(BIN)/draftsmith compare embedded-eagle3 --vary drafter.options.fc_norm=false,true --name fc_norm
 	$(BIN)/draftsmith compare embedded-eagle3 drafter.options.fc_norm=true --vary drafter.options.norm_output=false,true --name norms
 
