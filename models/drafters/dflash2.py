@@ -30,11 +30,11 @@ Shapes: N rows, A blocks, R = block_size rows of each, D hidden, c channels of a
 V vocabulary, V' columns of the logits, W tree nodes of a call.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
@@ -82,6 +82,12 @@ class DFlash2Config(DFlashConfig):
             Field(0, description="0: the selector is what reads the token before")
         )
 
+        @model_validator(mode="after")
+        def _enough_to_choose_from(self) -> Self:
+            if self.draft_vocab_size is not None and self.selector_top_k > self.draft_vocab_size:
+                raise ValueError(f"`selector_top_k` must be at most `draft_vocab_size`, {self.draft_vocab_size}")
+            return self
+
 
 class GroupedConvolution(nn.Module):
     """The convolutions before and after one sublayer."""
@@ -110,11 +116,13 @@ class GroupedConvolution(nn.Module):
     def _convolved(self, hidden: Tensor, deltas: Tensor, side: int) -> Tensor:
         """Rows stand depth by depth: row i of all blocks, then row i + 1 of all."""
         rows = hidden.unflatten(-1, (-1, self._group_size))
-        kernels = self.base_kernel[side].to(hidden.dtype).unflatten(-1, (-1, self._group_size)) + deltas.unsqueeze(-1)
-        total, blocks = kernels[:, :, 0] * rows, rows.shape[1] // self._block_size
+        base = self.base_kernel[side].to(hidden.dtype).unflatten(-1, (-1, self._group_size))
+        deltas, blocks = deltas.unsqueeze(-1), rows.shape[1] // self._block_size
+        # Both parts of a kernel by themselves: their sum would be kept for the backward, as large as the rows.
+        total = torch.addcmul(base[0] * rows, deltas[:, :, 0], rows)
         for tap in range(1, self._taps):
             shifted = F.pad(rows[:, : rows.shape[1] - tap * blocks], (0, 0, 0, 0, tap * blocks, 0))
-            total = total + kernels[:, :, tap] * shifted
+            total = torch.addcmul(torch.addcmul(total, base[tap], shifted), deltas[:, :, tap], shifted)
         return total.flatten(-2)
 
 
