@@ -580,9 +580,9 @@ def adopt(
     rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that tau is measured on.")] = 48,
 ) -> None:
     """What a published drafter is worth beside a changed target, and what minutes of training would bring."""
+    loaded = load_recipe(recipe, overrides)
     if drafter is None:
         raise UserError("adopt needs a drafter: --drafter FOLDER, or --drafter user/repo")
-    loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.adopt import adopt as adopt_drafter
     from draftsmith.eval.commands.adopt import show_adoption
 
