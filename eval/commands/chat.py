@@ -24,6 +24,7 @@ from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
 
+WARM_UP_TOKENS = 16  # of an answer that nobody sees, with and without the drafter
 LONGEST_TOKENS = 4096  # of a conversation, unless the target holds fewer
 HELP = "/plain: without the drafter, and back; /reset: forget the conversation; /quit. Ctrl-C ends an answer."
 
@@ -118,8 +119,10 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     said: list[Said] = []
     with open_session(model, length, recipe.eval.compile) as session:
-        give_costs(session, methods, prompt_token_ids(tokenizer, [Turn("user", "Hello")]))
-        for measured in methods:
+        hello = prompt_token_ids(tokenizer, [Turn("user", "Hello")])
+        give_costs(session, methods, hello)
+        for measured in methods[:2]:  # compiled here, not in the first answer, whose tokens/s would tell it
+            measured.answer(session, hello, min(WARM_UP_TOKENS, length - len(hello)), end_ids)
             measured.generator.manual_seed(recipe.seed)
         talk = Chat(session, tokenizer, methods[:2], end_ids, new_tokens)
         console.print(Text(HELP, style="dim"))

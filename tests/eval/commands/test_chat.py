@@ -72,3 +72,19 @@ def test_ctrl_c_ends_an_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.
     said, _ = talk(recipe, tmp_path, QUESTION, OTHER)
     assert [each["whole"] for each in said] == [False, True]
     assert 0 < said[0]["tokens"] < said[1]["tokens"]
+
+
+def test_what_is_compiled_first_is_in_no_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+    answer = chat.MeasuredMethod.answer
+
+    def noted(self: Any, *arguments: Any, **named: Any) -> Any:
+        asked.append((self.key, named.get("on_round") is not None))
+        return answer(self, *arguments, **named)
+
+    monkeypatch.setattr(chat.MeasuredMethod, "answer", noted)
+    talk(recipe, tmp_path, QUESTION)
+    (plain, _), (drafting, _) = asked[:2]
+    assert plain != drafting
+    assert [seen for _, seen in asked] == [False, False, True]
+    assert asked[2][0] == drafting
