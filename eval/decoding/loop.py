@@ -476,7 +476,7 @@ class Round:
     @property
     def committed(self) -> list[int]:
         """The tokens that were kept: accepted drafts first."""
-        return [*(self.tree.tokens[node] for node in self.verdict.path[1:]), self.verdict.next_token][: self.kept]
+        return self.verdict.committed(self.tree)[: self.kept]
 
 
 class Answering:
@@ -522,8 +522,7 @@ class Answering:
 
     def take(self, tree: DraftTree, step: TargetStep, verdict: Verdict) -> tuple[Round, list[int], Tensor]:
         """Keep what belongs to the answer; the round, the tokens committed, and the features that predicted them."""
-        path = verdict.path
-        committed = [*(tree.tokens[node] for node in path[1:]), verdict.next_token]
+        path, committed = verdict.path, verdict.committed(tree)
         kept = self._ending.keep(committed)
         self.record.add_round(tree, verdict, kept, self._columns)
         in_order = path[-1] == len(path) - 1
@@ -557,11 +556,9 @@ def generate(
     """
     session.check_room(prompt_ids, max_new_tokens)
     columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
-    answer, clock = (
-        Answering(sampling, max_new_tokens, end_ids, generator, stop, lenience, columns),
-        _PhaseClock(session.device),
-    )
-    record, began_s = answer.record, time.perf_counter()
+    answer = Answering(sampling, max_new_tokens, end_ids, generator, stop, lenience, columns)
+    record, clock = answer.record, _PhaseClock(session.device)
+    began_s = time.perf_counter()
     step = session.prefill(prompt_ids)
     first = answer.begin(step.logits[-1])
     record.first_token_s = time.perf_counter() - began_s

@@ -125,7 +125,7 @@ def joint_distribution(trees: Trees, target_of: dict[tuple[int, ...], Tensor], s
         contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
         logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
         for probability, verdict in every_verdict(tree, logits, sampling):
-            committed = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
+            committed = verdict.committed(tree)
             if len(committed) == 1:
                 joint[committed[0]] += weight * probability * sampling.probabilities(target_of[committed[0],])
             else:

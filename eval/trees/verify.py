@@ -264,6 +264,10 @@ class Verdict:
     path: list[int]
     next_token: int
 
+    def committed(self, tree: DraftTree) -> list[int]:
+        """Return the tokens [a+1] that this adds to the sequence: accepted drafts first."""
+        return [*(tree.tokens[node] for node in self.path[1:]), self.next_token]
+
 
 class Chooser(Protocol):
     """Where the randomness comes from. Probabilities are on the device of the logits: one, and [V]."""

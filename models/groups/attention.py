@@ -672,10 +672,7 @@ def _packed_forward(
     bounds, longest = documents.bounds_d, documents.max_length_tokens
     q_thd, k_thd, v_thd = (part[0].transpose(0, 1) for part in (q_bhsd, k_bhsd, v_bhsd))
     out_thd, lse_ht, rng_state, unused, _ = aten._flash_attention_forward(
-        *(q_thd, k_thd, v_thd),
-        *(bounds, bounds, longest, longest, 0.0, True, False),
-        scale=scale,
-        **_window_of_flash(window),
+        q_thd, k_thd, v_thd, bounds, bounds, longest, longest, 0.0, True, False, **_options_of_flash(scale, window)
     )
     return out_thd.transpose(0, 1).unsqueeze(0), lse_ht.unsqueeze(0), [rng_state, unused]
 
@@ -695,17 +692,15 @@ def _packed_backward(
     bounds, longest = documents.bounds_d, documents.max_length_tokens
     parts_thd = [part[0].transpose(0, 1) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out)]
     grads_thd = aten._flash_attention_backward(
-        *(*parts_thd, lse[0], bounds, bounds, longest, longest, 0.0, True, *saved),
-        scale=scale,
-        **_window_of_flash(window),
+        *parts_thd, lse[0], bounds, bounds, longest, longest, 0.0, True, *saved, **_options_of_flash(scale, window)
     )
     grad_q, grad_k, grad_v = (grad.transpose(0, 1).unsqueeze(0) for grad in grads_thd)
     return grad_q, grad_k, grad_v
 
 
-def _window_of_flash(window: int | None) -> dict[str, int]:
-    """Its arguments; they count the keys beside a query's own."""
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+def _options_of_flash(scale: float, window: int | None) -> dict[str, Any]:
+    """Its named arguments; a window counts the keys beside a query's own."""
+    return {"scale": scale} | ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
 
 
 def _as_documents(q_bhsd: Tensor) -> Documents:
