@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "features of the nodes in order, not of the path's",
         "eval/decoding/loop.py",
-        "features = features[: len(path)] if in_order else features[to_device(path, features.device)]",
-        "features = features[: len(path)]",
+        "features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]",
+        "features = step.features[: len(path)]",
         "tests/eval/decoding/test_loop.py",
     ),
     # ---- training ----
