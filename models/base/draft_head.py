@@ -168,6 +168,7 @@ class RowLosses:
     read_n: Tensor  # 1 for rows that the loss through the head reads: `ce` alone reads no label outside the vocabulary
     known_n: Tensor  # 1 for rows whose label the head has
     through_head: HeadLoss
+    right_n: Tensor  # bool: the label is the token that would be drafted
     overlap_n: Tensor | None = None  # alpha, if it was asked for
 
 
@@ -190,16 +191,16 @@ def training_loss(drafter: Any, batch: Batch, parts: Iterable[LabelledRows]) -> 
         shares_g = numbers_beside(rows.normed_nd, shares)
         part = _losses_of(drafter, batch, rows, mass_p, shares_g if credit is None else None)
         result, known_n, depth_n = part.through_head, part.known_n, rows.depth_n
+        further = drafter.further_losses(part)
         zeros_g = torch.zeros_like(shares_g)
         sums.append(
             [
                 zeros_g.index_add(0, depth_n, result.cross_entropy_n * known_n),
-                zeros_g.index_add(0, depth_n, result.correct_n * known_n),
+                zeros_g.index_add(0, depth_n, part.right_n.to(known_n.dtype)),
                 torch.zeros_like(zeros_g, dtype=depth_n.dtype).index_add(0, depth_n, torch.ones_like(depth_n)),
             ]
         )
-        correct[part.index_n] = result.correct_n & (known_n > 0)
-        further = drafter.further_losses(part)
+        correct[part.index_n] = part.right_n
         if credit is None:
             loss = drafter.class_weight * result.loss
             if further is not None:
@@ -225,8 +226,11 @@ def _teachers_mass(drafter: Any, batch: Batch) -> Tensor | None:
         return None
     if not options.teacher_mass:
         return None
-    wanted_p = (batch.labels_bgs[:, 0] != IGNORED_LABEL).flatten()  # of the deeper depths they are some of these
-    return mass_inside(batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_p)
+    labelled_bgs = batch.labels_bgs != IGNORED_LABEL
+    wanted_bs = labelled_bgs[:, 0].clone()
+    for j in range(1, labelled_bgs.shape[1]):  # h_{t+j} is what depth j+1 of the group at t is compared with
+        wanted_bs[:, j:] |= labelled_bgs[:, j, :-j]
+    return mass_inside(batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_bs.flatten())
 
 
 def _losses_of(
@@ -262,7 +266,8 @@ def _losses_of(
         overlap_n,
         factors,
     )
-    return RowLosses(rows, index_n, labels_n, tokens_n, teacher, low_rank, read_n, known_n, result, overlap_n)
+    right_n = result.correct_n & (known_n > 0)
+    return RowLosses(rows, index_n, labels_n, tokens_n, teacher, low_rank, read_n, known_n, result, right_n, overlap_n)
 
 
 def _weights(shares_g: Tensor, depth_n: Tensor, read_n: Tensor, counts_2g: Tensor | None, row: int) -> Tensor:
@@ -316,7 +321,7 @@ def _by_groups(credit: Credit, batch: Batch, credited: list[_Credited]) -> list[
     nats_n = torch.cat(
         [part.through_head.cross_entropy_n.masked_fill(part.known_n == 0, float("inf")) for part in parts]
     )
-    right_n = torch.cat([part.through_head.correct_n & (part.known_n > 0) for part in parts])
+    right_n = torch.cat([part.right_n for part in parts])
 
     def by_group(values_n: Tensor) -> Tensor:
         return values_n.new_zeros(num_groups * num_depths).index_copy(0, place_n, values_n).view(num_groups, -1)

@@ -485,7 +485,7 @@ class Drafter(PreTrainedModel):
         )
 
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
-        """Losses that a kind adds to those through the head; by default none.
+        """Losses that a kind adds to those through the head; by default none. It may correct `part.right_n`.
 
         Returns:
             Losses [N]; 1 for the rows that count and 0 for others [N]; which row of `label_counts` counts them, 0 or 1.
@@ -583,6 +583,7 @@ class Drafter(PreTrainedModel):
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
         label_counts: Tensor | None = None,
+        trained_bgs: Tensor | None = None,
     ) -> DrafterOutput:
         """Return the training loss of all groups of a batch.
 
@@ -596,9 +597,12 @@ class Drafter(PreTrainedModel):
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
                 to its loss. By default these rows are all of it.
+            trained_bgs: [B, G, S] bool, which labels are trained on, with a depth all above it; by default all.
         """
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        labels_bgs = self._labels(input_ids, loss_mask, trained_bgs)
         rows = self.active_rows(labels_bgs, position_ids)
+        if label_counts is None and trained_bgs is not None:
+            label_counts = self.label_counts(input_ids, loss_mask, position_ids, trained_bgs)
         if teacher_features is None and has_teacher(self.config.loss):
             teacher_features = features
         return self.loss_of_rows(
@@ -617,14 +621,25 @@ class Drafter(PreTrainedModel):
         """Compute the rows; give those with a label, those of each head together."""
         raise NotImplementedError
 
-    def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def _labels(self, input_ids: Tensor, loss_mask: Tensor, trained_bgs: Tensor | None) -> Tensor:
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        return labels_bgs if trained_bgs is None else labels_bgs.masked_fill(~trained_bgs, IGNORED_LABEL)
+
+    def label_counts(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        trained_bgs: Tensor | None = None,
+    ) -> Tensor:
         """[2, G] what the loss of a batch is divided by: labels of each depth, and those that the loss
         through the head reads.
 
         They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
-        number expected, which all parts can know before the first of them is computed.
+        number expected, which all parts can know before the first of them is computed. Of chosen labels
+        (`trained_bgs`) it is that of the first depth for all: a group counts as far as it goes.
         """
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        labels_bgs = self._labels(input_ids, loss_mask, trained_bgs)
         labelled_bgs = labels_bgs != IGNORED_LABEL
         if not self.reads_first_token:
             if position_ids is None:
@@ -634,6 +649,8 @@ class Drafter(PreTrainedModel):
         if self._reduced and not has_teacher(self.config.loss):
             read_bgs = labelled_bgs & self.t2d[labels_bgs.clamp(min=0)]
         counts_2g = torch.stack([labelled_bgs, read_bgs]).sum((1, 3)).float()
+        if trained_bgs is not None:
+            counts_2g = counts_2g[:, :1].expand_as(counts_2g)
         shares = self.config.options.kept_shares if self.training else None
         return counts_2g if shares is None else counts_2g * numbers_beside(counts_2g, shares)
 

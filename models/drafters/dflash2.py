@@ -24,7 +24,7 @@ without their training code; speculators draws both with 0.02).
 **Loss.** That of DFlash on the logits, and `selector_weight` times the cross entropy of the selector over the K
 candidates after the true token before; where the label is not among them it takes the place of the last (metrics.py of
 speculators' dflash2). Its gradient reaches the rows through both terms of the score. The accuracies that training shows
-are those of the logits, before the selector.
+are those of the token that is drafted after the true one before it.
 
 Shapes: N rows, A blocks, R = block_size rows of each, D hidden, c channels of a group, G depths, K candidates, r rank,
 V vocabulary, V' columns of the logits, W tree nodes of a call.
@@ -189,12 +189,13 @@ class DFlash2Drafter(DFlashDrafter):
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
         """Return the selector's loss of the rows that the loss through the LM head reads."""
         normed_nd, head, selector = part.rows.normed_nd, part.rows.head.linear, self.candidate_selector
-        logits_nk, columns_nk, label_n = _TopLogits.apply(
+        logits_nk, columns_nk, label_n, missing_n = _TopLogits.apply(
             normed_nd, head.weight, head.bias, part.labels_n, self.config.selector_top_k
         )
         tokens_nk = self.tokens_of(columns_nk)
         scores_nk = logits_nk + selector.edges(selector.gates(normed_nd), part.before_n, tokens_nk)
         losses_n = F.cross_entropy(scores_nk, label_n, reduction="none") * part.known_n
+        part.right_n = (scores_nk.argmax(-1) == label_n) & ~missing_n & (part.known_n > 0)
         return self.config.selector_weight * losses_n, part.read_n.to(losses_n.dtype), 1
 
     def tokens_of(self, columns: Tensor) -> Tensor:
@@ -238,11 +239,11 @@ class _TopLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, normed_nd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, labels_n: Tensor, top_k: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [N, K] in fp32 at least, columns [N, K], and the label's place among them [N]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits [N, K] in fp32 at least, columns [N, K], the label's place in them, whether it was put there [N]."""
         vocabulary, hidden_size = weight_vd.shape
         chunk = chunk_rows(vocabulary, hidden_size, device_type=normed_nd.device.type)
-        values, columns = [], []
+        values, columns, put_there = [], [], []
         for rows, labels in zip(normed_nd.split(chunk), labels_n.split(chunk), strict=True):
             logits = F.linear(rows.to(weight_vd.dtype), weight_vd, bias_v)
             top = logits.topk(top_k, dim=-1)
@@ -250,12 +251,14 @@ class _TopLogits(torch.autograd.Function):
             top.indices[:, -1] = torch.where(missing, labels, top.indices[:, -1])
             values.append(logits.gather(1, top.indices))
             columns.append(top.indices)
+            put_there.append(missing)
         values_nk, columns_nk = torch.cat(values).to(softmax_dtype(normed_nd.dtype)), torch.cat(columns)
         place_n = (columns_nk == labels_n[:, None]).int().argmax(-1)
         ctx.save_for_backward(columns_nk, weight_vd)
         ctx.dtype = normed_nd.dtype
-        ctx.mark_non_differentiable(columns_nk, place_n)
-        return values_nk, columns_nk, place_n
+        missing_n = torch.cat(put_there)
+        ctx.mark_non_differentiable(columns_nk, place_n, missing_n)
+        return values_nk, columns_nk, place_n, missing_n
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

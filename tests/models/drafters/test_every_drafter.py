@@ -31,7 +31,7 @@ from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
-from draftsmith.train.drafter.rows import pack_documents
+from draftsmith.train.drafter.rows import pack_documents, rows_of_rounds
 from draftsmith.train.drafter.trainer import collate_right_padded
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
@@ -347,11 +347,17 @@ def logits_of_head(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
     return plain.group_logits(drafter, ids, features)
 
 
+def labels_of(drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
+    """[B, G, S]: those of the answers, or of these the ones that are trained on."""
+    labels = depth_labels(batch["input_ids"], batch["loss_mask"], drafter.config.num_depths)
+    return labels.where(batch.get("trained_bgs", torch.ones_like(labels, dtype=torch.bool)), -100)
+
+
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
     """Label by label, from the logits of all groups: no chunks, no active rows, weights by their definitions."""
     config, ids, features = drafter.config, batch["input_ids"], batch["features"]
     logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, drafter.depth_shares
-    labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
+    labels, drafted = labels_of(drafter, batch), drafter.group_logits(ids, features).argmax(-1)
     kept = list(range(VOCABULARY)) if drafter.draft_ids is None else drafter.draft_ids.tolist()
     teacher = batch.get("teacher_features", features)
     hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
@@ -378,7 +384,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
             q.append(float(row.detach().softmax(-1)[0, place]) if label in kept else 0.0)
             if credit is not None and credit.until_first_error:
                 kept_on = float(all(right))
-            right.append(kept[int(row.argmax())] == label)
+            right.append(int(drafted[b, j, t]) == label)
             means[j] += [kept_on * distance] if read else []
             if hidden is not None:
                 further[j].append(kept_on * smooth_l1(hidden[b, j, t], teacher[b, t + j]))
@@ -407,8 +413,9 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     if alpha is not None:
         return total
     for share, of_head, of_others in zip(shares, means, further, strict=True):
-        for part in (of_head, of_others):
-            total = total + (share * torch.stack(part).mean() if part else 0.0)
+        for part, first in ((of_head, means[0]), (of_others, further[0])):
+            count = len(first) if "trained_bgs" in batch else len(part)  # a round counts as far as it goes
+            total = total + (share * torch.stack(part).sum() / count if part else 0.0)
     return total
 
 
@@ -428,8 +435,21 @@ BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
-def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
+OF_ROUNDS: list[tuple[str, dict[str, Any]]] = [
+    ("dflash2", {"selector_rank": 6, "selector_top_k": 5}),
+    ("dspark", {"markov_rank": 5}),
+    ("eagle3", {"draft_vocab_size": 40}),
+    ("hydra", {}),
+    ("parallel", {"dpace_alpha": 0.5}),
+    ("peagle", {"loss": "ce", "draft_vocab_size": 40}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "of_rounds"),
+    [*((*case, False) for case in [*CASES, *BY_GROUPS]), *((*case, True) for case in OF_ROUNDS)],
+)
+def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any], of_rounds: bool) -> None:
     """1e-6 in fp64, since transformers' norms and RoPE and the weights of rows are in fp32."""
     target, drafter = target_and_drafter(kind, options)
     target, drafter = target.double(), drafter.double()
@@ -437,6 +457,9 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     if kind == "dspark":
         drafter.config.confidence_weight = 0.0
     batch = random_batch(target, drafter=drafter)
+    if of_rounds:
+        right = torch.rand(2, drafter.config.num_depths, LENGTH, generator=torch.Generator().manual_seed(9)) < 0.7
+        batch["trained_bgs"] = rows_of_rounds(right, batch["loss_mask"])
 
     def gradients(loss: Tensor) -> dict[str, Tensor]:
         drafter.zero_grad()
@@ -445,12 +468,13 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
 
     output = drafter(**batch)
     loss, found = output.loss, gradients(output.loss)
-    labels = depth_labels(batch["input_ids"], batch["loss_mask"], drafter.config.num_depths)
+    labels = labels_of(drafter, batch)
     logits = logits_of_head(drafter, batch["input_ids"], batch["features"]).detach()
     nats = -logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     known = (labels >= 0) & nats.isfinite()  # those outside a draft vocabulary are counted, but have no cross entropy
     assert output.depth_count.tolist() == (labels >= 0).sum((0, 2)).tolist()
-    assert output.depth_correct.tolist() == (logits.argmax(-1) == labels).sum((0, 2)).tolist()
+    drafted = drafter.group_logits(batch["input_ids"], batch["features"]).argmax(-1)
+    assert output.depth_correct.tolist() == (drafted == labels).sum((0, 2)).tolist()
     sums = torch.where(known, nats, 0.0).sum((0, 2))
     torch.testing.assert_close(output.depth_loss_sum.double(), sums, atol=1e-5, rtol=1e-5)
     expected = getattr(drafter.config, "heads_weight", 1.0) * reference_loss(target, drafter, batch)
