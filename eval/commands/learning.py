@@ -326,6 +326,7 @@ class Learner:
         pack_linears(self.target)  # as where it serves: a token has the same bits alone and in a tree
         self.method = drafter_alone(recipe.eval.methods[0])
         self.drafter = recipe_of_drafter(learned.begun_with)
+        self.on_policy = load_drafter(learned.begun_with, self.target).on_policy_obstacle is None
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
         self._seen_bytes = -1  # of the file, when there was too little in it
@@ -395,6 +396,7 @@ class Learner:
                 "runs_dir": str(cycles),
                 "seed": number,
                 "target": self.training_target.model_dump(),
+                "data": {"on_policy": self.on_policy},
                 "drafter": self.drafter | {"init": str(begun_from), "init_vocabulary": "extended"},
                 "train": TRAINING | {"max_steps": max(1, len(rows) // ROWS_OF_A_STEP)},
             }

@@ -404,6 +404,13 @@ class Drafter(PreTrainedModel):
         return False
 
     @property
+    def on_policy_obstacle(self) -> str | None:
+        """Say why it cannot be trained on its own rounds (`data.on_policy`), for the user; None if it can."""
+        if self.config.num_depths == 1:
+            return "is trained on one depth, so that a training step knows nothing of its rounds"
+        return None if self.target_change is None else "changes the target, and its rounds with it"
+
+    @property
     def target_change(self) -> str | None:
         """Say for the report in a sentence, if attaching this drafter changes what the target says."""
         return None

@@ -17,7 +17,7 @@ from torch.utils import deterministic
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
@@ -102,8 +102,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
     cache = open_features(recipe, settings["data (its tokens)"], drafter) if offline else None
     stop = StopOnInterrupt()
-    if recipe.data.on_policy:
-        _refuse_no_rounds(drafter)
+    if recipe.data.on_policy and drafter.on_policy_obstacle is not None:
+        raise UserError(f"key `data.on_policy`: {recipe.drafter.kind} {drafter.on_policy_obstacle}: leave it out")
     trainer = DrafterTrainer(
         drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast, recipe.data.on_policy
     )
@@ -163,21 +163,6 @@ def _target_and_drafter(
     enable_gradient_checkpointing(args, drafter)
     sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
-
-
-def _refuse_no_rounds(drafter: Drafter) -> None:
-    """
-    Raises:
-        UserError: A training step of this kind does not know what a round of it comes to.
-    """
-    kind = drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX)
-    if drafter.config.num_depths == 1:
-        raise UserError(
-            f"key `data.on_policy`: {kind} is trained on one depth, so its training has no rounds: use a kind that "
-            "trains several, as eagle3 or eagle_parallel, or leave it out"
-        )
-    if drafter.target_change is not None:
-        raise UserError(f"key `data.on_policy`: {kind} trains weights inside the target: leave it out")
 
 
 @contextmanager

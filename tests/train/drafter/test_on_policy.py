@@ -99,7 +99,7 @@ def test_micro_batches_are_one_batch(target_folder: Any) -> None:
     ("drafter", "message"),
     [
         ({"kind": "eagle", "options": {}}, "`data.on_policy`: eagle is trained on one depth"),
-        ({"kind": "medusa2", "options": {"num_heads": 2}}, "`data.on_policy`: medusa2 trains weights inside the targ"),
+        ({"kind": "medusa2", "options": {"num_heads": 2}}, "`data.on_policy`: medusa2 changes the target"),
     ],
 )
 def test_kinds_without_rounds(target_folder: Any, drafter: dict[str, Any], message: str) -> None:
