@@ -8,8 +8,10 @@ What a target answers while it serves is self-distilled data. Under `runs/<name>
     trainer.log      what training printed
 
 A process of its own, at a lower priority, goes on from the drafter that serves: it trains for a few minutes on the
-newest answers, and on as many older ones and rows of the run's own data so that these are not forgotten, then weighs
-the candidate on answers that are kept out of all training: by replay, which is the tau of the tree in use at T = 0.
+newest answers, and on as many older ones and rows of the run's own data so that these are not forgotten. The candidate
+keeps a part of the weights that learning began with: it forgets less than what was trained (weight-space ensembles,
+arXiv 2109.01903), from which training goes on. It is weighed on answers that are kept out of all training: by replay,
+which is the tau of the tree in use at T = 0.
 A candidate that is better beyond noise is written whole, named in `state.json` and taken by the server between two
 answers; one that is worse beyond noise is dropped; else training goes on from it. No drafter changes an answer: that is
 the verification's part, and a candidate whose greedy answers were not the target's own would not be taken either.
@@ -37,7 +39,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets.arrow_writer import ArrowWriter
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
 from draftsmith.eval.bench.measured_methods import drafter_folders
@@ -47,7 +51,7 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
-from draftsmith.models.base.registry import drafter_config, load_drafter, load_drafter_class
+from draftsmith.models.base.registry import TRAINING_FILE, drafter_config, load_drafter, load_drafter_class
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_device
@@ -65,6 +69,8 @@ KEPT_OUT_FRAC, FEWEST_KEPT_OUT, MOST_KEPT_OUT = 0.15, 8, 64
 FEWEST_NEW_TOKENS = 1500  # of answers, before another training
 FIRST_CYCLE_TOKENS = 16_000  # read in the first training, whose speed says how many there are in the next
 SHORTEST_ROW_TOKENS = 16
+BEGINNING_FRAC = 0.25  # what a candidate keeps of the weights that learning began with: less of the old is forgotten
+CANDIDATE = "candidate"
 RESAMPLES, LEVEL = 1000, 0.05
 PROVEN_PROMPTS, PROVEN_TOKENS = 2, 48
 LOWEST_PRIORITY = 19
@@ -326,7 +332,8 @@ class Learner:
         pack_linears(self.target)  # as where it serves: a token has the same bits alone and in a tree
         self.method = drafter_alone(recipe.eval.methods[0])
         self.drafter = recipe_of_drafter(learned.begun_with)
-        self.on_policy = load_drafter(learned.begun_with, self.target).on_policy_obstacle is None
+        if "until_first_error" in load_drafter_class(self.drafter["kind"]).config_class.Options.model_fields:
+            self.drafter["options"] |= {"until_first_error": True}  # what follows a mistake is never drafted from
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
         self._seen_bytes = -1  # of the file, when there was too little in it
@@ -350,7 +357,8 @@ class Learner:
         serving = self.learned.drafter(state.current)
         chosen = self._chosen(train, state.weighed)
         begin_s = time.monotonic()
-        candidate = self._train(self.trainee or serving, chosen, len(state.weighed))
+        trained_folder = self._train(self.trainee or serving, chosen, len(state.weighed))
+        candidate = self._candidate(trained_folder)
         trained = sum(len(ids) for ids, _ in chosen)
         pace = trained / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
@@ -365,9 +373,8 @@ class Learner:
             shutil.rmtree(place, ignore_errors=True)  # of a process that was killed before it could name it
             candidate.rename(place)
             self._taus = {(place, key): tau for (folder, key), tau in self._taus.items() if folder == candidate}
-            state.current, state.previous, self.trainee = number, state.current, None
-        else:
-            self.trainee = None if high < 0 else candidate
+            state.current, state.previous = number, state.current
+        self.trainee = None if high < 0 else trained_folder
         taus = tau_of(tokens, before), tau_of(tokens, after)
         weighed = Weighed(time.time(), len(kept_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
@@ -396,7 +403,6 @@ class Learner:
                 "runs_dir": str(cycles),
                 "seed": number,
                 "target": self.training_target.model_dump(),
-                "data": {"on_policy": self.on_policy},
                 "drafter": self.drafter | {"init": str(begun_from), "init_vocabulary": "extended"},
                 "train": TRAINING | {"max_steps": max(1, len(rows) // ROWS_OF_A_STEP)},
             }
@@ -414,6 +420,14 @@ class Learner:
             if old.name != recipe.name and old / "drafter" != begun_from:
                 shutil.rmtree(old, ignore_errors=True)
         return run.drafter
+
+    def _candidate(self, trained: Path) -> Path:
+        """A drafter between the one that was trained, which training goes on from, and the one learning began with."""
+        candidate = trained.with_name(CANDIDATE)
+        shutil.rmtree(candidate, ignore_errors=True)
+        shutil.copytree(trained, candidate, ignore=shutil.ignore_patterns("checkpoints"))
+        keep_some_of(self.learned.begun_with, candidate, BEGINNING_FRAC)
+        return candidate
 
     def taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
         """The tau of each answer with this drafter."""
@@ -455,6 +469,20 @@ class Learner:
                     print(f"not taken: a greedy answer differs from the target's own ({folder})")
                     return False
         return True
+
+
+@torch.no_grad()
+def keep_some_of(begun_with: Path, folder: Path, frac: float) -> None:
+    """Take the weights in a drafter's folder so far back towards those that it once began with (arXiv 2109.01903)."""
+    file = folder / SAFE_WEIGHTS_NAME
+    earlier, weights = (load_file(each / SAFE_WEIGHTS_NAME) for each in (begun_with, folder))
+    for name, value in weights.items():
+        begun = earlier.get(name)
+        if begun is not None and value.is_floating_point() and begun.shape == value.shape:
+            value.copy_(value.float().lerp(begun.float(), frac))
+    save_file(weights, file, metadata={"format": "pt"})
+    training = json.loads((folder / TRAINING_FILE).read_text())
+    write_atomically(folder / TRAINING_FILE, json.dumps(training | {"weights_sha256": weights_sha256(folder)}) + "\n")
 
 
 def tau_of(tokens: Sequence[int], taus: Sequence[float]) -> float:

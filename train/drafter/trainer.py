@@ -198,8 +198,10 @@ class DrafterTrainer(Trainer):
     With `on_policy` only what the drafter comes to by itself is trained on, after Draft-OPD (arXiv 2605.29343): of the
     rounds of a greedy chain along the answers, each from where the one before ended, the rows that are accepted and the
     first that is not. Answers are the target's own and drafting does not change them, so the rounds are read off one
-    forward without gradients, by the weights of this step. What the drafter does after its first mistake is not
-    trained: the paper's reverse KL there made every drafter that we tried worse (docs/measured/log.md).
+    forward without gradients, by the weights of this step. The loss is the recipe's (the paper's is `kl`), and a round
+    counts as far as it goes. Where we differ: the paper also trains what was rejected, by the reverse KL to the target
+    after the draft itself, times 0.8 a depth (bingyang-lei/Draft-OPD, verl/verl/trainer/distillation/losses.py). Tried
+    beside this in a prototype, it lowered tau.
 
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
     """

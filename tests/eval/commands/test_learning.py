@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_runs import recipe_file, recipe_in
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from draftsmith.eval.commands.learning import (
     Learned,
     Learner,
     Weighed,
+    keep_some_of,
     paired_interval,
     start_learning,
     tau_of,
@@ -33,8 +35,9 @@ from draftsmith.eval.serving import server
 from draftsmith.eval.serving.server import Finished, Job, Worker
 from draftsmith.eval.trees.path_lookup import Memory
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.target.loading import load_target
+from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, SourceRecipe
@@ -131,6 +134,24 @@ def test_the_interval_by_hand() -> None:
     assert np.mean(shares) == pytest.approx(learning.KEPT_OUT_FRAC, abs=0.03)
 
 
+def test_a_candidate_keeps_some_of_the_weights_it_began_with(again: Recipe, tmp_path: Path) -> None:
+    begun = RunFolder(again).drafter
+    folder = tmp_path / "trained"
+    shutil.copytree(begun, folder)
+    weights = load_file(begun / "model.safetensors")
+    save_file({name: value + 1 if value.is_floating_point() else value for name, value in weights.items()},
+              folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    noted = {"steps": 1, "history": [], "weights_sha256": weights_sha256(folder)}
+    (folder / "training.json").write_text(json.dumps(noted))
+    keep_some_of(begun, folder, 0.25)
+    found = load_file(folder / "model.safetensors")
+    for name, value in weights.items():
+        expected = value + 0.75 if value.is_floating_point() else value
+        torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=0)
+    target, _ = load_target(again.target)
+    assert load_drafter(folder, target).config.model_type == "draftsmith-parallel"  # its weights are those it notes
+
+
 @pytest.mark.slow
 def test_it_learns_from_what_it_served_and_answers_stay(
     again: Recipe, served: tuple[Recipe, list[list[int]], list[list[int]]], monkeypatch: Any
@@ -168,6 +189,7 @@ def test_a_worse_candidate_is_thrown_away_and_an_unclear_one_goes_on(again: Reci
     learner = Learner(learned, 0.1)
     begun: list[Path] = []
     monkeypatch.setattr(learner, "_train", lambda folder, rows, number: begun.append(folder) or Path(f"/c{number}"))
+    monkeypatch.setattr(learner, "_candidate", lambda trained: trained)
     for low, high in ((-0.1, 0.1), (-0.2, -0.1), (-0.1, 0.1)):
         monkeypatch.setattr(learning, "paired_interval", lambda *_, found=(low, high): found)
         monkeypatch.setattr(learner, "taus_of", lambda _, answers: [1.0] * len(answers))
@@ -184,6 +206,7 @@ def test_a_candidate_with_other_answers_is_not_taken(again: Recipe, monkeypatch:
     learned = Learned(again)
     learner = Learner(learned, 0.1)
     monkeypatch.setattr(learner, "_train", lambda *_: RunFolder(again).drafter)
+    monkeypatch.setattr(learner, "_candidate", lambda trained: trained)
     monkeypatch.setattr(learning, "paired_interval", lambda *_: (0.1, 0.2))
     calls = iter(range(99))
     monkeypatch.setattr(learning, "generate", lambda *_: record(next(calls)))
