@@ -1,11 +1,12 @@
 """`data.on_policy`: what is trained on are the rows that decoding comes to."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
-from support.tiny_runs import make_recipe, recipe_in, weights_of
+from support.tiny_runs import make_recipe, recipe_in, tiny_run, weights_of
 from torch import Tensor
 
 from draftsmith.eval.commands.search import accepted_lengths
@@ -16,6 +17,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 from draftsmith.train.drafter.rows import rows_of_rounds
 from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.features.write import project_features, write_features
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("parallel", {}),
@@ -78,7 +80,7 @@ def on_policy(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"on_policy": True})})
 
 
-def test_micro_batches_are_one_batch(target_folder: Any) -> None:
+def test_micro_batches_are_one_batch(target_folder: Path) -> None:
     """The rounds of a step are those by its weights, and counted over all its rows; another training than without."""
     half = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     whole, parts, without = (
@@ -95,6 +97,16 @@ def test_micro_batches_are_one_batch(target_folder: Any) -> None:
     assert any((value - weights_of(without)[name]).abs().max() > 1e-2 for name, value in weights_of(whole).items())
 
 
+def test_features_from_disk_have_the_same_rounds(tmp_path: Path) -> None:
+    online = tiny_run(tmp_path, "online", data={"on_policy": True})
+    from_disk = {"source": "offline", "dtype": "float32"}
+    offline = tiny_run(tmp_path, "offline", data={"on_policy": True, "features": from_disk})
+    write_features(offline, project_features(offline), progress=False)
+    for recipe in (online, offline):
+        train_drafter(recipe)
+    torch.testing.assert_close(weights_of(offline), weights_of(online), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
@@ -102,7 +114,7 @@ def test_micro_batches_are_one_batch(target_folder: Any) -> None:
         ({"kind": "medusa2", "options": {"num_heads": 2}}, "`data.on_policy`: medusa2 changes the target"),
     ],
 )
-def test_kinds_without_rounds(target_folder: Any, drafter: dict[str, Any], message: str) -> None:
+def test_kinds_without_rounds(target_folder: Path, drafter: dict[str, Any], message: str) -> None:
     make_recipe(target_folder, "refused")
     with pytest.raises(UserError, match=message):
         train_drafter(on_policy(recipe_in(target_folder.parent, "refused", drafter=drafter)))
