@@ -337,7 +337,7 @@ class Learner:
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
         self._seen_bytes = -1  # of the file, when there was too little in it
-        self.trainee: Path | None = None  # goes on from the last candidate, unless that was worse
+        self.trainee: Path | None = None  # what was trained last, unless its candidate was worse
         self._features: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._taus: dict[tuple[Path, str], float] = {}
         shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
@@ -357,8 +357,8 @@ class Learner:
         serving = self.learned.drafter(state.current)
         chosen = self._chosen(train, state.weighed)
         begin_s = time.monotonic()
-        trained_folder = self._train(self.trainee or serving, chosen, len(state.weighed))
-        candidate = self._candidate(trained_folder)
+        trainee = self._train(self.trainee or serving, chosen, len(state.weighed))
+        candidate = self._candidate(trainee)
         trained = sum(len(ids) for ids, _ in chosen)
         pace = trained / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
@@ -374,7 +374,7 @@ class Learner:
             candidate.rename(place)
             self._taus = {(place, key): tau for (folder, key), tau in self._taus.items() if folder == candidate}
             state.current, state.previous = number, state.current
-        self.trainee = None if high < 0 else trained_folder
+        self.trainee = None if high < 0 else trainee
         taus = tau_of(tokens, before), tau_of(tokens, after)
         weighed = Weighed(time.time(), len(kept_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
